@@ -1,0 +1,54 @@
+"""python -m anyqlora VERB: everything beside training."""
+
+from __future__ import annotations
+
+import sys
+
+from .errors import RunError, UsageError
+from .tables import load, nearest
+
+VERBS = {  # verb -> (late-bound main(argv), help)
+    "train": ("anyqlora.commands.train:main", "tune a model: the same as python train.py"),
+    "plan": ("anyqlora.commands.plan:main", "what a run would do, and the memory it takes, without loading a model"),
+    "doctor": ("anyqlora.commands.doctor:main", "a real tiny QLoRA step on each backend, and how to mend what fails"),
+    "data": ("anyqlora.commands.data:main", "what is trained on, token by token, and an audit of all rows"),
+    "chat": ("anyqlora.commands.chat:main", "talk to a finished run"),
+    "generate": ("anyqlora.commands.generate:main", "answer prompts with a finished run"),
+    "eval": ("anyqlora.commands.eval:main", "loss, perplexity and exact match of a finished run"),
+    "config": ("anyqlora.commands.config:main", "config explain [flags]: each value and where it came from"),
+    "backends": ("anyqlora.commands.backends:main", "what each backend can do, and what this machine does"),
+    "export": ("", "merged, gguf, mlx and peft exports are not built yet"),
+    "report": ("", "the HTML report is not built yet; metrics.jsonl in the run directory has every step"),
+    "runs": ("", "the local page of runs is not built yet"),
+    "verify": ("anyqlora.commands.verify:main", "verify --resume RUN: proves that a stopped and resumed run ends like a whole one"),
+    "strategies": ("", "only strategy single is built yet"),
+    "quantize": ("", "writing quantized directories is not built yet"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb. Returns its exit code; an explained failure is printed, without a traceback."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m anyqlora VERB [flags]\n")
+        for verb, (target, about) in VERBS.items():
+            if target:
+                print(f"  {verb:10} {about}")
+        return 0
+    verb, *rest = argv
+    try:
+        if verb not in VERBS:
+            raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)}", cure="python -m anyqlora --help lists them")
+        target, about = VERBS[verb]
+        if not target:
+            raise UsageError(f"{verb}: {about}")
+        return load(target)(rest) or 0
+    except RunError as error:
+        print(f"anyqlora {verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

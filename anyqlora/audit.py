@@ -1,0 +1,71 @@
+"""What the rows are: counts over all of them, and some of them token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from .examples import Example
+from .terminal import printable
+from .tokenizer import marks, spell
+
+FIRST = 20  # rows named for each finding
+
+
+def survey(examples: list[Example], tokenizer) -> dict:
+    """Counts over all of `examples`, JSON-able."""
+    lengths = np.array([len(e.ids) for e in examples], np.int64)
+    trained = np.array([int(e.trained[1:].sum()) for e in examples], np.int64)
+    bos = tokenizer.bos_token_id
+    ends = {tokenizer.convert_tokens_to_ids(name): name for name in marks(tokenizer)}
+    last = [e.ids[_last(e.trained)].tolist() for e in examples]  # of each answer
+    return {
+        "examples": len(examples),
+        "tokens": int(lengths.sum()),
+        "trained_tokens": int(trained.sum()),
+        "longest": int(lengths.max(initial=0)),
+        "lengths": histogram(lengths),
+        "fully_masked": rows(e for e, count in zip(examples, trained, strict=True) if not count),
+        "truncated": rows(e for e in examples if e.truncated),
+        "end_tokens": dict(Counter(ends[id] for ids in last for id in ids if id in ends)),
+        "without_end_token": rows(e for e, ids in zip(examples, last, strict=True) if not all(id in ends for id in ids)),
+        "double_bos": rows(e for e in examples if bos is not None and len(e.ids) > 1 and e.ids[0] == e.ids[1] == bos),
+    }
+
+
+def _last(trained: np.ndarray) -> np.ndarray:
+    """Places of the last token of each run of trained tokens."""
+    return np.flatnonzero(np.diff(trained.astype(np.int8), append=0) < 0)
+
+
+def rows(found) -> dict:
+    """{"count": n, "first": ["file:line", ...]} of some examples."""
+    where = [example.where for example in found]
+    return {"count": len(where), "first": where[:FIRST]}
+
+
+def histogram(lengths: np.ndarray) -> dict[str, int]:
+    """Counts by powers of two: {"33-64": 7, ...} tokens."""
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    return {f"{2 ** (p - 1) + 1 if p else 1}-{2 ** p}": n for p, n in sorted(Counter(powers.tolist()).items())}
+
+
+def duplicates(examples: list[Example]) -> dict:
+    """Rows whose content stood in an earlier row."""
+    first: dict[str, str] = {}
+    return rows(e for e in examples if first.setdefault(e.key, e.where) != e.where)
+
+
+def overlap(train: list[Example], held_out: list[Example]) -> dict:
+    """Held-out rows that are trained on, too."""
+    keys = {example.key for example in train}
+    return rows(example for example in held_out if example.key in keys)
+
+
+def runs(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is trained) of each run of tokens of one kind, harmless to a terminal."""
+    borders = [0, *(np.flatnonzero(np.diff(example.trained)) + 1).tolist(), len(example.ids)]
+    for start, end in zip(borders, borders[1:], strict=False):
+        yield printable(spell(tokenizer, example.ids[start:end].tolist())), bool(example.trained[start])

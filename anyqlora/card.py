@@ -1,0 +1,84 @@
+"""The model card that goes with a finished adapter or model."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+
+from .redaction import redacted
+from .terminal import printable
+
+CARD = """---
+{front}
+---
+
+# {title}
+
+{what} of `{base}` on `{dataset}`, trained with AnyQLoRA.
+
+| | |
+|---|---|
+| quantizer, adapter | {quantizer}, {adapter} |
+| rank, alpha, dropout, targets | {lora} |
+| optimizer steps, rows per step | {steps}, {rows} |
+| learning rate, schedule, optimizer | {lr:g}, {schedule}, {optimizer} |
+| precision, backend | {precision}, {backend} |
+| trained tokens | {tokens} |
+
+{evaluation}
+
+{usage}
+"""
+PEFT = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {place})
+```"""
+WHOLE = """```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({place})
+```"""
+
+
+def card(run) -> str:
+    """Markdown from what the run knows; the same run gives the same text. It is made to be published: local paths give their last
+    part only, and nothing that looks like a key is in it."""
+    config, plan = run.config, run.plan
+    full = plan.adapter == "full"
+    base = "anyqlora/demo/base" if config.is_demo else public(config.model_name)
+    place = json.dumps("." if not config.run_name else config.run_name)
+    front = {"library_name": "transformers" if full else "peft", "tags": ["anyqlora", plan.adapter, plan.quantizer]}
+    if is_hub_id(config.model_name):
+        front = {"base_model": base, **front}
+    return CARD.format(
+        front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()), title=config.run_name or ("Model" if full else "Adapter"),
+        what="Full fine-tune" if full else "Adapter", base=base, dataset=", ".join(map(public, config.dataset.split(","))),
+        quantizer=plan.quantizer, adapter=plan.adapter, steps=run.last_step, rows=plan.global_batch, lr=config.lr,
+        lora="none" if full else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public(config.lora_target_modules))}",
+        schedule=config.lr_scheduler, optimizer=config.optimizer, precision=plan.precision, backend=plan.backend, tokens=run.progress.tokens_trained,
+        evaluation=evaluation(run.progress.before, run.after), usage=(WHOLE if full else PEFT).format(base=json.dumps(base), place=place),
+    )
+
+
+def evaluation(before: dict | None, after: dict | None) -> str:
+    """A table of what both evaluations measured."""
+    if not before or not after:
+        return "No rows were held out."
+    lines = [f"| {name.replace('_', ' ')} | {before[name]:.4f} | {after[name]:.4f} |"
+             for name in ("loss", "perplexity", "exact_match") if name in after and name in before]
+    return "\n".join(["| held-out rows | before | after |", "|---|---|---|", *lines])
+
+
+def is_hub_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def public(name: str) -> str:
+    """A model, file or pattern as a stranger may read it, inside a table and between backticks."""
+    name = redacted(name)
+    shown = name if is_hub_id(name) or "://" in name else name.rstrip("/").rpartition("/")[2]
+    return printable(shown).replace("\n", " ").replace("`", "'").replace("|", "\\|")

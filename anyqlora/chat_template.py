@@ -1,0 +1,93 @@
+"""A conversation through the tokenizer's own chat template, and what of the result the assistant says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from .errors import UsageError
+from .formats import BadRow, Talk
+from .tokenizer import Document
+
+# Llama 3's template and others write today's date into the system turn: a run that is resumed tomorrow would read other tokens.
+_PINNED = ("{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | "
+           "replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') | replace('%a', 'Fri') | "
+           "replace('%H', '12') | replace('%I', '12') | replace('%M', '00') | replace('%S', '00') | replace('%p', 'PM') }}{%- endmacro -%}")
+
+
+def fingerprint(tokenizer) -> str | None:
+    """sha256 of the tokenizer's chat template, or None without one."""
+    template = tokenizer.chat_template
+    return template and hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+
+
+def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
+    """The conversation as text; with `generation`, up to where the assistant begins to speak.
+
+    Raises UsageError without a chat template, BadRow where the template refuses the conversation.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    if not tokenizer.chat_template:
+        raise UsageError("the tokenizer has no chat template, and the rows are conversations", where=str(tokenizer.name_or_path),
+                         cure="an instruct model's tokenizer, or rows with prompt and completion")
+    template = tokenizer.get_chat_template(tools=tools)
+    if "strftime_now" in template:
+        template = _PINNED + template
+    try:
+        return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, chat_template=template,
+                                             tokenize=False, add_generation_prompt=generation)
+    except TemplateSyntaxError as error:
+        raise UsageError(f"the chat template is no template: {error}", where=str(tokenizer.name_or_path)) from None
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise BadRow(f"the chat template refuses it: {error}", "roles and keys that the model's template knows") from None
+
+
+def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:
+    """One document; or one for each learned turn, where the template writes earlier turns otherwise than it wrote them (Qwen3
+    takes the reasoning out of them). `marks` are the tokens that may end a turn.
+
+    What is rendered up to a turn must be the beginning of what is rendered with it: then the model is trained on what it sees
+    when it is asked. Raises UsageError for a template where it is not.
+    """
+    turns = []
+    for number in sorted(talk.learned):
+        prompt = render(tokenizer, talk.messages[:number], talk.tools, generation=True)
+        whole = render(tokenizer, talk.messages[:number + 1], talk.tools)
+        if not whole.startswith(prompt):
+            raise UsageError(_not_a_prefix(tokenizer, prompt, whole), where=str(tokenizer.name_or_path),
+                             cure="another chat template (tokenizer_config.json or chat_template.jinja), or rows with prompt and completion")
+        turns.append((prompt, *_until_end(whole[len(prompt):], marks)))
+    parts, done = [], ""
+    for prompt, said, rest, _ in turns:
+        if not prompt.startswith(done):
+            return [_document(((prompt, False), (said, True), (rest, False)), end) for prompt, said, rest, end in turns]
+        parts += [(prompt[len(done):], False), (said, True)]
+        done = prompt + said
+    return [_document((*parts, (rest, False)), turns[-1][3])]
+
+
+def _document(parts: tuple[tuple[str, bool], ...], end: str) -> Document:
+    """Without what stands behind the last turn where there is nothing, or where an end token has to be put there."""
+    return Document(parts if end and parts[-1][0] else parts[:-1], rendered=True, end=end)
+
+
+def lost(talk: Talk, rendered: str) -> list[str]:
+    """Roles whose words the template left out."""
+    return [m["role"] for m in talk.messages[:max(talk.learned)] if m["role"] != "assistant" and m.get("content", "").strip() not in rendered]
+
+
+def _until_end(turn: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
+    """(a turn up to its end token, the white space that the template writes behind it, the end token).
+
+    The model stops at the end token, so what stands behind it is not learned.
+    """
+    said = turn.rstrip()
+    end = next((mark for mark in marks if said.endswith(mark)), "")
+    return (said, turn[len(said):], end) if end else (turn, "", "")
+
+
+def _not_a_prefix(tokenizer, prompt: str, whole: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
+    return (f"its chat template (sha256 {fingerprint(tokenizer)[:12]}) asks the assistant with {prompt[max(at - 20, 0):at + 20]!r} "
+            f"and writes the answered turn as {whole[max(at - 20, 0):at + 20]!r}: what is trained would not be what is seen")

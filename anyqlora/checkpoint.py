@@ -1,0 +1,238 @@
+"""The one writer and the one reader of checkpoints: a checkpoint is complete or absent.
+
+    checkpoints/step-000120/   adapter_model.safetensors  adapter_config.json  optimizer.safetensors  state.json  manifest.json
+
+A directory is staged beside its place, every file is written and synced, the manifest (size and sha256 of each file) goes last,
+then one rename makes it visible. The reader goes from the newest to the oldest, verifies, and says what it rejected and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as tensors_from_bytes
+from safetensors.numpy import save as tensors_to_bytes
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"
+STAGED, OLD, REMOVED = ".staged", ".old", ".removed"
+
+
+class Disk:
+    """Every file-system call that changes a run directory's checkpoints and results, so that a test can make each one of them fail."""
+
+    def make_directory(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, path: Path, content: bytes) -> None:
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def sync_directory(self, path: Path) -> None:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def remove(self, path: Path) -> None:
+        """A file, or a directory with all that is in it."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def to_json(value: object) -> bytes:
+    return (json.dumps(finite(value), indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def finite(value):
+    """The same with every number that JSON does not have as text: "nan", "inf", "-inf"; never as 0."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sealed(manifest: dict) -> bytes:
+    """The manifest with its own hash in it, so that a flipped bit of the manifest is found too."""
+    return to_json({**manifest, "self": hashlib.sha256(to_json(manifest)).hexdigest()})
+
+
+def replace(path: Path, content: bytes, disk: Disk) -> None:
+    """Write a file whole or not at all; one that has this content already is left alone."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    staged = path.with_name(path.name + STAGED)
+    try:
+        disk.write(staged, content)
+        disk.rename(staged, path)
+    except OSError:
+        _clear(staged, disk)
+        raise
+
+
+def write_directory(path: Path, files: Mapping[str, bytes], disk: Disk, *, manifest: dict | None = None) -> None:
+    """Write `files` as directory `path`, whole or not at all. With `manifest`, a manifest of sizes and hashes is added."""
+    staged, old = path.with_name(path.name + STAGED), path.with_name(path.name + OLD)
+    try:
+        if staged.exists():
+            disk.remove(staged)
+        disk.make_directory(staged)
+        for name, content in files.items():
+            disk.write(staged / name, content)
+        if manifest is not None:
+            listed = {name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()}
+            disk.write(staged / MANIFEST, sealed({"format": FORMAT, "files": listed, **manifest}))
+        disk.sync_directory(staged)
+        if path.exists():  # written again: the old one steps aside until the new one stands
+            disk.rename(path, old)
+        disk.rename(staged, path)
+        disk.sync_directory(path.parent)
+    except OSError:
+        _clear(staged, disk)
+        if old.exists() and not path.exists():
+            disk.rename(old, path)
+        raise
+    if old.exists():
+        disk.remove(old)
+
+
+def sweep(directory: Path, disk: Disk) -> list[str]:
+    """Take away what a killed process left half done in `directory`. Returns the names of what was there."""
+    left = sorted(path for suffix in (STAGED, OLD, REMOVED) for path in directory.glob(f"*{suffix}"))
+    for path in left:
+        if path.suffix == OLD and not path.with_suffix("").exists():
+            disk.rename(path, path.with_suffix(""))  # killed between the two renames
+        else:
+            disk.remove(path)
+    return [path.name for path in left]
+
+
+def _clear(staged: Path, disk: Disk) -> None:
+    """Take a stage away after a failure, as far as that goes: the next start sweeps what is left."""
+    with contextlib.suppress(OSError):
+        disk.remove(staged)
+
+
+@dataclass
+class Loaded:
+    """A verified checkpoint. adapter, moments: {name: array}; state, machine: what `save` was given."""
+
+    step: int
+    path: Path
+    adapter: dict[str, np.ndarray]
+    moments: dict[str, np.ndarray]
+    state: dict
+    machine: dict
+
+
+class Rejected(Exception):
+    """Why one checkpoint is not used."""
+
+
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    def __init__(self, directory: Path, disk: Disk | None = None):
+        self.directory, self.disk = directory, disk or Disk()
+
+    def steps(self) -> list[int]:
+        """Steps that have a complete-looking directory, ascending."""
+        found = (re.fullmatch(r"step-(\d+)", p.name) for p in self.directory.glob("step-*"))
+        return sorted(int(m.group(1)) for m in found if m)
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    def save(self, step: int, adapter: dict[str, np.ndarray], moments: dict[str, np.ndarray], *, adapter_config: dict, state: dict,
+             identity: dict, machine: dict) -> Path:
+        """Write the checkpoint of `step` finished optimizer steps. Raises OSError and leaves every older one as it was."""
+        files = {
+            ADAPTER: tensors_to_bytes(adapter, metadata={"format": "pt"}),
+            ADAPTER_CONFIG: to_json(adapter_config),
+            MOMENTS: tensors_to_bytes(moments),
+            STATE: to_json({**state, "step": step}),
+        }
+        write_directory(self.path(step), files, self.disk, manifest={"step": step, "identity": identity, "machine": machine})
+        return self.path(step)
+
+    def newest_good(self, identity: dict | None) -> tuple[Loaded | None, list[tuple[str, str]]]:
+        """The newest checkpoint that verifies and is of this run (None: of any), and what was rejected before it was found."""
+        rejected = []
+        for step in reversed(self.steps()):
+            try:
+                return self.read(step, identity), rejected
+            except Rejected as reason:
+                rejected.append((str(self.path(step)), str(reason)))
+        return None, rejected
+
+    def read(self, step: int, identity: dict | None = None) -> Loaded:
+        """Raises Rejected naming the file and what is wrong with it."""
+        path = self.path(step)
+        manifest = self._manifest(path, step, identity)
+        content = {}
+        for name, about in manifest["files"].items():
+            try:
+                content[name] = (path / name).read_bytes()
+            except OSError as error:
+                raise Rejected(f"{name}: {error.strerror or error}") from None
+            if len(content[name]) != about["size"]:
+                raise Rejected(f"{name}: {len(content[name])} bytes, {about['size']} were written")
+            if hashlib.sha256(content[name]).hexdigest() != about["sha256"]:
+                raise Rejected(f"{name}: its sha256 is not the one that was written")
+        try:
+            return Loaded(step, path, tensors_from_bytes(content[ADAPTER]), tensors_from_bytes(content[MOMENTS]), json.loads(content[STATE]),
+                          manifest["machine"])
+        except (SafetensorError, ValueError, KeyError, RecursionError) as error:
+            raise Rejected(f"its files are not what they are called: {error}") from None
+
+    def _manifest(self, path: Path, step: int, identity: dict | None) -> dict:
+        try:
+            content = (path / MANIFEST).read_bytes()
+            manifest = json.loads(content)
+            if manifest["format"] != FORMAT:
+                raise Rejected(f"{MANIFEST}: format {manifest['format']}, this version reads {FORMAT}")
+            if sealed({key: value for key, value in manifest.items() if key != "self"}) != content:
+                raise Rejected(f"{MANIFEST}: its own hash is not the one that was written")
+            if manifest["step"] != step or set(manifest["files"]) != {ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE}:
+                raise Rejected(f"{MANIFEST}: describes step {manifest['step']}")
+        except OSError as error:
+            raise Rejected(f"{MANIFEST}: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Rejected(f"{MANIFEST}: not a manifest: {error}") from None
+        if identity is not None and manifest["identity"] != identity:
+            other = sorted(k for k in {*identity, *manifest["identity"]} if identity.get(k) != manifest["identity"].get(k))
+            raise Rejected(f"{MANIFEST}: of another run: {', '.join(other)} differ")
+        return manifest
+
+    def prune(self, newest: int, keep: int, best: int | None = None) -> None:
+        """Of the checkpoints up to the step `newest`, remove all but the last `keep` and the step `best`.
+
+        Later ones were rejected when the run was continued: they are not counted, and the run will write those steps again.
+        """
+        for step in [step for step in self.steps() if step <= newest][:-keep]:
+            if step != best:
+                # One rename makes it absent: a kill while its files go leaves no checkpoint with a part of them.
+                gone = self.path(step).with_name(self.path(step).name + REMOVED)
+                self.disk.rename(self.path(step), gone)
+                self.disk.remove(gone)

@@ -1,0 +1,65 @@
+"""A run described in its directory: every setting with its source, and the machine and versions that its bytes depend on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+
+from .checkpoint import to_json
+from .config import TrainConfig
+from .redaction import redacted
+
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "tokenizers", "numpy", "mlx")
+
+
+def resolved_yaml(config: TrainConfig) -> str:
+    """Every setting as YAML, with where it came from as a comment; `--config` reads it back."""
+    lines = []
+    for name, value in config.settings().items():
+        if name not in ("config", "trust_remote_code"):
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+            lines.append(f"{name}: {text}  # {config.sources.get(name, 'default')}\n")
+    return "".join(lines)
+
+
+def described(plan, machine: dict, data_report: dict) -> dict[str, bytes]:
+    """{file: content} of what a run directory says about its run. What looks like a secret is not in it."""
+    return {
+        "config.resolved.yaml": resolved_yaml(plan.config.with_(**redacted(plan.config.settings()))).encode(),
+        "plan.json": to_json(redacted(plan.to_dict())), "env.json": to_json(machine), "data_report.json": to_json(redacted(data_report)),
+    }
+
+
+def environment(plan) -> dict:
+    """What the bytes of a run depend on beside its identity: versions, machine, threads, and the plan's choices. Names no person."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(), "system": platform.system(), "machine": platform.machine(), "release": platform.release(),
+        "processor": processor(), "threads": os.environ.get("OMP_NUM_THREADS") or cores(), **{f"version of {k}": v for k, v in versions.items()},
+        "backend": str(plan.backend), "device": plan.device, "precision": plan.precision, "strategy": plan.strategy,
+        "world_size": plan.world_size, "batch_size": plan.batch_size, "use_gradient_checkpointing": plan.use_gradient_checkpointing,
+        "deterministic": plan.config.deterministic,
+    }
+
+
+def processor() -> str:
+    """Its name, where the system tells: kernels choose their instructions by it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,92 @@
+"""The ways a run can end early, each with its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+from .redaction import redacted
+from .terminal import printable
+
+
+class RunError(Exception):
+    """A failure that is explained to the user in words, without a traceback."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, where: str = "", cure: str = ""):
+        """`where` is `file[:line[:col]]` of the cause, `cure` says what to do about it."""
+        self.message, self.where, self.cure = message, where, cure
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        return printable(redacted(f"{text}\n  cure: {self.cure}" if self.cure else text))
+
+
+class UsageError(RunError):
+    """The command line, a configuration or the data cannot be used."""
+
+    exit_code = 2
+
+
+class NotBuilt(UsageError):
+    """A known name whose implementation this version does not have."""
+
+
+class NoCheckpoint(RunError):
+    """Resuming was asked for and no checkpoint is usable."""
+
+    exit_code = 3
+
+
+class NonFinite(RunError):
+    """Loss or gradients were not finite several steps in a row."""
+
+    exit_code = 4
+
+
+class DiskFull(RunError):
+    """What has to be written does not fit."""
+
+    exit_code = 5
+
+
+class Stopped(RunError):
+    """A signal ended the run after its state was saved; the same command continues it."""
+
+    exit_code = 75
+
+
+@contextlib.contextmanager
+def explained(program: str):
+    """Print a RunError in words on standard error and leave with its exit code; so do signals that ask to stop."""
+    try:
+        with stoppable():
+            yield
+    except KeyboardInterrupt:
+        print(f"{program}: stopped by SIGINT; the same command starts it again", file=sys.stderr)
+        sys.exit(130)
+    except RunError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:  # a closed pipe or a full disk: the interpreter would try again, fail, and say so
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def stoppable():
+    """Where nothing has to be saved, SIGTERM is a Stopped."""
+    def stop(_number, _frame):
+        raise Stopped("stopped by SIGTERM", cure="the same command starts it again")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

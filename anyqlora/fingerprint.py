@@ -1,0 +1,65 @@
+"""sha256 of files, remembered by path, size, times and inode, so that gigabytes are not read again at each start."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REMEMBERED = 4096  # files; the oldest are forgotten
+
+
+def memory_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anyqlora" / "hashes.json"
+
+
+def of_files(paths: Iterable[Path]) -> list[str]:
+    """The sha256 of each file, in order."""
+    paths = [Path(path).resolve() for path in paths]
+    known = _recall()
+    marks = {path: _mark(path) for path in paths}
+    fresh = [path for path in marks if known.get(str(path), [None])[0] != marks[path]]
+    with ThreadPoolExecutor(2) as threads:  # hashing leaves the interpreter free
+        for path, digest in zip(fresh, threads.map(_read, fresh), strict=True):
+            known.pop(str(path), None)
+            known[str(path)] = [marks[path], digest]
+    if fresh:
+        _remember(known)
+    return [known[str(path)][1] for path in paths]
+
+
+def of_text(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _read(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _mark(path: Path) -> list[int]:
+    about = path.stat()
+    # The change time is the kernel's own: a file that was rewritten and given its old date back is still seen.
+    return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+
+
+def _recall() -> dict:
+    try:
+        known = json.loads(memory_file().read_text(encoding="utf-8"))
+        return {k: v for k, v in known.items() if isinstance(v, list) and len(v) == 2 and len(v[1]) == 64}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _remember(known: dict) -> None:
+    """Write it whole or not at all. Where the cache cannot be written, files are read again the next time: nothing else changes."""
+    path = memory_file()
+    staged = path.with_name(f"{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_text(json.dumps(dict(list(known.items())[-REMEMBERED:])), encoding="utf-8")
+        os.replace(staged, path)

@@ -1,0 +1,266 @@
+"""What a row means: each format turns a row into text with marked answers, or into a conversation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import UsageError
+from .tables import nearest
+
+ALPACA = ("Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+          "### Instruction:\n{instruction}\n\n### Response:\n")
+ALPACA_INPUT = ("Below is an instruction that describes a task, paired with an input that provides further context. "
+                "Write a response that appropriately completes the request.\n\n"
+                "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n")
+QUESTION = "###Question:\n{question}\n###Answer:\n"
+QUESTION_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+                  "model": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_HUMAN = re.compile(r"(### (?:Human|Assistant): ?)")
+
+
+class BadRow(Exception):
+    """A row that cannot be used: why, what to do about it, and `file:line[:col]`."""
+
+    def __init__(self, reason: str, cure: str, where: str = ""):
+        super().__init__(reason)
+        self.reason, self.cure, self.where = reason, cure, where
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text as it stands: parts, one after the other, each with whether it is learned."""
+
+    parts: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation for the tokenizer's chat template; `learned` are the numbers of the assistant turns that are learned."""
+
+    messages: tuple[dict, ...]
+    learned: frozenset[int]
+    tools: tuple[dict, ...] | None = None
+
+
+def kind(value: object) -> str:
+    """The JSON name of a value's type."""
+    kinds = {str: "string", list: "list", bool: "boolean", int: "number", float: "number", type(None): "null", dict: "object"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def text(row: dict, key: str, *, empty: bool = False, of: str = "") -> str:
+    """The text under `key`. Raises BadRow where it is missing, not text or (unless `empty`) blank; `of` says of what it is part."""
+    named = f"{key!r}{of}"
+    if key not in row:
+        if empty:
+            return ""
+        raise BadRow(f"no {named}", f"it has {', '.join(map(repr, row)) or 'nothing'}")
+    value = row[key]
+    if value is None and empty:
+        return ""
+    if not isinstance(value, str):
+        raise BadRow(f"{named} is {'null' if value is None else 'a ' + kind(value)}, not text", f'"{key}": "..."')
+    if not empty and not value.strip():
+        raise BadRow(f"{named} is empty", "fill it in, or delete the row")
+    if "\0" in value:
+        raise BadRow(f"{named} holds a NUL character", "delete the character")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRow(f"{named} holds half of a surrogate pair at character {error.start + 1}", "write the row anew as UTF-8") from None
+    return value
+
+
+def exchange(prompt: str, answer: str, style: str, question: str) -> Text | Talk:
+    """One prompt and its answer; in chat style `question` is the user's turn instead."""
+    if style == "chat":
+        return Talk(({"role": "user", "content": question}, {"role": "assistant", "content": answer}), frozenset([1]))
+    return Text(((prompt, False), (answer, True)))
+
+
+# ------------------------------------------------------------------------------------------------------- the formats
+
+
+def alpaca(row: dict, style: str) -> Text | Talk:
+    """instruction, output and perhaps input, in Alpaca's own words unless the style is chat or plain."""
+    instruction, extra, answer = text(row, "instruction"), text(row, "input", empty=True), text(row, "output")
+    question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
+    if style == "plain":
+        return exchange(question + "\n\n", answer, style, question)
+    words = ALPACA_INPUT if extra.strip() else ALPACA
+    return exchange(words.format(instruction=instruction, input=extra), answer, style, question)
+
+
+def prompt_completion(row: dict, style: str) -> Text | Talk:
+    """prompt and completion: text that is joined as it stands, or both lists of messages."""
+    if isinstance(row.get("prompt"), list):
+        if not isinstance(row.get("completion"), list):
+            raise BadRow("'prompt' is a list of messages and 'completion' is not", "messages in both, or text in both")
+        return conversation([*row["prompt"], *row["completion"]], row, style, first=len(row["prompt"]))
+    prompt = text(row, "prompt")
+    return exchange(ALPACA.format(instruction=prompt) if style == "alpaca" else prompt, text(row, "completion"), style, prompt)
+
+
+def question_answer(row: dict, style: str) -> Text | Talk:
+    """question, answer and perhaps context, in fsdp_qlora's words (its styles qna and qna_no_ctx) unless the style is another."""
+    question, context, answer = text(row, "question"), text(row, "context", empty=True), text(row, "answer")
+    joined = f"{context}\n\n{question}" if context.strip() else question
+    if style == "alpaca":
+        words = (ALPACA_INPUT if context.strip() else ALPACA).format(instruction=question, input=context)
+    elif style == "plain":
+        words = joined + "\n\n"
+    else:
+        words = (QUESTION_CONTEXT if context.strip() else QUESTION).format(question=question, context=context)
+    return exchange(words, answer, style, joined)
+
+
+def messages(row: dict, style: str) -> Talk:
+    """A conversation as OpenAI writes it: a list of {"role": ..., "content": ...} under "messages", perhaps "tools" beside it."""
+    return conversation(row["messages"], row, style)
+
+
+def sharegpt(row: dict, style: str) -> Talk:
+    """A conversation as ShareGPT writes it: {"from": "human" or "gpt", "value": ...} under "conversations", perhaps "system" beside it."""
+    turns = row["conversations"]
+    if not isinstance(turns, list):
+        raise BadRow(f"'conversations' is a {kind(turns)}, not a list", '[{"from": "human", "value": "..."}, ...]')
+    said = [{"role": "system", "content": text(row, "system")}] if row.get("system") else []
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise BadRow(f"turn {number} is a {kind(turn)}, not an object", '{"from": "human", "value": "..."}')
+        if "role" in turn and "from" not in turn:  # sets converted half way
+            said.append(turn)
+            continue
+        role = text(turn, "from", of=f" of turn {number}")
+        if role not in SHAREGPT_ROLES:
+            raise BadRow(f"turn {number} is from {role!r}{nearest(role, SHAREGPT_ROLES)}", f"one of {', '.join(SHAREGPT_ROLES)}")
+        said.append({"role": SHAREGPT_ROLES[role], "content": text(turn, "value", of=f" of turn {number}"),
+                     **({"weight": turn["weight"]} if "weight" in turn else {})})
+    return conversation(said, row, style)
+
+
+def raw_text(row: dict, style: str) -> Text:
+    """Text of which everything is learned; of a dialogue with "### Human:" and "### Assistant:" (Guanaco) the assistant's words are."""
+    whole = text(row, "text")
+    if style in ("chat", "alpaca"):
+        raise BadRow(f"raw text has no {style} form", "--prompt_format plain, or rows with prompt and completion")
+    pieces = _HUMAN.split(whole)
+    if len(pieces) < 5 or pieces[0].strip() or not any(piece.startswith("### Assistant") for piece in pieces):
+        return Text(((whole, True),))
+    parts: list[tuple[str, bool]] = [(pieces[0], False)]
+    for mark, said in zip(pieces[1::2], pieces[2::2], strict=True):
+        if mark.startswith("### Assistant") and said.strip():
+            parts[-1] = (parts[-1][0] + mark, False)
+            parts += [(said, True), ("", False)]
+        else:
+            parts[-1] = (parts[-1][0] + mark + said, False)
+    if len(parts) == 1:
+        raise BadRow("the assistant says nothing", "fill it in, or delete the row")
+    return Text(tuple(parts[:-1]))  # what a human says last is answered by nobody
+
+
+# ----------------------------------------------------------------------------------------------------- conversations
+
+
+def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
+    """The conversation in `turns`, of which assistant turns from number `first` on are learned. Raises BadRow for disorder."""
+    if style in ("alpaca", "plain"):
+        raise BadRow(f"a conversation has no {style} form", "--prompt_format chat")
+    if not isinstance(turns, list) or not turns:
+        raise BadRow("no list of messages" if not isinstance(turns, list) else "no messages", '[{"role": "user", "content": "..."}, ...]')
+    said = [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    _check_order([message["role"] for message in said])
+    weights = [turn.get("weight") for turn in turns]
+    for number, weight in enumerate(weights, 1):
+        if weight is not None and weight not in (0, 1):
+            raise BadRow(f"'weight' of message {number} is {weight!r}", "0 (not learned) or 1")
+    learned = [i for i, message in enumerate(said) if message["role"] == "assistant" and i >= first and weights[i] != 0]
+    if not learned:
+        raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
+    tools = row.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow(f"'tools' is a {kind(tools)}, not a list of objects", "tools as JSON schemas")
+    return Talk(tuple(said), frozenset(learned), tuple(tools) if tools else None)
+
+
+def _message(turn: object, number: int) -> dict:
+    """The message as the chat template gets it: text parts joined, nulls and weight left out."""
+    if not isinstance(turn, dict):
+        raise BadRow(f"message {number} is a {kind(turn)}, not an object", '{"role": "user", "content": "..."}')
+    of = f" of message {number}"
+    role = text(turn, "role", of=of)
+    if role not in ROLES:
+        raise BadRow(f"role {role!r}{of} is unknown{nearest(role, ROLES)}", f"one of {', '.join(ROLES)}")
+    content = turn.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                shown = part.get("type") if isinstance(part, dict) else part
+                raise BadRow(f"'content'{of} has a part that is no text: {shown!r}", "text parts only; images and sound cannot be trained on")
+        turn = {**turn, "content": "".join(text(part, "text", empty=True, of=of) for part in content)}
+    if role == "assistant" and turn.get("tool_calls"):
+        text(turn, "content", empty=True, of=of)
+    else:
+        text(turn, "content", of=of, empty=role == "tool")
+    return {key: value for key, value in turn.items() if key != "weight" and value is not None}
+
+
+def _check_order(roles: list[str]) -> None:
+    """Raises BadRow unless it is [system] user assistant [tool... assistant] user ... assistant."""
+    follows = {"start": ("system", "developer", "user"), "system": ("user",), "developer": ("user",), "user": ("assistant",),
+               "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
+    before = "start"
+    for number, role in enumerate(roles, 1):
+        if role not in follows[before]:
+            after = "first" if before == "start" else f"after {before}"
+            raise BadRow(f"roles out of order: message {number} ({role}) comes {after}", f"{before if before != 'start' else 'first'}: "
+                         f"{' or '.join(follows[before])} comes next")
+        before = role
+    if before != "assistant":
+        raise BadRow(f"the last message is the {before}'s, so there is nothing to learn from it", "end with an assistant message")
+
+
+# --------------------------------------------------------------------------------------------------------- the table
+
+FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict, str], Text | Talk]]] = {
+    # name: (the keys by which a row is known, row and style -> Text or Talk); the first whose keys are all there is it
+    "messages": (("messages",), messages),
+    "sharegpt": (("conversations",), sharegpt),
+    "alpaca": (("instruction", "output"), alpaca),
+    "prompt_completion": (("prompt", "completion"), prompt_completion),
+    "question_answer": (("question", "answer"), question_answer),
+    "text": (("text",), raw_text),
+}
+OPTIONAL = {"messages": ("tools",), "sharegpt": ("system", "tools"), "alpaca": ("input",), "prompt_completion": ("tools",),
+            "question_answer": ("context",)}
+
+
+def detect(row: dict) -> str | None:
+    """The format whose keys the row has."""
+    return next((name for name, (keys, _) in FORMATS.items() if all(key in row for key in keys)), None)
+
+
+def choose(rows: list[dict], where: str) -> str:
+    """The format of a file: that of its first row which has one. Raises UsageError where no row has."""
+    for row in rows:
+        if name := detect(row):
+            return name
+    known = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
+    raise UsageError(f"no known format: the row has {', '.join(map(repr, rows[0])) or 'nothing'}", where=where, cure=f"keys of a format - {known}")
+
+
+def understand(row: dict, name: str, style: str) -> Text | Talk:
+    """What `row` of format `name` says. Raises BadRow."""
+    keys, function = FORMATS[name]
+    missing = [key for key in keys if key not in row]
+    other = detect(row)
+    if missing and other:
+        raise BadRow(f"a row of format {other} among rows of format {name}", "one format per file: put these rows into a file of their own")
+    if missing:
+        near = nearest(missing[0], row)
+        raise BadRow(f"no {', '.join(map(repr, missing))} (format {name}){near}", f"it has {', '.join(map(repr, row)) or 'nothing'}")
+    return function(row, style)

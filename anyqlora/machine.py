@@ -1,0 +1,254 @@
+"""What this machine is, as plain data: the one place that asks the hardware and the installed libraries."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+MLX_BUILDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cuda", "mlx-cpu")  # mlx's device code is in packages of its own
+CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Memory in bytes; `memory_free` is None where it was not measured (a device that is not used)."""
+
+    name: str
+    capability: str = ""
+    memory_total: int = 0
+    memory_free: int | None = None
+    bf16: bool = False  # in hardware, not by emulation
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Plain data that the probes judge: `Machine.from_dict(json)` of a recorded machine stands for the machine itself.
+
+    Memory is in bytes and respects a container's limit. In every mapping, `error` says why the rest is missing.
+    """
+
+    system: str
+    os_version: str
+    arch: str
+    python: str
+    cores: int
+    memory_total: int
+    memory_available: int
+    cpu_features: tuple[str, ...] = ()
+    torch: Mapping = field(default_factory=dict)         # version, cuda, hip, xpu (versions it is built for), collectives, error
+    cuda: tuple[Device, ...] = ()                        # NVIDIA's or, where torch is built for ROCm, AMD's
+    xpu: tuple[Device, ...] = ()
+    mps: Mapping = field(default_factory=dict)           # built, available, allocates, quantizes, bf16, memory_total, memory_free, error
+    mlx: Mapping = field(default_factory=dict)           # version, build (one of MLX_BUILDS), error
+    bitsandbytes: Mapping = field(default_factory=dict)  # version, library (the native library's file), error
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping) -> Machine:
+        data = dict(data)
+        for kind in ("cuda", "xpu"):
+            data[kind] = tuple(Device(**device) for device in data.get(kind, ()))
+        data["cpu_features"] = tuple(data.get("cpu_features", ()))
+        return cls(**data)
+
+
+def observe() -> Machine:
+    """This machine, now. Imports torch if it is installed, and nothing else that is heavy; never raises."""
+    torch = _import_torch()
+    memory_total, memory_available = host_memory()
+    host = {
+        "system": platform.system(),
+        "os_version": platform.mac_ver()[0] or platform.release(),
+        "arch": platform.machine(),
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_total": memory_total,
+        "memory_available": memory_available,
+        "cpu_features": _cpu_features(),
+        "mlx": _mlx(),
+    }
+    if isinstance(torch, str):
+        return Machine(**host, torch={"error": torch}, bitsandbytes={"error": torch})
+    cuda, cuda_error = _accelerators(torch.cuda, _cuda_device)
+    xpu, xpu_error = _accelerators(torch.xpu, _xpu_device)
+    build = _torch_build(torch) | {"cuda_error": cuda_error, "xpu_error": xpu_error}
+    return Machine(**host, torch=build, cuda=cuda, xpu=xpu, mps=_mps(torch), bitsandbytes=_bitsandbytes(torch))
+
+
+def host_memory() -> tuple[int, int]:
+    """(total, available) bytes of host memory, within the container's limit if there is one."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        try:
+            limit = int(Path("/sys/fs/cgroup", limit).read_text())
+            used = int(Path("/sys/fs/cgroup", used).read_text())
+        except (OSError, ValueError):  # no such cgroup version, or "max"
+            continue
+        total, available = min(total, limit), min(available, max(limit - used, 0))
+    return total, available
+
+
+def _import_torch():
+    """The torch module, or the reason why there is none."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    try:
+        import torch
+    except Exception as error:  # a broken installation is a finding, not a crash
+        return f"torch cannot be imported: {_first_line(error)}"
+    return torch
+
+
+def _torch_build(torch) -> dict:
+    distributed = torch.distributed
+    collectives = [name for name in ("nccl", "xccl", "gloo") if distributed.is_available() and distributed.is_backend_available(name)]
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": torch.version.xpu,
+            "collectives": collectives}
+
+
+def _accelerators(module, read) -> tuple[tuple[Device, ...], str]:
+    """The devices of torch.cuda or torch.xpu, and why there are fewer than the driver has.
+
+    Free memory is measured on the first only: asking starts a context there.
+    """
+    try:
+        return (tuple(read(module, index) for index in range(module.device_count())) if module.is_available() else ()), ""
+    except Exception as error:  # a driver that is too old or a device that is lost
+        return (), _first_line(error)
+
+
+def _cuda_device(cuda, index: int) -> Device:
+    properties = cuda.get_device_properties(index)
+    with cuda.device(index):
+        bf16 = cuda.is_bf16_supported(including_emulation=False)
+    capability = getattr(properties, "gcnArchName", "") or f"{properties.major}.{properties.minor}"
+    return Device(properties.name, capability.partition(":")[0], properties.total_memory, _free(cuda) if index == 0 else None, bf16)
+
+
+def _xpu_device(xpu, index: int) -> Device:
+    properties = xpu.get_device_properties(index)
+    bf16 = getattr(properties, "has_bfloat16_conversions", True)
+    return Device(properties.name, "", properties.total_memory, _free(xpu) if index == 0 else None, bf16)
+
+
+def _free(module) -> int | None:
+    """Bytes free on the first device; None where its driver does not tell (some Intel GPUs)."""
+    try:
+        return module.mem_get_info(0)[0]
+    except RuntimeError:
+        return None
+
+
+def _mps(torch) -> dict:
+    """Metal by doing: allocate, quantize, multiply in bf16."""
+    mps = torch.backends.mps
+    if not mps.is_built():
+        return {"built": False, "available": False}
+    found = {"built": True, "available": mps.is_available(), "allocates": False, "quantizes": False, "bf16": False}
+    if not found["available"]:
+        return found
+    try:
+        torch.ones(2, device="mps").sum().item()
+        total = torch.mps.recommended_max_memory()
+        found |= {"allocates": True, "memory_total": total, "memory_free": max(total - torch.mps.driver_allocated_memory(), 0)}
+        found["quantizes"] = quantizes(torch, "mps")
+        x = torch.ones(2, 2, device="mps", dtype=torch.bfloat16)
+        found["bf16"] = (x @ x).sum().item() == 8
+    except Exception as error:
+        found["error"] = _first_line(error)
+    return found
+
+
+def quantizes(torch, device: str) -> bool:
+    """Whether block-wise 4-bit quantization in plain torch ops gives on `device` what it gives on the CPU.
+
+    bitsandbytes' MPS backend falls back to these ops (absmax, bucketize, packing of two codes in a byte), so this
+    finds out what it needs without importing it.
+    """
+    def packed(device):
+        x = torch.linspace(-3, 3, 128, device=device).view(2, 64)  # [blocks, block]
+        levels = torch.linspace(-1, 1, 16, device=device)
+        codes = torch.bucketize((x / x.abs().amax(1, keepdim=True)).flatten(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+        return (codes[::2] << 4 | codes[1::2]).cpu()
+    return torch.equal(packed(device), packed("cpu"))
+
+
+def _mlx() -> dict:
+    """Read from the installed packages: importing mlx starts Metal."""
+    if importlib.util.find_spec("mlx") is None:
+        return {"error": "mlx is not installed"}
+    build = next((name for name in MLX_BUILDS if _version(name)), "")
+    return {"version": _version("mlx"), "build": build}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _bitsandbytes(torch) -> dict:
+    """Load the native library that bitsandbytes would choose, without importing bitsandbytes (1-2 s)."""
+    spec = importlib.util.find_spec("bitsandbytes")
+    if spec is None:
+        return {"error": "bitsandbytes is not installed"}
+    found = {"version": _version("bitsandbytes")}
+    directory = Path(spec.submodule_search_locations[0])
+    library = native_library(sorted(path.name for path in directory.glob("libbitsandbytes_*")), torch.version, torch.cuda.is_available())
+    if not library:
+        return found | {"error": f"bitsandbytes {found['version']} has no native library for torch {torch.__version__}"}
+    try:
+        ctypes.CDLL(str(directory / library))
+    except OSError as error:
+        return found | {"library": library, "error": f"bitsandbytes' {library} cannot be loaded: {_first_line(error)}"}
+    return found | {"library": library}
+
+
+def native_library(files: list[str], build, has_cuda: bool) -> str:
+    """The file of `files` that bitsandbytes 0.50 loads for a torch `build` (torch.version), or "".
+
+    Its rule (bitsandbytes/cextension.py): the build's own version, else the newest older one of the same major version,
+    else the oldest newer one.
+    """
+    builds = (("rocm", build.hip), ("cuda", build.cuda if has_cuda else None), ("xpu", build.xpu), ("cpu", "any"))
+    kind, version = next((kind, version) for kind, version in builds if version)
+    if kind in ("cpu", "xpu"):
+        names = [f"libbitsandbytes_{kind}{version[:4]}.", f"libbitsandbytes_{kind}."]
+        return next((file for name in names for file in files if file.startswith(name)), "")
+    wanted = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    major_digits = 1 if kind == "rocm" else 2
+    offered = {}
+    for file in files:
+        if match := re.match(rf"libbitsandbytes_{kind}(\d+)\.", file):
+            digits = match[1]
+            offered[int(digits[:major_digits]), int(digits[major_digits:] or 0)] = file
+    same_major = [v for v in offered if v[0] == wanted[0]]
+    older, newer = [v for v in same_major if v <= wanted], [v for v in same_major if v > wanted]
+    return offered[max(older)] if older else offered[min(newer)] if newer else ""
+
+
+def _cpu_features() -> tuple[str, ...]:
+    """The instruction sets that matter here, from /proc/cpuinfo (Linux); nothing elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return tuple(sorted(CPU_FEATURES & set(match[1].split()))) if match else ()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__

@@ -1,0 +1,294 @@
+"""The bytes a run needs, part by part, from shapes alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .config import TrainConfig
+from .layouts import Linear, Shapes
+
+FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
+STORED = {"fp32": 4, "bf16": 2, "fp16_autocast": 4, "bf16_autocast": 4, "bf16_buffers_autocast": 2}  # of an unquantized frozen weight
+MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta": 8, "sgd": 0,  # bytes per trained parameter
+           "adamw_8bit": 2 + 2 * 4 / 256, "paged_adamw_8bit": 2 + 2 * 4 / 256}  # 8-bit: one float32 scale per 256 values
+BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
+FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted bytes at each moment of a run when memory may peak: {moment: {part: bytes}}."""
+
+    moments: Mapping[str, Mapping[str, int]]
+
+    @property
+    def peak(self) -> str:
+        """The moment that needs most."""
+        return max(self.moments, key=self.needed)
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        return self.moments[self.peak]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def needed(self, moment: str) -> int:
+        """Bytes at one moment; 0 when the run does not come to it."""
+        return sum(self.moments.get(moment, {}).values())
+
+    def to_dict(self) -> dict:
+        return {"total": self.total, "peak": self.peak, "moments": {moment: dict(parts) for moment, parts in self.moments.items()}}
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes per value, by precision. Full fine-tuning keeps float32 weights, and any other precision is autocast then."""
+
+    stored: int       # unquantized frozen weights, and the residual stream, which starts as an embedding
+    computed: int     # what matrix products and attention see
+    inner: int        # between the linears of an MLP: 4-bit linears give back the dtype they were given
+    autocast: bool
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Widths:
+        is_full = config.adapter == "full"
+        stored = FULL if is_full else STORED[config.precision]
+        computed = FULL if config.precision == "fp32" else 2
+        autocast = config.precision.endswith("autocast") or (is_full and computed == 2)
+        return cls(stored, computed, stored if config.quantizer in ("nf4", "fp4") else computed, autocast)
+
+    @property
+    def copied(self) -> int:
+        """What an adapter computes in: float32, unless autocast turns its input into 16 bits."""
+        return self.computed if self.autocast else FULL
+
+
+def shown(count: float) -> str:
+    """Bytes with a unit: 4.5 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
+    """Predicted bytes on the device for a config whose every auto is resolved. Rows are taken to be context_length long.
+
+    Gradients are made in backward and cleared after the update, so they are there during the loss only when accumulating.
+    """
+    weights = weight_bytes(shapes, config)
+    trained = trained_parameters(shapes, config)
+    optimizer = {"optimizer": round(trained * MOMENTS[config.optimizer])}
+    gradients = {"gradients": trained * FULL}
+    kept = {"activations": activation_bytes(shapes, config)}
+    moments = {
+        "loading": weights | {"tensor being read": largest_tensor(shapes) * FULL},
+        "loss": weights | optimizer | (gradients if config.gradient_accumulation_steps > 1 else {}) | kept
+        | {"logits and loss": logit_bytes(shapes, config)},
+        "backward": weights | optimizer | gradients | kept | {"layer at work": work_bytes(shapes, config)},
+        "update": weights | optimizer | gradients | {"update": update_bytes(shapes, config)},
+    }
+    if config.eval_dataset or config.eval_fraction:
+        moments["evaluation"] = weights | optimizer | {"logits and loss": evaluation_bytes(shapes, config)}
+    return Estimate(moments)
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
+    """What stays: the frozen weights and the adapter, or all weights in float32."""
+    if config.adapter == "full":
+        return {"weights": shapes.parameters * FULL}
+    linears = shapes.layers * sum(linear.count * quantized_bytes(linear, config) for linear in shapes.linears)
+    return {"linear weights": linears, "embedding, head, norms": shapes.other_parameters * STORED[config.precision],
+            "adapter": adapter_parameters(shapes, config) * FULL}
+
+
+def quantized_bytes(linear: Linear, config: TrainConfig) -> int:
+    """One linear: nf4 and fp4 half a byte per weight and a scale per 64 (float32; with double quantization one byte, and float32
+    per 256 scales); int8 one byte per weight and a float32 scale per output; none the precision's own dtype."""
+    n = linear.outputs * linear.inputs
+    if config.quantizer == "none":
+        return n * STORED[config.precision]
+    if config.quantizer == "int8":
+        return n + FULL * linear.outputs
+    scales = -(-n // BLOCK)
+    scale_bytes = scales + FULL * -(-scales // SCALES_BLOCK) if config.double_quant else FULL * scales
+    return -(-n // 2) + scale_bytes
+
+
+def largest_tensor(shapes: Shapes) -> int:
+    """Elements of the largest tensor in the files: it is in memory in float32 while it is quantized."""
+    return max(shapes.vocab * shapes.hidden, *(linear.outputs * linear.inputs for linear in shapes.linears))
+
+
+def targets(shapes: Shapes, config: TrainConfig) -> tuple[Linear, ...]:
+    """The linears of one layer that get an adapter, as lora_target_modules says: all, PEFT's default, a list or a regex."""
+    wanted = config.lora_target_modules
+    linears = tuple(linear for linear in shapes.linears if linear.count == 1)  # experts are parameters, not linear modules
+    if wanted in ("all", "all-linear"):
+        return linears
+    if wanted == "default":
+        wanted = "q_proj,v_proj,qkv_proj,query_key_value"
+    names = {name.strip() for name in wanted.split(",")}
+    listed = tuple(linear for linear in linears if linear.name.rpartition(".")[2] in names)
+    return listed or tuple(linear for linear in linears if _is_named(linear, wanted))
+
+
+def _is_named(linear: Linear, pattern: str) -> bool:
+    """Whether a regex of module names takes this linear in some layer."""
+    try:
+        return any(re.fullmatch(pattern, f"{root}.layers.{layer}.{linear.name}") for root in ("model", "gpt_neox") for layer in (0, 1, 10))
+    except re.error:
+        return False
+
+
+def adapter_parameters(shapes: Shapes, config: TrainConfig) -> int:
+    """Rank x (inputs + outputs) per linear; DoRA adds one magnitude per output."""
+    magnitude = 1 if config.adapter == "dora" else 0
+    return shapes.layers * sum(config.lora_rank * (linear.inputs + linear.outputs) + magnitude * linear.outputs
+                               for linear in targets(shapes, config))
+
+
+def trained_parameters(shapes: Shapes, config: TrainConfig) -> int:
+    return shapes.parameters if config.adapter == "full" else adapter_parameters(shapes, config)
+
+
+def update_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """What the update of one tensor needs beside it (AdamW: the denominator); multi-tensor updates on a GPU do all at once."""
+    if config.adapter != "full":
+        return adapter_parameters(shapes, config) * FULL
+    return (shapes.parameters if config.backend in FUSED_DROPOUT else largest_tensor(shapes)) * FULL
+
+
+# -------------------------------------------------------------------------------------------------------- activations
+
+
+def activation_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """What autograd keeps from forward to backward: all layers', or with checkpointing the input of each and of the last norm.
+
+    Offloaded activations leave the device, except those of one layer on their way.
+    """
+    hidden = config.batch_size * config.context_length * shapes.hidden
+    width = Widths.of(config)
+    if config.use_gradient_checkpointing:
+        layer, last = hidden * width.stored, hidden * FULL
+    else:
+        layer, last = layer_bytes(shapes, config), 0
+    return (1 if config.use_activation_cpu_offload else shapes.layers) * layer + last + head_bytes(shapes, config)
+
+
+def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """What one layer keeps for backward without checkpointing."""
+    rows, length = config.batch_size, config.context_length
+    scores = rows * shapes.heads * length**2 * 2 * FULL if shapes.eager_attention else 0  # capped, softmax, and in 16 bits its copy
+    per_token = norm_bytes(shapes, config) + attention_bytes(shapes, config) + mlp_bytes(shapes, config) + input_bytes(shapes, config)
+    return rows * length * per_token + scores + cast_bytes(shapes, config)
+
+
+def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Per token and layer: each norm's input in float32, and the normalized values where the norm's own weight learns."""
+    queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    normed = (1 if shapes.parallel else shapes.norms) * shapes.hidden + (queries + keys if shapes.qk_norm else 0)
+    return normed * (Widths.of(config).stored if shapes.norm_bias else FULL) * (2 if config.adapter == "full" else 1)
+
+
+def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Per token and layer: q, k, v, the output and one log-sum-exp per head; the eager form keeps k and v repeated for all heads.
+
+    Where one linear makes q, k and v, v is a view that keeps all of them, unless autocast copies it.
+    """
+    width = Widths.of(config)
+    queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    if shapes.eager_attention:
+        return width.computed * 3 * queries
+    is_view = shapes.fused_qkv and width.computed == width.stored
+    return width.computed * (2 * queries + 2 * keys + (queries + keys if is_view else 0)) + FULL * shapes.heads
+
+
+def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Per token and layer: gate, act(gate) and up, or the one that act takes (their product is down_proj's input).
+
+    Experts keep their outputs before and after weighting too; they are not linear modules, so autocast makes them 16 bits.
+    """
+    width, values = Widths.of(config), 3 if shapes.gated else 1
+    if not shapes.experts:
+        return width.inner * values * shapes.intermediate
+    routed = width.computed * shapes.experts_per_token * (values * shapes.intermediate + 2 * shapes.hidden) + FULL * shapes.hidden
+    return routed + width.inner * values * shapes.shared_intermediate
+
+
+def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Per token and layer: what linears keep because something in them learns: inputs, dropout's masks, the adapters' middles.
+
+    In float32 without dropout linears of one input share it, and o_proj's is attention's output, which is there already;
+    otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
+    """
+    width = Widths.of(config)
+    is_full = config.adapter == "full"
+    mask = 0 if is_full or not config.lora_dropout else 1 if config.backend in FUSED_DROPOUT else FULL
+    is_shared = config.precision == "fp32" and not mask
+    kept, seen = 0, {("o_proj",)} if is_shared and not (shapes.eager_attention or shapes.fused_qkv) else set()
+    for linear in shapes.linears if is_full else targets(shapes, config):
+        if _source(linear) not in seen:
+            kept += linear.inputs * (width.copied + mask)
+        if is_shared:
+            seen.add(_source(linear))
+        kept += 0 if is_full else config.lora_rank * width.copied
+        kept += linear.outputs * (width.inner + width.copied) if config.adapter == "dora" else 0
+    return kept
+
+
+def _source(linear: Linear) -> tuple[str, ...]:
+    """Which linears of a layer read the same tensor: q, k and v; gate and up."""
+    name = linear.name.rpartition(".")[2]
+    return next((group for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if name in group), (name,))
+
+
+def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """16-bit copies of a layer's float32 weights, which autocast makes for forward and autograd keeps for backward."""
+    width = Widths.of(config)
+    if not width.autocast:
+        return 0
+    adapters = 0 if config.adapter == "full" else adapter_parameters(shapes, config) // shapes.layers
+    frozen = sum(linear.parameters for linear in shapes.linears) if config.quantizer == "none" and width.stored == FULL else 0
+    return (adapters + frozen) * width.computed
+
+
+def head_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """The head's cast weight, and its input where it learns."""
+    width = Widths.of(config)
+    cast = shapes.vocab * shapes.hidden * width.computed if width.autocast and width.stored == FULL else 0
+    learns = config.batch_size * config.context_length * shapes.hidden * (width.computed + FULL) if config.adapter == "full" else 0
+    return cast + learns
+
+
+# -------------------------------------------------------------------------------------------------------- at the peaks
+
+
+def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Of float32 [B * T, V]: the log-softmax that autograd keeps, and in backward its gradient and the gradient of the logits.
+
+    Every token is taken to be trained. In forward it is no more: 16-bit logits, their selection and its float32 copy.
+    """
+    capped = Widths.of(config).computed if shapes.capped_logits else 0
+    return config.batch_size * config.context_length * shapes.vocab * (3 * FULL + capped)
+
+
+def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Backward of one layer: its largest weight dequantized, the MLP's gradients; with checkpointing the layer's activations."""
+    width, tokens = Widths.of(config), config.batch_size * config.context_length
+    weight = max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed if config.quantizer != "none" else 0
+    gradients = 2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
+    return weight + gradients + (layer_bytes(shapes, config) if config.use_gradient_checkpointing else 0)
+
+
+def evaluation_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Of float32 [rows * T, V] for eval_batch_size rows: the logits of trained tokens and their log-softmax."""
+    return config.eval_batch_size * config.context_length * shapes.vocab * 2 * FULL

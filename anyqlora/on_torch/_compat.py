@@ -1,0 +1,76 @@
+"""Every private part of another library that we touch, with its cause and how we know that it can go."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+
+from torch import nn
+
+
+def keep_weights_as_packed(module: nn.Module) -> nn.Module:
+    """Keep a Linear4bit from repacking its weights in evaluation, after which training forwards lose the base layer's gradient.
+
+    bitsandbytes 0.49 to 0.50.2 on CPUs with AVX512-BF16 (one UserWarning, up to 99 % gradient error).
+    Can go when tests/test_compat.py::test_bitsandbytes_still_loses_gradients_after_evaluation fails on such a CPU.
+    """
+    from bitsandbytes.nn import Linear4bit  # here: unquantized weights need no bitsandbytes
+
+    if isinstance(module, Linear4bit):
+        module.support_avx512bf16_for_cpu = False
+    return module
+
+
+def rerouted_targets(model: nn.Module) -> set[str]:
+    """Last names of modules that PEFT takes for transformers 4's experts and routers in this architecture.
+
+    A target of such a name, say `gate_proj` of a shared expert or a dense layer of Qwen3-MoE or DeepSeek, becomes a target on the
+    experts' parameters whenever PEFT reads adapter_config.json, so an adapter there could not be loaded again.
+    peft 0.19 to 0.21.2 under transformers 5 (peft/utils/transformers_weight_conversion.py).
+    Can go when tests/test_compat.py::test_peft_still_reroutes_dense_layers_of_mixtures fails.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(getattr(model.config, "model_type", None))
+    return set(conversion._MOE_TARGET_MODULE_MAPPING.get(family, {}))
+
+
+def refused_targets(model: nn.Module, names: set[str]) -> set[str]:
+    """Those of `names` (last parts) that PEFT refuses in this architecture: Mamba's fused kernels take `out_proj.weight` past its module.
+
+    peft 0.17 to 0.21.2, which raises in the middle of attaching and offers no list to ask.
+    Can go when tests/test_compat.py::test_peft_still_refuses_mamba_out_proj fails.
+    """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    refused = set()
+    for name in names:
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, name)
+        except ValueError:
+            refused.add(name)
+    return refused
+
+
+@contextlib.contextmanager
+def quietly():
+    """Without a progress bar where nobody watches, and without deprecations that are not the user's to mend.
+
+    transformers 5.23 calls `gradient_checkpointing_enable` and `is_gradient_checkpointing` deprecated; peft 0.21.2 reads the
+    latter, and transformers 5.17 has no other name for them.
+    Can go when tests/test_log.py::test_peft_still_reads_what_transformers_deprecates fails.
+    """
+    from transformers.utils import logging
+
+    shows = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if shows:
+        logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated", category=FutureWarning)
+            yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()

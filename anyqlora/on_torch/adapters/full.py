@@ -1,0 +1,35 @@
+"""Full fine-tuning: every weight is learned, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...config import TrainConfig
+
+
+class Full:
+    folder = "model"
+    observes = False
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+
+    def choose(self, model: nn.Module, held: type = nn.Linear) -> None:
+        """All of it."""
+
+    def residual(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        # An update of lr * 1e-3 vanishes in bf16's 8 bits, so what is learned is float32 and bf16 is autocast's.
+        return model.float().requires_grad_(True)
+
+    def trainable(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        return dict(sorted((name, p) for name, p in model.named_parameters() if p.requires_grad))
+
+    def tensors(self, trainable: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return trainable
+
+    def describe(self) -> dict:
+        return {}

@@ -1,0 +1,96 @@
+"""Seeds, determinism and memory of a torch device."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import weakref
+
+import numpy as np
+import torch
+
+SAMPLED = 0.01  # seconds between two looks at the process's memory: the peak of a backward pass lasts longer
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that a step may draw from (dropout draws from torch's)."""
+    random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Deterministic algorithms only; cuBLAS needs its workspace fixed before its first call."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device's or the host's allocator has run out. torch has a type for the first only."""
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
+
+
+class Memory:
+    """The bytes that a run takes on its device: in use now, and at most, since it was started.
+
+    On a GPU the allocator counts. In host memory the process's own pages are sampled - not those of files, such as libraries
+    and weights that are still being read, which the system can drop - and what they were before the run is taken away, so
+    that the figure is the rise that the plan predicts.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.before, self.highest = device, 0, 0
+        self.stopped = threading.Event()
+
+    def start(self) -> None:
+        """Count from here: before the weights are read, after what is imported for them."""
+        self.close()
+        if self.device.type in ("cuda", "xpu"):
+            getattr(torch, self.device.type).reset_peak_memory_stats(self.device)
+        else:
+            self.before, self.highest, self.stopped = self.in_use(), 0, threading.Event()
+            threading.Thread(target=_sample, args=(weakref.ref(self), self.stopped), name="memory", daemon=True).start()
+
+    def in_use(self) -> int:
+        if self.device.type in ("cuda", "xpu"):
+            return getattr(torch, self.device.type).memory_allocated(self.device)
+        return torch.mps.driver_allocated_memory() if self.device.type == "mps" else own_pages()
+
+    def used(self) -> int:
+        """Bytes now."""
+        return max(self.in_use() - self.before, 0)
+
+    def peak(self) -> int:
+        """Bytes at most."""
+        if self.device.type in ("cuda", "xpu"):
+            return getattr(torch, self.device.type).max_memory_allocated(self.device)
+        return max(self.highest, self.used())
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self.stopped.set()
+
+
+def _sample(of: weakref.ref, stopped: threading.Event) -> None:
+    """Look at a Memory's use until it is stopped or gone."""
+    while not stopped.wait(SAMPLED):
+        memory = of()
+        if memory is None:
+            return
+        memory.highest = max(memory.highest, memory.used())
+        del memory
+
+
+def own_pages() -> int:
+    """Bytes of this process's resident pages that belong to no file; where the system does not tell (macOS), all resident ones."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            _, resident, shared = map(int, file.read().split()[:3])
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import psutil
+
+        return psutil.Process().memory_info().rss

@@ -1,0 +1,47 @@
+"""The linear layers of a model: what is quantized, and what an adapter can go on."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+# Subclasses of nn.Linear that compute x W^T + b in a forward of their own; any other such subclass may compute anything.
+SAME_PRODUCT = {"FalconLinear"}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module computes x W^T + b and nothing else: nn.Linear, or GPT-2's Conv1D, which keeps W^T."""
+    kind = type(module)
+    plain = isinstance(module, nn.Linear) and (kind.forward is nn.Linear.forward or kind.__name__ in SAME_PRODUCT)
+    return plain or isinstance(module, Conv1D)
+
+
+def inputs(module: nn.Module) -> int:
+    """How many inputs a linear layer has."""
+    return module.nx if isinstance(module, Conv1D) else module.in_features
+
+
+def linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Module]:
+    """{name: module} of the linear layers that are frozen and packed: all but the output head, and those that the
+    architecture wants in float32. `held` is the type that a quantizer has put in their place."""
+    head = model.get_output_embeddings()
+    return {name: module for name, module in model.named_modules()
+            if module is not head and (is_linear(module) or (held is not nn.Linear and isinstance(module, held)))
+            and not kept_in_float32(model, f"{name}.weight")}
+
+
+def kept_in_float32(model: nn.Module, parameter: str) -> bool:
+    """Whether the architecture names this parameter among those that lose too much in 16 bits (transformers' flags for it)."""
+    patterns = {*(getattr(model, "_keep_in_fp32_modules", None) or ()), *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    return any(re.search(pattern.replace("*", ".*"), parameter) for pattern in patterns)
+
+
+def text_linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Module]:
+    """Those linear layers that text passes through: the decoder's, without the towers and projectors of other senses."""
+    found = linears(model, held)
+    decoder = model.get_decoder()
+    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
+    inside = {name: module for name, module in found.items() if not prefix or name.startswith(f"{prefix}.")}
+    return inside or found

@@ -1,0 +1,26 @@
+"""Weights as they are, in the precision's own type."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Unquantized:
+    bits = 16
+    module_type = nn.Linear
+
+    def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
+        self.compute_dtype = compute_dtype
+
+    def empty(self, linear: nn.Linear) -> nn.Linear:
+        return linear
+
+    def fill(self, module: nn.Linear, weight: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
+
+    def dequantize(self, module: nn.Linear) -> torch.Tensor:
+        return module.weight.detach()
+
+    def packed(self, module: nn.Linear) -> torch.Tensor:
+        return module.weight

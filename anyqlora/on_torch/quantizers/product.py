@@ -1,0 +1,27 @@
+"""The product with a packed weight: dequantized in forward and again in backward, never kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def product(x: torch.Tensor, dequantize: Callable[[], torch.Tensor], *, transposed: bool = True) -> torch.Tensor:
+    """x W^T, or x W when not `transposed`, with W = dequantize(); in autocast's dtype where that is on, else in x's."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return _Product.apply(x, dequantize, transposed)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dequantize, transposed):
+        ctx.dequantize, ctx.transposed = dequantize, transposed
+        weight = dequantize().to(x.dtype)
+        return x @ (weight.T if transposed else weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight = ctx.dequantize().to(gradient.dtype)
+        return gradient @ (weight if ctx.transposed else weight.T), None, None

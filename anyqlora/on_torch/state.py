@@ -1,0 +1,72 @@
+"""What the torch loop saves and restores, as named numpy arrays and files."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save as tensors_to_bytes
+
+from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Loaded, to_json
+from ..errors import UsageError
+from .build import Built
+from .runtime import Runtime
+
+WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}
+
+
+def snapshot(runtime: Runtime, built: Built) -> tuple[dict, dict, dict, dict]:
+    """(adapter, moments, adapter_config, loop state) for `Run.save`."""
+    strategy = runtime.strategy
+    return (
+        {name: tensor.numpy() for name, tensor in strategy.gather_trainable().items()},
+        {name: tensor.numpy() for name, tensor in strategy.gather_moments().items()},
+        built.adapter.describe(),
+        {"scaler": strategy.scaler.state_dict()},
+    )
+
+
+def restore(runtime: Runtime, loaded: Loaded) -> None:
+    """Put a checkpoint's tensors and scaler back."""
+    strategy = runtime.strategy
+    there = {name: array.shape for name, array in loaded.adapter.items()}
+    here = {name: tuple(p.shape) for name, p in strategy.trainable.items()}
+    if there != here:  # --resume force
+        other = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+        raise UsageError(f"the checkpoint's tensors are not those of this run: {len(other)} differ, {other[0]} is {there.get(other[0])} there, "
+                         f"{here.get(other[0])} here", where=str(loaded.path), cure="the quantizer, adapter, rank and targets that it was written with")
+    strategy.load_trainable({name: torch.from_numpy(array) for name, array in loaded.adapter.items()})
+    strategy.load_moments({name: torch.from_numpy(array) for name, array in loaded.moments.items()})
+    if loaded.state["loop"].get("scaler"):
+        strategy.scaler.load_state_dict(loaded.state["loop"]["scaler"])
+
+
+def restore_best(runtime: Runtime, run) -> None:
+    """With `keep best`, what was learned is what the best evaluation saw."""
+    best = run.best_checkpoint()
+    if best:
+        runtime.strategy.load_trainable({name: torch.from_numpy(array) for name, array in best.adapter.items()})
+
+
+def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, bytes], str]:
+    """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
+    files = directory_files(run.tokenizer)
+    if built.adapter.folder == "model":
+        model = runtime.strategy.unwrap()
+        dtype = getattr(torch, str(model.config.to_dict().get("dtype") or "float32"))
+        model = model.to(dtype)  # the run is over: the file has the base's own type
+        files |= directory_files(model, max_shard_size="1000GB")
+    else:
+        tensors = built.adapter.tensors(runtime.strategy.gather_trainable())
+        files[ADAPTER] = tensors_to_bytes({name: t.contiguous() for name, t in tensors.items()}, metadata={"format": "pt"})
+        files[ADAPTER_CONFIG] = to_json(built.adapter.describe())
+    files["README.md"] = run.card().encode()
+    return built.adapter.folder, files, WEIGHTS[built.adapter.folder]
+
+
+def directory_files(thing, **options) -> dict[str, bytes]:
+    """{name: content} of what `thing.save_pretrained` writes."""
+    with tempfile.TemporaryDirectory() as directory:
+        thing.save_pretrained(directory, **options)
+        return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()}

@@ -1,0 +1,99 @@
+"""A finished run's model, built as it was for training with what was learned put back: its numbers are those of training."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from backend_manager import BackendManager
+
+from .. import tokenizer
+from ..checkpoint import ADAPTER
+from ..data import Data
+from ..errors import UsageError
+from ..examples import prompt_ids
+from ..finished import Finished
+from ..terminal import printable
+from .build import build
+from .device import set_deterministic
+from .evaluate import evaluator
+from .generate import answers, learned_ends
+from .runtime import Runtime
+
+
+@dataclass
+class Tuned:
+    """What answers and evaluates. `run` and `plan` say what it was and what it is here."""
+
+    run: Finished
+    plan: object
+    tokenizer: object
+    model: nn.Module
+    runtime: Runtime
+
+    def evaluate(self, rows: list) -> dict:
+        """As at the end of the run: see evaluate.evaluate."""
+        asked = _Asked(self.plan.config, Data([], rows, self.run.report, ""), self.tokenizer)
+        return evaluator(asked, self.model, self.runtime)()
+
+    def answer(self, asked: list, *, temperature: float = 0.0, **options) -> list[str]:
+        """The answer to each question, as text or messages (Finished.asked makes them). Temperature 0 takes the likeliest token."""
+        style = {str: "plain", list: "chat"}
+        prompts = [prompt_ids(self.tokenizer, question, style[type(question)]) for question in asked]
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+        torch.manual_seed(self.plan.config.seed)
+        with self.runtime.autocast():
+            return answers(self.model, self.tokenizer, prompts, max_new_tokens=self.plan.config.max_new_tokens, ends=learned_ends(self.run.report),
+                           **sampling, **options)
+
+
+@dataclass
+class _Asked:
+    """What `evaluator` reads of a run."""
+
+    config: object
+    data: Data
+    tokenizer: object
+
+    def interruptible(self) -> None:
+        """Nothing has to be saved: Ctrl-C ends it."""
+
+
+def load(run: Finished, changed: dict) -> Tuned:
+    """The run's model on this machine. `changed` settings (backend, model_name, max_new_tokens ...) take the place of the run's own.
+
+    Raises UsageError for a base or a backend that is not here and for an adapter that does not fit the base.
+    """
+    plan = plan_here(run, changed)
+    config, is_whole = plan.config, plan.adapter == "full"
+    set_deterministic(config.deterministic)
+    words = tokenizer.load(str(run.folder), config.trust_remote_code, config.revision, offline=True)
+    runtime = Runtime(plan)
+    built = build(config.with_(model_name=str(run.folder)) if is_whole else config, runtime)
+    model, _ = runtime.prepare(built.model, built.trainable, lambda parameters: None)
+    if not is_whole:
+        saved = load_file(run.folder / ADAPTER)
+        strange = sorted(saved.keys() ^ built.trainable.keys())
+        if strange:
+            raise UsageError(f"the adapter does not fit the base: {len(strange)} tensors are in one only, {strange[0]} is the first",
+                             where=str(run.folder / ADAPTER), cure="--model_name with the base that the run was trained on")
+        # PiSSA's file has what it started from appended to each tensor; the leading part was trained.
+        runtime.strategy.load_trainable({name: saved[name][tuple(map(slice, p.shape))] for name, p in built.trainable.items()})
+    return Tuned(run, plan, words, model, runtime)
+
+
+def plan_here(run: Finished, changed: dict):
+    """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is said."""
+    config = run.config.with_(strict=False, **changed)
+    if "backend" not in changed and config.backend not in BackendManager().available():
+        print(f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers", file=sys.stderr)
+        config = config.with_(backend="auto")
+    plan = BackendManager(config.backend).plan(config)
+    for adjustment in plan.adjustments:
+        if adjustment.field in ("precision", "quantizer"):  # the rest is about training
+            print(printable(str(adjustment)), file=sys.stderr)
+    return plan

@@ -1,0 +1,185 @@
+"""Where a run lies on disk, whether it is the one that is asked for, and what it continues from - before any framework is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None
+
+from . import fingerprint, sources
+from .checkpoint import Checkpoints, Loaded, sweep, to_json
+from .config import TrainConfig
+from .errors import NoCheckpoint, UsageError
+from .hub import base_directory
+from .plan import global_batch
+
+RESULT, IDENTITY = "result.json", "identity.json"
+# What makes two runs the same run. Change one of these and resuming would not continue what was started.
+SETTINGS = (
+    "quantizer", "adapter", "double_quant", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "context_length", "packing", "prompt_format", "dataset_format", "dataset_samples", "on_bad_row", "on_long_row", "eval_fraction",
+    "seed", "num_epochs", "max_steps", "lr", "lr_scheduler", "warmup_steps", "warmup_ratio", "cosine_min_lr_ratio", "lr_cycles", "lr_power",
+    "lr_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "wd", "apply_gradient_clipping", "grad_norm", "spike_guard",
+    "early_stopping",
+)
+TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken")
+
+
+@dataclass
+class Place:
+    """A run directory, which no other process trains in until this one leaves it.
+
+    `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that took.
+    """
+
+    directory: Path
+    identity: dict
+    finished: bool = False
+    restored: Loaded | None = None
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    handle: int | None = None
+
+    def claim(self) -> None:
+        """Take the directory, which is there by now. Raises UsageError when another process has it; the system gives it back when that ends."""
+        if self.handle is None and fcntl is not None:
+            self.handle = os.open(self.directory, os.O_RDONLY)
+            try:
+                fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.leave()
+                raise UsageError("another process is training in this directory", where=str(self.directory), cure="another --run_name, or wait for it") from None
+            except OSError:  # a file system without locks
+                self.leave()
+
+    def leave(self) -> None:
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.leave()
+
+
+def find(config: TrainConfig) -> Place:
+    """The directory of the run that `config` asks for.
+
+    `run_name` names it; else the newest unfinished run of the same identity is continued; else a new name is made. Raises UsageError when
+    the named directory holds another run, NoCheckpoint when it holds checkpoints and none can be used.
+    """
+    began = time.perf_counter()
+    identity = identify(config)
+    root = Path(config.output_dir)
+    directory = _named(config, root, identity) if config.run_name else _unfinished(config, root, identity) or _new(config, root)
+    found = Place(directory, identity, finished=read_json(directory / RESULT) is not None)
+    if directory.exists() and not found.finished:
+        _stays_inside(directory)
+        found.claim()
+        try:
+            _take_up(found, None if config.resume == "force" else identity)
+        except BaseException:
+            found.leave()
+            raise
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+def _take_up(found: Place, identity: dict | None) -> None:
+    """Find the checkpoint that the run goes on from, and clear away what a killed process left half done. Raises NoCheckpoint."""
+    checkpoints = Checkpoints(found.directory / "checkpoints")
+    found.restored, found.rejected = checkpoints.newest_good(identity)
+    if found.rejected and found.restored is None:
+        raise NoCheckpoint("no checkpoint of this run is usable:\n" + "\n".join(f"  {path}: {reason}" for path, reason in found.rejected),
+                           cure=f"nothing was changed; another --run_name starts a new run, {found.directory} stays as it is")
+    for swept in (found.directory, checkpoints.directory):
+        sweep(swept, checkpoints.disk)
+
+
+def _stays_inside(directory: Path) -> None:
+    """Raises UsageError when what a run writes would be written elsewhere, through a link."""
+    for path in [*directory.glob("*"), *directory.glob("checkpoints/*"), *directory.glob("checkpoints/*/*")]:
+        if path.is_symlink():
+            raise UsageError("a link, where a run writes", where=str(path), cure="another --run_name, or remove the link")
+
+
+def _named(config: TrainConfig, root: Path, identity: dict) -> Path:
+    directory, where = root / config.run_name, config.sources.get("run_name", "")
+    if directory.resolve().parent != root.resolve():
+        raise UsageError(f"{directory} leads out of {root}", where=where, cure="another --run_name, or remove the link")
+    old = read_json(directory / IDENTITY)
+    if config.resume == "never" and (old is not None or Checkpoints(directory / "checkpoints").steps()):
+        raise UsageError(f"{directory} already holds a run", where=where, cure="another --run_name, or leave out --resume never")
+    if old is not None and old != identity and config.resume != "force":
+        changed = [f"  {key}: {old.get(key)!r} there, {identity.get(key)!r} now"
+                   for key in sorted({*old, *identity}) if old.get(key) != identity.get(key)]
+        raise UsageError(f"{directory} holds another run:\n" + "\n".join(changed), where=where,
+                         cure="another --run_name, or --resume force to go on from its state with these settings")
+    return directory
+
+
+def _unfinished(config: TrainConfig, root: Path, identity: dict) -> Path | None:
+    if config.resume == "never" or not root.is_dir():
+        return None
+    runs = [path for path in root.iterdir() if (path / IDENTITY).exists() and read_json(path / RESULT) is None]
+    same = [path for path in runs if path.resolve().parent == root.resolve() and read_json(path / IDENTITY) == identity]
+    return max(same, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+
+
+def _new(config: TrainConfig, root: Path) -> Path:
+    model = re.sub(r"[^\w.-]+", "-", Path(config.model_name).name).strip(".-") or "model"
+    base = root / f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
+    directory, again = base, 1
+    while directory.exists():
+        directory, again = base.with_name(f"{base.name}-{again}"), again + 1
+    return directory
+
+
+# ------------------------------------------------------------------------------------------------------- the identity
+
+
+def identify(config: TrainConfig) -> dict:
+    """What must be equal for a run to be continued, JSON-able: settings, and hashes of rows, base and tokenizer."""
+    directory = base_directory(config)
+    weights = sorted([*directory.glob("*.safetensors"), directory / "config.json"])
+    words = sorted({path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()})
+    found = {
+        **{name: getattr(config, name) for name in SETTINGS},
+        "global_batch": global_batch(config),
+        "rows": rows_identity(config.dataset, config, held_out=False),
+        "held_out": rows_identity(config.eval_dataset, config, held_out=True) if config.eval_dataset else "",
+        "base": fingerprint.of_text(*_named_hashes(weights)),
+        "tokenizer": fingerprint.of_text(*_named_hashes(words)),
+    }
+    return json.loads(to_json(found))
+
+
+def rows_identity(spec: str, config: TrainConfig, *, held_out: bool) -> str:
+    """sha256 over the content and the weight of every source file, in order; where they lie does not matter."""
+    parts = []
+    for name, weight in sources.weighted(spec):
+        files = sources.files(name, held_out=held_out, offline=config.offline)
+        parts += [repr(weight), *(fingerprint.of_files(files) if files else [name])]
+    return fingerprint.of_text(*parts)
+
+
+def _named_hashes(paths: list[Path]) -> list[str]:
+    return [part for path, digest in zip(paths, fingerprint.of_files(paths), strict=True) for part in (path.name, digest)]
+
+
+def read_json(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

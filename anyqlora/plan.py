@@ -1,0 +1,301 @@
+"""What a run will do, decided once: every auto resolved, every change of what was asked written down with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import layouts, memory, prequantized
+from .config import AUTO, TrainConfig, checked
+from .errors import NotBuilt, UsageError
+
+GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
+TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
+HEADROOM = 0.9          # of the free memory that a plan fills: allocators fragment, and the prediction is not exact
+PRECISION_OF = {"bf16": "bf16", "fp16": "fp16_autocast", "fp32": "fp32"}  # dtype -> the precision that auto chooses for it
+DTYPE_OF = {"fp32": "fp32", "bf16": "bf16", "bf16_autocast": "bf16", "bf16_buffers_autocast": "bf16", "fp16_autocast": "fp16"}
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """One thing that was asked for and is not what will happen."""
+
+    field: str
+    asked: object
+    got: object
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: asked {_shown(self.asked)}, got {_shown(self.got)}: {self.why}"
+
+
+def _planned(name: str) -> property:
+    """What the plan says of a setting is what its config says."""
+    return property(lambda plan: getattr(plan.config, name))
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What will happen. `config` has no auto that is the plan's to choose; planning it again changes nothing."""
+
+    config: TrainConfig
+    backend: str
+    framework: str
+    device: str
+    memory: memory.Estimate | None   # None: the model's shapes are not known on this machine
+    memory_free: int | None          # bytes on the device when the plan was made; None: not measured
+    adjustments: tuple[Adjustment, ...] = ()
+    warnings: tuple[str, ...] = ()   # these change nothing
+
+    precision, quantizer, adapter = _planned("precision"), _planned("quantizer"), _planned("adapter")
+    strategy, world_size = _planned("strategy"), _planned("world_size")
+    batch_size, gradient_accumulation_steps = _planned("batch_size"), _planned("gradient_accumulation_steps")
+    use_gradient_checkpointing, use_activation_cpu_offload = _planned("use_gradient_checkpointing"), _planned("use_activation_cpu_offload")
+    packing = _planned("packing")
+
+    @property
+    def global_batch(self) -> int:
+        """Rows per optimizer step, over all micro-batches and processes."""
+        return self.batch_size * self.gradient_accumulation_steps * self.world_size
+
+    def explain(self) -> list[str]:
+        """The plan in words, a line each."""
+        c = self.config
+        trained = "all weights" if self.adapter == "full" else f"{self.adapter} rank {c.lora_rank} on {c.lora_target_modules} linears"
+        saved = ", gradient checkpointing" * self.use_gradient_checkpointing + ", activations offloaded" * self.use_activation_cpu_offload
+        where = f"{self.backend} ({self.framework}, device {self.device})"
+        lines = [f"backend     {where}, strategy {self.strategy}, {self.world_size} process",
+                 f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
+                 f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}",
+                 f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches = "
+                 f"{self.global_batch} rows of up to {c.context_length} tokens per step"]
+        if self.memory is None:
+            lines.append("memory      unknown: the model's shapes are not known on this machine")
+        else:
+            free = "free memory unknown" if self.memory_free is None else f"{memory.shown(self.memory_free)} free"
+            lines.append(f"memory      {memory.shown(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:")
+            lines += [f"  {name:22} {memory.shown(part):>10}" for name, part in self.memory.parts.items() if part]
+            others = {moment: sum(parts.values()) for moment, parts in self.memory.moments.items() if moment != self.memory.peak}
+            lines.append("  in " + ", ".join(f"{moment} {memory.shown(total)}" for moment, total in others.items()))
+        lines += [f"adjusted    {adjustment}" for adjustment in self.adjustments]
+        return lines + [f"warning     {warning}" for warning in self.warnings]
+
+    def to_dict(self) -> dict:
+        """JSON-able: plan.json of the run directory."""
+        names = ("backend", "framework", "device", "precision", "quantizer", "adapter", "strategy", "world_size", "batch_size",
+                 "gradient_accumulation_steps", "use_gradient_checkpointing", "use_activation_cpu_offload", "packing", "memory_free")
+        return {**{name: getattr(self, name) for name in names}, "backend": str(self.backend),
+                "memory": self.memory and self.memory.to_dict(),
+                "adjustments": [vars(adjustment) for adjustment in self.adjustments], "warnings": list(self.warnings),
+                "config": self.config.settings()}
+
+
+def _shown(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class _Draft:
+    """A config on its way to a plan, and the ledger of what changed."""
+
+    def __init__(self, config: TrainConfig):
+        self.config, self.adjustments, self.warnings = config, [], []
+
+    def choose(self, name: str, value) -> None:
+        """Resolve an auto (what already has this value keeps its source)."""
+        if getattr(self.config, name) == value and type(getattr(self.config, name)) is type(value):
+            return
+        self.config = self.config.with_(**{name: value}, sources={**self.config.sources, name: "plan"})
+
+    def adjust(self, name: str, value, why: str) -> None:
+        """Change what was asked."""
+        self.adjustments.append(Adjustment(name, getattr(self.config, name), value, why))
+        self.choose(name, value)
+
+
+def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunPlan:
+    """The plan of `config` on a backend, from its `row` (Capabilities) and what was `found` on the machine (Found). Pure.
+
+    Raises UsageError for what the row or the machine does not allow (and, with strict, for any adjustment), NotBuilt for what
+    this version lacks.
+    """
+    draft = _Draft(checked(config) if AUTO in (config.quantizer, config.adapter) else config)
+    if config.backend not in (AUTO, backend):
+        raise UsageError(f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
+                         where=config.sources.get("backend", ""))
+    draft.choose("backend", str(backend))
+    _processes(draft, backend, row, found)
+    _precision(draft, backend, row, found)
+    described = _described(draft)
+    if described:
+        prequantized.adopt(draft, described)
+    _quantizer(draft, backend, row, found)
+    _optimizer(draft, backend, row, found)
+    _placement(draft, backend, row)
+    shapes = _shapes(draft, described)
+    if shapes is not None and found.memory_free is not None:
+        _evaluation(draft, shapes, found.memory_free)
+    _batch(draft, shapes, found.memory_free)
+    _warn(draft, backend, found)
+    c = draft.config
+    if c.strict and draft.adjustments:
+        raise UsageError("strict: this machine does not do what was asked: " + "; ".join(map(str, draft.adjustments)),
+                         where=c.sources.get("strict", ""), cure="ask for what the machine does, or leave out strict")
+    return RunPlan(config=c, backend=backend, framework=row.framework, device=device,
+                   memory=memory.estimate(shapes, c) if shapes else None, memory_free=found.memory_free,
+                   adjustments=tuple(draft.adjustments), warnings=tuple(draft.warnings))
+
+
+def _refuse(config, name: str, backend: str, row_has: bool, found, offered) -> None:
+    """Refuse the value of setting `name`, by the table or by the machine."""
+    value = getattr(config, name)
+    why = found.why(value) if row_has else f"backend {backend} has no {value}"
+    raise UsageError(f"{name} {value!r} is not available on backend {str(backend)!r}: {why}", where=config.sources.get(name, ""),
+                     cure=f"one of: {', '.join(offered) or 'none'}")
+
+
+def _processes(draft, backend, row, found) -> None:
+    config = draft.config
+    if config.world_size not in (-1, 1):
+        raise NotBuilt(f"world_size {config.world_size}: only one process is built yet", where=config.sources.get("world_size", ""),
+                       cure="--world_size 1")
+    if config.world_size == -1:
+        draft.choose("world_size", 1)
+        if len(found.devices) > 1:
+            draft.warnings.append(f"this machine has {len(found.devices)} devices and one is used: only strategy single is built yet")
+    if config.strategy == AUTO:
+        draft.choose("strategy", "single")
+    if draft.config.strategy not in row.strategies:
+        _refuse(draft.config, "strategy", backend, False, found, row.strategies)
+
+
+def _precision(draft, backend, row, found) -> None:
+    asked = draft.config.precision
+    if not found.dtypes:
+        raise UsageError(f"backend {str(backend)!r} has no dtype to compute in: {found.why('fp32')}")
+    if asked == AUTO:
+        draft.choose("precision", PRECISION_OF[found.dtypes[0]])
+    elif (dtype := DTYPE_OF[asked]) not in found.dtypes:
+        instead = next(d for d in ("fp16", "fp32", "bf16") if d in found.dtypes)
+        why = found.why(dtype) if dtype in row.dtypes else f"backend {backend} does not compute in {dtype}"
+        draft.adjust("precision", PRECISION_OF[instead], why)
+
+
+def _quantizer(draft, backend, row, found) -> None:
+    """What was asked for by name is kept or refused; only the default preset gives way, to more bits."""
+    config = draft.config
+    if config.quantizer in found.quantizers:
+        return
+    in_row = config.quantizer in row.quantizers
+    if "none" not in found.quantizers or any(map(config.asked, ("quantizer", "train_type", "n_bits"))):
+        _refuse(config, "quantizer", backend, in_row, found, found.quantizers)
+    why = found.why(config.quantizer) if in_row else f"backend {backend} has no {config.quantizer}"
+    instead = "int8" if "int8" in found.quantizers else "none"
+    draft.adjust("quantizer", instead, why)
+    draft.choose("n_bits", 8 if instead == "int8" else 16)
+
+
+def _optimizer(draft, backend, row, found) -> None:
+    if draft.config.optimizer not in found.optimizers:
+        _refuse(draft.config, "optimizer", backend, draft.config.optimizer in row.optimizers, found, found.optimizers)
+
+
+def _placement(draft, backend, row) -> None:
+    """Where weights and activations stay."""
+    config = draft.config
+    if config.use_cpu_offload is True:
+        raise NotBuilt("use_cpu_offload: parameter offload comes with the fsdp and deepspeed strategies, which are not built yet",
+                       where=config.sources.get("use_cpu_offload", ""), cure="--use_activation_cpu_offload true, or leave it out")
+    draft.choose("use_cpu_offload", False)
+    if config.use_activation_cpu_offload and not row.activation_offload:
+        raise UsageError(f"use_activation_cpu_offload: on backend {str(backend)!r} activations already are in host memory",
+                         where=config.sources.get("use_activation_cpu_offload", ""),
+                         cure="leave it out; --use_gradient_checkpointing true saves memory")
+    if config.packing == AUTO:
+        draft.choose("packing", False)
+    if config.use_gradient_checkpointing == AUTO and config.reentrant_checkpointing:
+        draft.choose("use_gradient_checkpointing", True)
+
+
+def _described(draft) -> dict | None:
+    """The model's config.json; None, with a warning, for a hub id that is not on this machine."""
+    directory = layouts.model_directory(draft.config)
+    if directory is None:
+        draft.warnings.append(f"{draft.config.model_name} is not on this machine, so the memory it needs is unknown")
+    return directory and layouts.read_config(directory)
+
+
+def _shapes(draft, described: dict | None) -> layouts.Shapes | None:
+    try:
+        shapes = described and layouts.shapes(described)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"config.json does not describe a {described.get('model_type')} model: {error}", where=draft.config.model_name,
+                         cure="download it again") from None
+    if described and not shapes:
+        draft.warnings.append(f"the memory that model_type {described.get('model_type')!r} needs is unknown: no formulas for it")
+    return shapes
+
+
+def _evaluation(draft, shapes, free: int) -> None:
+    """Fewer rows per batch of an evaluation, until they fit."""
+    def needed(rows: int) -> int:
+        trial = draft.config.with_(eval_batch_size=rows, batch_size=1, use_gradient_checkpointing=True)
+        return memory.estimate(shapes, trial).needed("evaluation")
+
+    rows = draft.config.eval_batch_size
+    fitting = next((n for n in range(rows, 0, -1) if needed(n) <= HEADROOM * free), 1)
+    if fitting != rows:
+        draft.adjust("eval_batch_size", fitting, f"{memory.shown(needed(rows))} needed, {memory.shown(free)} free")
+
+
+def global_batch(config: TrainConfig) -> int:
+    """Rows of an optimizer step as they are asked for, which no plan and no machine changes."""
+    steps = config.gradient_accumulation_steps
+    if config.batch_size == AUTO:
+        return steps << (max(1, GLOBAL_BATCH // steps).bit_length() - 1)  # times a power of two, so that it halves evenly
+    return steps * config.batch_size * max(config.world_size, 1)
+
+
+def _batch(draft, shapes, free: int | None) -> None:
+    """Micro-batch, accumulation and checkpointing. What was stated of the global batch is kept.
+
+    Checkpointing comes only when a run does not fit otherwise: with batch_size auto, not even with one row.
+    """
+    config = draft.config
+    is_auto, steps = config.batch_size == AUTO, config.gradient_accumulation_steps
+    is_known = shapes is not None and free is not None
+    rows = global_batch(config) // steps if is_auto else config.batch_size
+
+    def needed(micro: int, checkpointing: bool) -> int:
+        estimate = memory.estimate(shapes, config.with_(batch_size=micro, use_gradient_checkpointing=checkpointing))
+        return max(estimate.needed(moment) for moment in TRAINING)
+
+    def fits(micro: int, checkpointing: bool) -> bool:
+        return needed(micro, checkpointing) <= HEADROOM * free
+
+    checkpointing = config.use_gradient_checkpointing
+    if checkpointing == AUTO:
+        checkpointing = is_known and not fits(1 if is_auto else rows, False)
+        draft.choose("use_gradient_checkpointing", checkpointing)
+    if is_known:
+        micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(m, checkpointing)), 1)
+    else:
+        micro = 1 if is_auto else rows
+    if is_auto:
+        draft.choose("batch_size", micro)
+        if config.asked("gradient_accumulation_steps") and micro != rows:
+            why = f"{rows} rows at a time do not fit" if is_known else "a row at a time, as the memory that more take is unknown"
+            draft.adjust("gradient_accumulation_steps", rows * steps // micro, f"{why}; the global batch stays {rows * steps} rows")
+        draft.choose("gradient_accumulation_steps", rows * steps // micro)
+    elif micro != rows:
+        why = f"{memory.shown(needed(rows, checkpointing))} needed, {memory.shown(free)} free; the global batch stays {rows * steps} rows"
+        draft.adjust("batch_size", micro, why)
+        draft.adjust("gradient_accumulation_steps", steps * rows // micro, why)
+    if is_known and not fits(micro, checkpointing):
+        predicted = memory.shown(needed(micro, checkpointing))
+        draft.warnings.append(f"{predicted} predicted and {memory.shown(free)} free: expect to run out of memory")
+
+
+def _warn(draft, backend, found) -> None:
+    """What is worth knowing and changes nothing."""
+    config = draft.config
+    cells = (config.quantizer, DTYPE_OF[config.precision], config.optimizer)
+    draft.warnings += [f"{backend}: {found.slow[cell]}" for cell in ("", *cells) if cell in found.slow]

@@ -1,0 +1,41 @@
+"""Checkpoints whose weights are quantized already: what config.json says of them, and which plans fit."""
+
+from __future__ import annotations
+
+from .errors import NotBuilt, UsageError
+
+NEEDS_FULL_PRECISION = ("pissa", "loftq", "full")
+
+
+def quantized_as(described: dict) -> str | None:
+    """The quantizer of a bitsandbytes checkpoint, from its parsed config.json; None when its weights are not quantized.
+
+    Raises NotBuilt for weights quantized by another method.
+    """
+    about = described.get("quantization_config") or described.get("text_config", {}).get("quantization_config")
+    if not about:
+        return None
+    method = about.get("quant_method", "bitsandbytes" if "load_in_4bit" in about or "load_in_8bit" in about else "an unnamed method")
+    if method != "bitsandbytes":
+        raise NotBuilt(f"the checkpoint's weights are quantized by {method}, which is not read", where="config.json: quantization_config",
+                       cure="the same model with unquantized (bf16) weights")
+    return about.get("bnb_4bit_quant_type", "fp4") if about.get("load_in_4bit") else "int8"
+
+
+def adopt(draft, described: dict) -> None:
+    """Make the checkpoint's own quantizer the plan's. Raises UsageError when another was asked for, or an adapter that needs the
+    full-precision weights."""
+    found, config = quantized_as(described), draft.config
+    if found is None:
+        return
+    if config.adapter in NEEDS_FULL_PRECISION:
+        raise UsageError(f"adapter {config.adapter} needs the full-precision weights, and this checkpoint's are quantized ({found})",
+                         where=config.sources.get("adapter", ""), cure="--adapter lora, or the same model with unquantized weights")
+    if found != config.quantizer:
+        asked = next((name for name in ("quantizer", "n_bits") if config.asked(name)), None)
+        asked = asked or ("train_type" if config.quantizer == "none" and config.asked("train_type") else None)
+        if asked:
+            raise UsageError(f"{asked} = {getattr(config, asked)} contradicts the checkpoint, whose weights are quantized already: {found}",
+                             where=config.sources.get(asked, ""), cure=f"--quantizer {found}, or the same model with unquantized weights")
+        draft.adjust("quantizer", found, "the checkpoint's weights are quantized already")
+        draft.choose("n_bits", 8 if found == "int8" else 4)

@@ -1,0 +1,32 @@
+"""All that a run has come to besides tensors: what state.json holds and a resumed run takes up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+
+
+@dataclass
+class Progress:
+    """Learning rate, seeds and batches are functions of the step, so this is little."""
+
+    step: int = 0  # optimizer steps that are finished
+    tokens_trained: int = 0
+    tokens_seen: int = 0
+    before: dict | None = None  # the evaluation before the first step
+    best: dict | None = None  # {"step", "loss"} of the best evaluation since
+    without_improvement: int = 0  # evaluations since the best one
+    pending_evaluation: bool = False  # a signal dropped the evaluation after `step`: it comes first
+    non_finite: int = 0  # steps in a row, up to `step`, that could not be used
+    recent_losses: list[float] = field(default_factory=list)  # what the spike guard compares with
+    batch_size: int = 0  # rows of a micro-batch, which a step that ran out of memory halves; 0: as planned
+    lines: dict[str, int] = field(default_factory=dict)  # {file: lines of it that belong to the run up to here}
+
+    @classmethod
+    def from_state(cls, state: dict) -> Progress:
+        found = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
+        if found.before:  # JSON has no number for what is not finite
+            found.before = {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in found.before.items()}
+        return found
+
+    def to_state(self) -> dict:
+        return asdict(self)

@@ -1,0 +1,305 @@
+"""What both loops share: which step comes next, its batches and seed, what is logged, when to evaluate and save, how a run stops."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from statistics import median
+
+from .card import card
+from .checkpoint import Disk, Loaded, replace, to_json, write_directory
+from .data import Batch, Data, Stream
+from .describe import described, environment
+from .errors import DiskFull, NonFinite, RunError, UsageError
+from .log import JsonLines, Metrics
+from .place import IDENTITY, RESULT, Place, read_json
+from .progress import Progress
+from .redaction import redacted
+from .saves import Saves
+from .schedule import learning_rate, seed_at
+from .signals import Interrupted, Signals
+from .spikes import Spikes
+from .trackers import Trackers
+from .views import view
+
+NON_FINITE_LIMIT = 3
+
+
+class Run:
+    """One run: its directory, its position, and its cadence."""
+
+    def __init__(self, place: Place, plan, data: Data, stream: Stream, tokenizer):
+        self.place, self.plan, self.config, self.data, self.stream, self.tokenizer = place, plan, plan.config, data, stream, tokenizer
+        self.directory, self.restored, self.finished = place.directory, place.restored, place.finished
+        self.total_steps = stream.total_steps
+        self.is_new = not self.directory.exists()
+        self.disk = Disk()
+        self.console = view(plan, self.total_steps)
+        self.opened = contextlib.ExitStack()  # closed on every way out, the last first
+        self.opened.callback(self.console.close)
+        if self.finished:
+            return
+        self.progress = Progress.from_state(self.restored.state) if self.restored else Progress()
+        self.first_step, self.after = self.progress.step, None
+        self.spikes = Spikes(self.config.spike_guard, self.progress.recent_losses)
+        self.machine = environment(plan)
+        self._compare()
+        self._describe()
+        warn, lines = self.console.warn, self.progress.lines
+        trackers = Trackers(self.config, self.directory, self.restored is not None, warn)
+        self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
+        self.metrics = self.closing(Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn))
+        self.saves = Saves(place, self.config, self.machine, self.disk, warn)
+        self.started = self.step_started = time.perf_counter()
+        self.recent_seconds: deque[float] = deque(maxlen=20)
+        self.loop_seconds = 0.0
+        self.first_step_at: float | None = None
+        self.spiked = False
+        self.signals = self.closing(Signals(lambda: self.saves.said(self.last_step)))
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.opened.close()
+        if self.is_new and isinstance(error, UsageError) and self.first_step_at is None:
+            shutil.rmtree(self.directory)  # refused before its first step: there is nothing to continue
+
+    def closing(self, thing):
+        """`thing`, which is closed when the run ends, however it ends."""
+        self.opened.callback(thing.close)
+        return thing
+
+    def _compare(self) -> None:
+        """Say what was passed over to find the checkpoint that the run goes on from, and what ends byte-identity with it."""
+        for path, reason in self.place.rejected:
+            self.console.warn(f"{path} is not used: {reason}")
+        if not self.restored:
+            return
+        there, here = self.restored.machine, self.machine
+        if there != here:
+            changed = [f"{key} {there.get(key)} -> {here.get(key)}" for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+            self.console.warn(f"goes on from step {self.first_step}, but not to the same bytes as before: {'; '.join(changed)}")
+        if there.get("batch_size") == here["batch_size"]:  # else somebody has chosen another one since
+            self.stream.resize(self.progress.batch_size)
+
+    def _describe(self) -> None:
+        """Write what was asked, what was planned, and where it runs."""
+        files = {**described(self.plan, self.machine, self.data.report), IDENTITY: to_json(self.place.identity)}
+        try:
+            self.disk.make_directory(self.directory)
+            self.place.claim()
+            for name, content in files.items():
+                replace(self.directory / name, content, self.disk)
+        except OSError as error:
+            raise DiskFull(f"cannot be written: {error.strerror or error}", where=str(self.directory), cure="another --output_dir") from None
+
+    @property
+    def last_step(self) -> int:
+        return self.progress.step
+
+    @property
+    def pending_evaluation(self) -> bool:
+        return self.progress.pending_evaluation
+
+    @property
+    def stops_early(self) -> bool:
+        return 0 < self.config.early_stopping <= self.progress.without_improvement
+
+    def check_room(self, trained_numbers: int) -> None:
+        """Raises DiskFull when what the run will write clearly does not fit."""
+        self.saves.check_room(trained_numbers)
+
+    # ------------------------------------------------------------------------------------------------ the steps
+
+    def steps(self) -> Iterator[tuple[int, float]]:
+        """(step, learning rate) of every optimizer step that is left. Raises Stopped between two steps after a signal."""
+        self.signals.in_loop = True
+        for step in range(self.first_step, self.total_steps):
+            self.signals.check()
+            if self.stops_early:
+                break
+            self.step_started = time.perf_counter()
+            yield step, learning_rate(step, self.total_steps, self.config)
+        self.signals.in_loop = False  # from here on a stop is raised at once; one that came before is raised now
+        self.signals.check()
+
+    def batches(self, step: int) -> list[Batch]:
+        """The micro-batches of a step."""
+        return self.stream[step]
+
+    def halved(self, step: int) -> list[Batch]:
+        """The same step in micro-batches of half the size, from now on; the rows, their order and the global batch stay.
+
+        Raises RunError when a micro-batch is a single row already.
+        """
+        size = self.stream.batch_size
+        if size == 1:
+            raise RunError("out of memory with a single row in the micro-batch", where=self.stream[step][0].rows[0],
+                           cure="a shorter --context_length, --use_gradient_checkpointing true, or a smaller --lora_rank")
+        self.stream.resize(size // 2)
+        self.console.warn(f"out of memory in step {step + 1}: micro-batches of {size // 2} rows instead of {size} from here on, and the step again")
+        return self.stream[step]
+
+    def seed(self, step: int, rank: int = 0) -> int:
+        return seed_at(self.config.seed, step, rank)
+
+    def unusable(self, loss: float) -> bool:
+        """Whether the step with this loss is to be skipped: not finite, or a spike."""
+        self.spiked = self.spikes.refuses(loss)
+        return self.spiked or not math.isfinite(loss)
+
+    def due(self, event: str, step: int) -> bool:
+        """Whether `event` ("evaluate", "save", "log") comes after step `step` (from 0)."""
+        done = step + 1
+        last = done == self.total_steps
+        evaluate = bool(self.data.held_out) and not last and self.config.eval_steps > 0 and done % self.config.eval_steps == 0
+        if event == "evaluate":
+            return evaluate
+        if event == "save":
+            every = self.config.save_steps and done % self.config.save_steps == 0
+            best = evaluate and self.config.keep == "best"  # so that the best one has a checkpoint
+            return bool(every or best or last or self.signals.save or self.signals.stop is not None or self.stops_early)
+        return last or done % self.config.log_every_n_steps == 0
+
+    def report(self, step: int, loss: float, result, lr: float, batches: list[Batch], memory_bytes: int) -> None:
+        """Record a finished step. Raises NonFinite when the third step in a row could not be used."""
+        trained, seen = sum(b.trained for b in batches), sum(b.tokens for b in batches)
+        seconds = time.perf_counter() - self.step_started
+        self.recent_seconds.append(seconds)
+        self.loop_seconds += seconds
+        if self.first_step_at is None:
+            self.first_step_at = seconds_since_process_start()
+        scaler_mends = result.skipped and result.loss_scale > 1 and math.isfinite(loss) and not self.spiked
+        progress = self.progress
+        progress.step = step + 1
+        progress.non_finite = progress.non_finite + 1 if result.skipped and not scaler_mends and not self.spiked else 0
+        progress.tokens_trained += 0 if result.skipped else trained
+        progress.tokens_seen += seen
+        record = {
+            "step": step + 1, "epoch": round(self.stream.epoch(step + 1), 4), "loss": loss, "grad_norm": result.grad_norm, "lr": lr,
+            "skipped": result.skipped, "loss_scale": result.loss_scale, "tokens": seen, "trained_tokens": trained, "seconds": seconds,
+            "tokens_per_second": seen / seconds, "trained_tokens_per_second": trained / seconds, "memory_bytes": memory_bytes,
+        }
+        if result.skipped:
+            record["rows"] = redacted(", ".join(row for batch in batches for row in batch.rows))
+            why = ("its loss is a spike" if self.spiked else "fp16 overflowed and the loss scale shrinks" if scaler_mends
+                   else "loss or gradient is not finite")
+            self.console.warn(f"step {step + 1} is skipped: {why}; its rows: {record['rows']}")
+        if self.due("log", step) or result.skipped:
+            self.metrics.write(record)
+            self.console.step({**record, "eta_seconds": median(self.recent_seconds) * (self.total_steps - step - 1)})
+        if progress.non_finite >= NON_FINITE_LIMIT:
+            raise NonFinite(f"{NON_FINITE_LIMIT} steps in a row were not finite; the last was step {step + 1}",
+                            where=batches[0].rows[0], cure="a smaller --lr, --precision fp32 or bf16, or look at the rows named above")
+
+    def evaluate(self, step: int, evaluation: Callable[[], dict]) -> None:
+        """Evaluate after `step` finished steps; keeps the best and counts towards early stopping.
+
+        A signal drops what was found so far: in the loop the checkpoint then says that this evaluation comes first.
+        """
+        progress = self.progress
+        try:
+            found = evaluation()
+        except Interrupted:
+            progress.pending_evaluation = True
+            return
+        progress.pending_evaluation = False
+        record = {"step": step, "event": "evaluation", **without_samples(found)}
+        self.metrics.write(record)
+        self.console.evaluation(record)
+        for sample in found.get("samples", []):
+            self.samples.write({"step": step, **sample})
+        if step == 0:
+            progress.before = without_samples(found)
+            return
+        self.after = without_samples(found)
+        if progress.best is None or found["loss"] < progress.best["loss"]:
+            progress.best, progress.without_improvement = {"step": step, "loss": found["loss"]}, 0
+        else:
+            progress.without_improvement += 1
+            if self.stops_early:
+                self.console.say(f"stopping early: {progress.without_improvement} evaluations without improvement")
+
+    def interruptible(self) -> None:
+        """Called between batches of an evaluation. Raises Interrupted after a signal."""
+        self.signals.interrupt()
+
+    # ------------------------------------------------------------------------------------------------ what is kept
+
+    def save(self, step: int, snapshot: Callable[[], tuple[dict, dict, dict, dict]]) -> None:
+        """Write the checkpoint of `step` finished steps. `snapshot()` gives adapter, moments, adapter_config, loop state."""
+        progress = self.progress
+        progress.recent_losses, progress.batch_size = list(self.spikes.recent), self.stream.batch_size
+        progress.lines = {file.path.name: file.count for file in (self.metrics, self.samples)}
+        for file in (self.metrics, self.samples):
+            file.sync()
+        best = progress.best["step"] if progress.best else None
+        self.saves.write(step, progress.to_state(), best, self.signals.stop is not None, snapshot)
+        self.signals.save = False
+
+    def write_finished(self, folder: str, files: dict[str, bytes], weights: str) -> str:
+        """Write what was learned as `folder` of the run directory. Returns the sha256 of the file `weights`."""
+        if self.config.save_model:
+            try:
+                write_directory(self.directory / folder, files, self.disk)
+            except OSError as error:
+                raise self._unfinished(folder, error) from None
+        return hashlib.sha256(files[weights]).hexdigest()
+
+    def _unfinished(self, name: str, error: OSError) -> DiskFull:
+        return DiskFull(f"{name} cannot be written: {error.strerror or error}", where=str(self.directory),
+                        cure="make room; the same command goes on from the last checkpoint")
+
+    def best_checkpoint(self) -> Loaded | None:
+        """The checkpoint that `keep best` ends with, unless it is the last one anyway."""
+        best = self.progress.best
+        return self.saves.best(best["step"]) if self.config.keep == "best" and best and best["step"] != self.last_step else None
+
+    def already_finished(self) -> dict:
+        """A finished run is reported and left as it is."""
+        self.console.report(self.directory)
+        self.console.say(f"{self.directory} is a finished run; another --run_name starts a new one")
+        return read_json(self.directory / RESULT)
+
+    def card(self) -> str:
+        return card(self)
+
+    def finish(self, adapter_sha256: str, peak_memory_bytes: int) -> dict:
+        """Write result.json, last of all. Returns it."""
+        progress, plan, spent = self.progress, self.plan, self.loop_seconds or math.inf
+        result = {
+            "status": "finished", "backend": str(plan.backend), "strategy": plan.strategy, "quantizer": plan.quantizer,
+            "adapter": plan.adapter, "world_size": plan.world_size, "steps": self.last_step,
+            "epochs": round(self.stream.epoch(self.last_step), 4), "tokens_trained": progress.tokens_trained, "tokens_seen": progress.tokens_seen,
+            "seconds": time.perf_counter() - self.started, "tokens_per_second": progress.tokens_seen / spent,
+            "trained_tokens_per_second": progress.tokens_trained / spent, "saving_seconds": self.saves.seconds,
+            "finding_seconds": self.place.seconds, "time_to_first_step_s": self.first_step_at, "peak_memory_bytes": peak_memory_bytes,
+            "planned_memory_bytes": plan.memory.total if plan.memory else None, "adapter_sha256": adapter_sha256,
+            "adjustments": [asdict(a) for a in plan.adjustments],
+            "eval": {"before": progress.before, "after": self.after} if self.after else None,
+        }
+        self.opened.close()
+        try:
+            replace(self.directory / RESULT, to_json(result), self.disk)
+            self.disk.sync_directory(self.directory)
+        except OSError as error:
+            raise self._unfinished(RESULT, error) from None
+        self.console.report(self.directory)
+        return result
+
+
+def without_samples(found: dict | None) -> dict | None:
+    return {k: v for k, v in found.items() if k != "samples"} if found else None
+
+
+def seconds_since_process_start() -> float:
+    import psutil
+
+    return time.time() - psutil.Process().create_time()

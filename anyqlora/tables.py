@@ -1,0 +1,116 @@
+"""Every name a user can ask for, as strings: listing or refusing a name imports no framework.
+
+A value `module:Object` is resolved by `load` when it is used. A value that starts with `!` is a known name that this
+version refuses; the rest of the string is the reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from importlib.metadata import entry_points
+
+from .errors import NotBuilt, UsageError
+
+QUANTIZERS = {
+    "none": "anyqlora.on_torch.quantizers.none:Unquantized",
+    "nf4": "anyqlora.on_torch.quantizers.bnb:Nf4",
+    "fp4": "anyqlora.on_torch.quantizers.bnb:Fp4",
+    "int8": "anyqlora.on_torch.quantizers.bnb:Int8",
+    "hqq": "!HQQ quantization is not built yet; use nf4, fp4 or int8",
+    "torchao_int4": "!torchao's int4 is not built yet; use nf4, fp4 or int8",
+    "affine4": "!the portable affine4 base comes with the MLX loop; use nf4, fp4 or int8",
+}
+BITS = {"none": 16, "nf4": 4, "fp4": 4, "int8": 8, "hqq": 4, "torchao_int4": 4, "affine4": 4}
+
+ADAPTERS = {
+    "lora": "anyqlora.on_torch.adapters.lora:Lora",
+    "rslora": "anyqlora.on_torch.adapters.lora:RankStabilisedLora",
+    "dora": "anyqlora.on_torch.adapters.lora:Dora",
+    "pissa": "anyqlora.on_torch.adapters.factored:Pissa",
+    "loftq": "anyqlora.on_torch.adapters.factored:Loftq",
+    "full": "anyqlora.on_torch.adapters.full:Full",
+    "llama_pro": "!block expansion (llama_pro) is not built yet; use lora or full",
+}
+
+STRATEGIES = {
+    "single": "anyqlora.on_torch.strategies.single:Strategy",
+    "ddp": "!strategy ddp is not built yet; one process only: --strategy single",
+    "fsdp": "!strategy fsdp is not built yet; one process only: --strategy single",
+    "deepspeed": "!strategy deepspeed is not built yet; one process only: --strategy single",
+    "tp": "!strategy tp is not built yet; one process only: --strategy single",
+    "accelerate": "!strategy accelerate is not built yet; one process only: --strategy single",
+    "mlx": "!strategy mlx comes with the MLX loop, which is not built yet",
+    "pipeline": "!pipeline parallelism is not offered",
+}
+
+TRAIN_TYPES = {  # fsdp_qlora's names -> (quantizer, adapter); a string is a refusal
+    "full": ("none", "full"),
+    "lora": ("none", "lora"),
+    "qlora": ("nf4", "lora"),
+    "bnb_dora": ("nf4", "dora"),
+    "custom_lora": "!the fused LoRA kernels (custom_lora) are not built yet; use lora",
+    "custom_qlora": "!the fused LoRA kernels (custom_qlora) are not built yet; use qlora",
+    "hqq_lora": "!HQQ quantization is not built yet; use qlora",
+    "hqq_dora": "!HQQ quantization is not built yet; use bnb_dora",
+    "bnb_llama_pro": "!block expansion (llama_pro) is not built yet; use qlora",
+    "hqq_llama_pro": "!block expansion and HQQ are not built yet; use qlora",
+}
+
+OPTIMIZERS = {
+    "adamw": "torch.optim:AdamW",
+    "fused_adamw": "torch.optim:AdamW",
+    "adam": "torch.optim:Adam",
+    "sgd": "torch.optim:SGD",
+    "adadelta": "torch.optim:Adadelta",
+    "adamw_8bit": "bitsandbytes.optim:AdamW8bit",
+    "paged_adamw": "bitsandbytes.optim:PagedAdamW32bit",
+    "paged_adamw_8bit": "bitsandbytes.optim:PagedAdamW8bit",
+}
+
+VIEWS = {  # log_to: what is shown; none of them named is auto
+    "auto": "",  # a panel on a terminal, else lines
+    "stdout": "anyqlora.log:Lines",
+    "tqdm": "anyqlora.panel:Bar",
+    "none": "anyqlora.log:Silent",
+}
+TRACKERS = {  # log_to: what is told; the name is that of the package
+    "wandb": "anyqlora.trackers:Wandb",
+    "tensorboard": "anyqlora.trackers:Tensorboard",
+    "trackio": "anyqlora.trackers:Trackio",
+}
+
+SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
+PRECISIONS = ("fp32", "bf16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")
+SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_full_shard", "hybrid_shard_grad_op", "ddp")
+
+
+def nearest(name: str, known) -> str:
+    """`; did you mean 'x'?`, or nothing when no known name is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def plugins(group: str) -> dict[str, str]:
+    """{name: "module:Object"} of the installed entry points of `anyqlora.<group>`; nothing is imported."""
+    return {point.name: point.value for point in entry_points(group=f"anyqlora.{group}")}
+
+
+def choose(kind: str, name: str, table: dict, where: str = "") -> object:
+    """The table's row for `name`.
+
+    Raises UsageError for an unknown name (with the known ones) and NotBuilt for a known one that is refused.
+    """
+    if name not in table:
+        built = ", ".join(n for n, row in table.items() if not str(row).startswith("!"))
+        raise UsageError(f"unknown {kind} {name!r}{nearest(name, table)}", where=where, cure=f"one of: {built}")
+    row = table[name]
+    if isinstance(row, str) and row.startswith("!"):
+        raise NotBuilt(f"{kind} {name!r}: {row[1:]}", where=where)
+    return row
+
+
+def load(target: str) -> object:
+    """Import `module:Object`."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

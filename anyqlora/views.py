@@ -1,0 +1,20 @@
+"""Which view of a run log_to asks for."""
+
+from __future__ import annotations
+
+from . import tables
+from .log import Lines
+from .panel import Panel, is_interactive
+
+
+def view(plan, total_steps: int) -> Lines:
+    """A panel where the output is a terminal, else lines, unless log_to names one."""
+    named = [name.strip() for name in plan.config.log_to.split(",")]
+    name = next((name for name in named if name in tables.VIEWS), "auto")
+    kind = tables.load(tables.VIEWS[name]) if name != "auto" else Panel if is_interactive() else Lines
+    return kind(plan, total_steps)
+
+
+def announce(plan) -> None:
+    """Say what the plan is."""
+    view(plan, 0).announce()

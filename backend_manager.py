@@ -1,0 +1,392 @@
+"""Which backends there are, what each can do, what this machine does of it - and the plan of a run from that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+
+from anyqlora import layouts, memory, tables
+from anyqlora.config import TrainConfig, from_environment
+from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.machine import Device, Machine, host_memory, observe
+from anyqlora.plan import HEADROOM, PRECISION_OF, Adjustment, RunPlan, plan_run
+
+__all__ = ["CAPABILITIES", "Adjustment", "Backend", "BackendManager", "BackendSpec", "BackendUnavailable", "Capabilities", "Found",
+           "Machine", "RunPlan", "detect_backend", "get_backend_manager", "get_device", "observe"]
+
+
+class Backend(StrEnum):
+    """The built-in backends, in the order in which `auto` tries them."""
+
+    CUDA = "cuda"
+    ROCM = "rocm"
+    XPU = "xpu"
+    MLX = "mlx"
+    MPS = "mps"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the software can do on one backend; a probe narrows it to what a machine does."""
+
+    framework: str                    # which loop runs it: a key of LOOPS
+    device: str                       # the framework's name of the device type
+    dtypes: tuple[str, ...]           # fp32, bf16, fp16: best first
+    quantizers: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    strategies: tuple[str, ...] = ("single",)
+    collective: str | None = None     # torch.distributed's (or mlx's) backend; None: one process only
+    activation_offload: bool = False  # whether host memory is another memory
+    tested: frozenset[str] = frozenset()  # the cells that tests of this repository run on real hardware
+    notes: str = ""
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """Bits a frozen weight can be kept in."""
+        return tuple(sorted({tables.BITS.get(quantizer, 16) for quantizer in self.quantizers}))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a machine does of a backend's row, and why less."""
+
+    available: bool
+    devices: tuple[Device, ...] = ()
+    dtypes: tuple[str, ...] = ()      # best first: the first is what `precision auto` computes in
+    quantizers: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    collective: str | None = None
+    automatic: bool = True            # whether `auto` may take it
+    reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
+    slow: Mapping[str, str] = field(default_factory=dict)     # cell -> warning; "" for the whole row
+
+    @property
+    def memory_total(self) -> int:
+        """Bytes of the device that is used; 0 where it is unknown."""
+        return self.devices[0].memory_total if self.devices else 0
+
+    @property
+    def memory_free(self) -> int | None:
+        """Bytes; None where it was not measured."""
+        return self.devices[0].memory_free if self.devices else None
+
+    def why(self, cell: str) -> str:
+        """Why this machine does not do `cell`; "" when it does."""
+        return self.reasons.get(cell, "")
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """One backend: a row, the probe that narrows it, the device string. Third parties give one by entry point, group anyqlora.backends."""
+
+    name: str
+    capabilities: Capabilities
+    probe: Callable[[Machine], Found]
+    device: str
+
+
+class BackendUnavailable(UsageError, ValueError):
+    """The backend that was asked for is unknown, or not on this machine."""
+
+
+LOOPS = {"torch": "", "mlx": "the MLX loop is not built yet"}  # framework -> why no loop runs it; "" where one does
+BNB_4BIT = ("nf4", "fp4")
+TORCH_OPTIMIZERS = ("adamw", "fused_adamw", "adam", "sgd", "adadelta")
+BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
+
+_GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
+                    collective="nccl", activation_offload=True)
+CAPABILITIES: dict[Backend, Capabilities] = {
+    Backend.CUDA: replace(_GPU, notes="NVIDIA GPU"),
+    Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
+    Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
+    Backend.MLX: Capabilities("mlx", "gpu", ("bf16", "fp16", "fp32"), ("affine4", "none"), ("adamw", "adam", "sgd", "adadelta"),
+                              strategies=("mlx",), collective="ring", notes="Apple silicon; the MLX loop is not built yet"),
+    Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "none"), TORCH_OPTIMIZERS,
+                              notes="Apple silicon through torch; one process, no collective"),
+    Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
+                              collective="gloo", notes="any CPU; slow", tested=frozenset((
+                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "none", *TORCH_OPTIMIZERS, "adamw_8bit", "single"))),
+}
+
+
+# ------------------------------------------------------------------------------ probes: (row, machine) -> Found, no side effects
+
+
+def _absent(why: str) -> Found:
+    return Found(available=False, reasons={"available": why})
+
+
+def _narrowed(row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: Mapping[str, str], **more) -> Found:
+    """The row without the cells in `lacks` (cell -> why)."""
+    lacks = dict(lacks)
+    if machine.bitsandbytes.get("error"):
+        lacks = {**dict.fromkeys(NEEDS_BITSANDBYTES, machine.bitsandbytes["error"]), **lacks}
+    if row.collective and row.collective not in machine.torch.get("collectives", ()):
+        lacks["collective"] = f"this torch has no {row.collective}"
+    collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
+    kept = {name: tuple(cell for cell in getattr(row, name) if cell not in lacks) for name in ("dtypes", "quantizers", "optimizers")}
+    return Found(True, devices, **{**kept, **more}, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
+
+
+def _torch_gpu(row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str) -> Found:
+    torch = machine.torch
+    if torch.get("error"):
+        return _absent(torch["error"])
+    if not torch.get(build):
+        return _absent(f"torch {torch.get('version')} is not built for {maker} GPUs")
+    if not devices:
+        return _absent(error or f"torch finds no {maker} GPU")
+    first = devices[0]
+    kind = f" ({first.capability})" if first.capability else ""
+    lacks = {} if first.bf16 else {"bf16": f"{first.name}{kind} has no bf16 in hardware"}
+    return _narrowed(row, machine, devices, lacks)
+
+
+def _cuda(row, machine):
+    return _torch_gpu(row, machine, build="cuda", maker="NVIDIA", devices=machine.cuda, error=machine.torch.get("cuda_error", ""))
+
+
+def _rocm(row, machine):
+    return _torch_gpu(row, machine, build="hip", maker="AMD", devices=machine.cuda, error=machine.torch.get("cuda_error", ""))
+
+
+def _xpu(row, machine):
+    return _torch_gpu(row, machine, build="xpu", maker="Intel", devices=machine.xpu, error=machine.torch.get("xpu_error", ""))
+
+
+def _mps(row, machine):
+    mps = machine.mps
+    if machine.torch.get("error"):
+        return _absent(machine.torch["error"])
+    if not mps.get("built"):
+        return _absent(f"torch {machine.torch.get('version')} is not built with MPS")
+    if not mps.get("available"):
+        return _absent(f"this torch's MPS needs a newer macOS than {machine.os_version}, or there is no Metal device")
+    if not mps.get("allocates"):
+        return _absent(f"MPS cannot allocate: {mps.get('error', 'no reason given')}")
+    lacks = {} if mps.get("bf16") else {"bf16": f"bf16 products fail on MPS here: {mps.get('error') or 'wrong result'}"}
+    if not mps.get("quantizes"):
+        lacks |= dict.fromkeys(NEEDS_BITSANDBYTES, f"4-bit quantization fails on MPS here: {mps.get('error') or 'wrong result'}")
+    slow = dict.fromkeys(("nf4", "fp4", "int8"), "quantized weights run on torch fallback kernels, slower than 16-bit weights")
+    free = min(mps["memory_free"], machine.memory_available)  # the GPU's memory is the host's
+    return _narrowed(row, machine, (Device("Metal", "", mps["memory_total"], free, mps["bf16"]),), lacks, slow=slow)
+
+
+def _mlx(row, machine):
+    if machine.mlx.get("error"):
+        return _absent(machine.mlx["error"])
+    build = machine.mlx.get("build", "")
+    has_metal = machine.system == "Darwin" and build == "mlx-metal"
+    device = Device(f"mlx {machine.mlx.get('version')} ({build})", "", machine.memory_total, machine.memory_available, True)
+    return Found(True, (device,), row.dtypes, row.quantizers, row.optimizers, row.collective, automatic=has_metal)
+
+
+def _cpu(row, machine):
+    if machine.torch.get("error"):
+        return _absent(machine.torch["error"])
+    is_fast = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
+    slow = {"": "training on a CPU is slow", "int8": "int8 products are slow on a CPU"}
+    if not is_fast:
+        slow["bf16"] = "bf16 is emulated on this CPU, slower than fp32"
+    dtypes = ("bf16", "fp32", "fp16") if is_fast else ("fp32", "bf16", "fp16")
+    device = Device(f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast)
+    return _narrowed(row, machine, (device,), {}, dtypes=tuple(d for d in dtypes if d in row.dtypes), slow=slow)
+
+
+_PROBES = {Backend.CUDA: (_cuda, "cuda:0"), Backend.ROCM: (_rocm, "cuda:0"), Backend.XPU: (_xpu, "xpu:0"), Backend.MLX: (_mlx, "gpu"),
+           Backend.MPS: (_mps, "mps"), Backend.CPU: (_cpu, "cpu")}
+
+
+def built_in(table: Mapping[str, Capabilities] = CAPABILITIES) -> dict[str, BackendSpec]:
+    """The table's rows as specs, in the order in which auto tries them."""
+    return {name: BackendSpec(name, table[name], partial(probe, table[name]), device)
+            for name, (probe, device) in _PROBES.items() if name in table}
+
+
+def plugin(name: str) -> BackendSpec:
+    """The spec of an installed third-party backend. Raises UsageError when its package does not give one."""
+    target = tables.plugins("backends")[name]
+    try:
+        spec = tables.load(target)
+    except Exception as error:  # somebody else's code: whatever is wrong with it is the finding
+        raise UsageError(f"backend plugin {name!r} cannot be imported: {error}", where=target) from error
+    if not isinstance(spec, BackendSpec):
+        raise UsageError(f"backend plugin {name!r} is {type(spec).__name__}, not a BackendSpec", where=target)
+    return spec
+
+
+# ---------------------------------------------------------------------------------------------------------------- the manager
+
+
+class MemoryInfo(dict):
+    """{name: bytes}; printed with labels and units."""
+
+    LABELS = {"allocated": "Memory allocated", "reserved": "Memory reserved", "free": "Memory free", "rss": "Memory of this process",
+              "total": "Total memory", "available": "Available memory"}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{self.LABELS[name]}: {memory.shown(count)}" for name, count in self.items())
+
+
+class BackendManager:
+    """One backend of one machine: `backend` names it (auto: the first usable), `machine` and `table` stand for others in tests.
+
+    Raises BackendUnavailable (a ValueError) for a name that is unknown or absent, NotBuilt for one whose loop is not built.
+    """
+
+    def __init__(self, backend: str = "auto", verbose: bool = False, machine: Machine | None = None,
+                 table: Mapping[str, Capabilities] | None = None):
+        self.verbose, self._is_live = verbose, machine is None
+        self._specs, self._found = built_in(CAPABILITIES if table is None else table), {}
+        if backend != "auto":
+            self._check_name(str(backend))  # before torch is imported: a typing error is answered at once
+        self.machine = machine or observe()
+        name = self._detected() if backend == "auto" else self._checked(str(backend))
+        self.backend = Backend(name) if name in list(Backend) else name
+        self.found, spec = self.probe(name), self.spec(name)
+        self.capabilities, self.device = spec.capabilities, spec.device
+        if verbose:
+            print("\n".join(self.describe()))
+
+    @classmethod
+    def from_env(cls, verbose: bool = False) -> BackendManager:
+        """The backend that FSDP_BACKEND (or ANYQLORA_BACKEND) names; auto without it."""
+        return cls(from_environment(os.environ).get("backend", ("auto", ""))[0], verbose)
+
+    def names(self) -> list[str]:
+        """Every backend there is: built in, in the order in which auto tries them, then third parties'."""
+        return [str(name) for name in {**self._specs, **tables.plugins("backends")}]
+
+    def probe(self, name: str) -> Found:
+        """What this machine does of backend `name`."""
+        if name not in self._found:
+            try:
+                self._found[name] = self.spec(name).probe(self.machine)
+            except UsageError as error:  # a broken plugin is absent; it does not break the other backends
+                self._found[name] = _absent(str(error))
+        return self._found[name]
+
+    def available(self) -> list[str]:
+        """The backends of this machine."""
+        return [name for name in self.names() if self.probe(name).available]
+
+    def spec(self, name: str) -> BackendSpec:
+        if name not in self._specs:
+            self._specs[name] = plugin(name)
+        return self._specs[name]
+
+    def _detected(self) -> str:
+        for name in list(self._specs):
+            if self.probe(name).available and self.probe(name).automatic and not self.no_loop(name):
+                return name
+        raise BackendUnavailable("no backend is available on this system" + self._reasons())
+
+    def _check_name(self, name: str) -> None:
+        names = self.names()
+        if name not in names:
+            raise BackendUnavailable(f"unknown backend {name!r}{tables.nearest(name, names)}", cure="one of: auto, " + ", ".join(names))
+        if self.no_loop(name):
+            raise NotBuilt(f"backend {name!r}: {self.no_loop(name)}", cure="--backend auto")
+
+    def _checked(self, name: str) -> str:
+        if not self.probe(name).available:
+            available = ", ".join(self.available()) or "none"
+            raise BackendUnavailable(f"Backend {name!r} is not available on this system. Available: {available}" + self._reasons())
+        return name
+
+    def no_loop(self, name: str) -> str:
+        framework = self.spec(name).capabilities.framework
+        return LOOPS.get(framework, f"no loop runs framework {framework!r}")
+
+    def _reasons(self) -> str:
+        return "".join(f"\n  {name}: {self.probe(name).why('available')}" for name in self.names() if not self.probe(name).available)
+
+    def describe(self) -> list[str]:
+        """System, backend, capabilities and memory, a line each."""
+        found, machine = self.found, self.machine
+        torch = machine.torch.get("version")
+        lines = [f"System: {machine.system} {machine.os_version} {machine.arch}, Python {machine.python}, torch {torch}",
+                 f"Backend: {self.backend} (device {self.device}); available: {', '.join(self.available())}"]
+        lines += [f"Device: {device.name}" for device in found.devices]
+        for title, cells in (("Dtypes", found.dtypes), ("Quantizers", found.quantizers), ("Optimizers", found.optimizers),
+                             ("Strategies", self.capabilities.strategies)):
+            lines.append(f"{title}: {', '.join(cells) or 'none'}")
+        lines += [f"Collective: {found.collective or 'none'}", str(self.get_memory_info())]
+        return lines + [f"Not here: {cell}: {why}" for cell, why in found.reasons.items()]
+
+    def supports_quantization(self, bits: int) -> bool:
+        """Whether frozen weights can be kept in so many bits here."""
+        return bits in {tables.BITS.get(quantizer, 16) for quantizer in self.found.quantizers}
+
+    def get_dtype(self, prefer_bfloat16: bool = True):
+        """The torch dtype that `precision auto` computes in; with prefer_bfloat16=False the best other one."""
+        import torch
+
+        name = next((dtype for dtype in self.found.dtypes if prefer_bfloat16 or dtype != "bf16"), "fp32")
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+    def get_distributed_backend(self) -> str | None:
+        """torch.distributed's backend for this device; None where there is no collective."""
+        return self.found.collective
+
+    def get_memory_info(self) -> MemoryInfo:
+        """Bytes, now: of the device's allocator where it has one, of host memory else."""
+        if not self._is_live:
+            return MemoryInfo(total=self.found.memory_total, available=self.found.memory_free)
+        if self.capabilities.framework == "torch" and self.capabilities.device in ("cuda", "xpu"):
+            import torch
+
+            module = getattr(torch, self.capabilities.device)
+            free, total = module.mem_get_info(0)
+            return MemoryInfo(allocated=module.memory_allocated(0), reserved=module.memory_reserved(0), free=free, total=total)
+        if self.capabilities.device == "mps":
+            import torch
+
+            return MemoryInfo(allocated=torch.mps.current_allocated_memory(), reserved=torch.mps.driver_allocated_memory(),
+                              total=torch.mps.recommended_max_memory())
+        import psutil
+
+        total, available = host_memory()
+        return MemoryInfo(rss=psutil.Process().memory_info().rss, total=total, available=available)
+
+    def validate_model_size(self, billions: float) -> bool:
+        """Whether QLoRA of a model of so many billion parameters is predicted to fit: one row of 2048 tokens, checkpointing."""
+        return self._fits(billions, 1, 2048)
+
+    def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
+        """The largest power of two of rows that is predicted to fit, at least 1: fewer for larger models and longer rows."""
+        rows = 1
+        while rows < 1024 and self._fits(model_size_b, 2 * rows, sequence_length):
+            rows *= 2
+        return rows
+
+    def _fits(self, billions: float, rows: int, length: int) -> bool:
+        quantizer = next((q for q in ("nf4", "int8", "none") if q in self.found.quantizers), "none")
+        precision = PRECISION_OF[self.found.dtypes[0]]
+        config = TrainConfig(quantizer=quantizer, adapter="lora", precision=precision, batch_size=rows, context_length=length,
+                             use_gradient_checkpointing=True)
+        return memory.estimate(layouts.llama_of(billions), config).total <= HEADROOM * (self.found.memory_free or 0)
+
+    def plan(self, config: TrainConfig) -> RunPlan:
+        """What a run of `config` will do here. Pure: reads nothing but the model's config.json; prints nothing."""
+        return plan_run(config, self.backend, self.device, self.capabilities, self.found)
+
+
+def get_backend_manager(backend: str = "auto", verbose: bool = False) -> BackendManager:
+    return BackendManager(backend, verbose)
+
+
+def detect_backend() -> Backend:
+    """The backend that auto takes on this machine."""
+    return BackendManager().backend
+
+
+def get_device(backend: str = "auto") -> str:
+    """The device string of a backend: cuda:0, xpu:0, mps, cpu."""
+    return BackendManager(backend).device

@@ -1,0 +1,42 @@
+"""One measurement of ours: a real run in this process. Prints one JSON line last."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+began = time.perf_counter()
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from peers.peak import Peak  # noqa: E402
+
+import train  # noqa: E402
+from anyqlora.config import resolve  # noqa: E402
+
+
+def main(settings: dict, warmup: int) -> dict:
+    import bitsandbytes  # noqa: F401 - imported before memory is read, as on the other side
+    import peft  # noqa: F401
+    import transformers.trainer  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as output:
+        peak = Peak()
+        result = train.train(resolve({**settings, "output_dir": output, "run_name": "run", "save_steps": 0, "log_to": "none"}, environ={}))
+        lines = [json.loads(line) for line in (Path(output) / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "event" not in line]
+    timed = steps[warmup:]
+    seconds = sum(s["seconds"] for s in timed)
+    return {"losses": [s["loss"] for s in steps], "grad_norms": [s["grad_norm"] for s in steps],
+            "tokens_per_second": sum(s["tokens"] for s in timed) / seconds,
+            "trained_tokens_per_second": sum(s["trained_tokens"] for s in timed) / seconds, "peak_rise_bytes": peak.rise(),
+            "time_to_first_step_s": result["time_to_first_step_s"], "planned_memory_bytes": result["planned_memory_bytes"],
+            "peak_memory_bytes": result["peak_memory_bytes"]}
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(main(json.loads(sys.argv[1]), int(sys.argv[2]))))

@@ -1,0 +1,360 @@
+"""Backends: the same probes on this machine and on machines that are described in tests/machines, and the table's cells run."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import bitsandbytes
+import pytest
+import torch
+
+from anyqlora import tables
+from anyqlora.__main__ import main as anyqlora
+from anyqlora.commands import backends
+from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.machine import Machine, native_library, observe, quantizes
+from backend_manager import (
+    CAPABILITIES,
+    LOOPS,
+    Backend,
+    BackendManager,
+    BackendUnavailable,
+    detect_backend,
+    get_backend_manager,
+    get_device,
+)
+
+HERE = Path(__file__).resolve().parent
+MACHINES = {path.stem: Machine.from_dict(json.loads(path.read_text())["machine"]) for path in sorted((HERE / "machines").glob("*.json"))}
+THIS = observe()
+
+# machine -> what is available, what auto takes, its device, dtypes (best first), quantizers, collective
+EXPECTED = {
+    "t4": (["cuda", "cpu"], "cuda", "cuda:0", ("fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "nccl"),
+    "a100": (["cuda", "cpu"], "cuda", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "nccl"),
+    "h200": (["cuda", "cpu"], "cuda", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "nccl"),
+    "rx7900": (["rocm", "cpu"], "rocm", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "nccl"),
+    "arc": (["xpu", "cpu"], "xpu", "xpu:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "xccl"),
+    "m1_macos13": (["cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("none",), "gloo"),
+    "m3": (["mlx", "mps", "cpu"], "mps", "mps", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), None),
+    "linux_mlx": (["mlx", "cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("nf4", "fp4", "int8", "none"), "gloo"),
+    "nothing": (["cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("none",), "gloo"),
+}
+
+
+def without(machine, **changes):
+    return replace(machine, **changes)
+
+
+def test_every_described_machine_is_expected():
+    assert set(MACHINES) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_described_machine(name):
+    available, auto, device, dtypes, quantizers, collective = EXPECTED[name]
+    manager = BackendManager(machine=MACHINES[name])
+    assert manager.available() == available
+    assert (manager.backend, manager.device) == (auto, device)
+    assert manager.found.dtypes == dtypes
+    assert manager.found.quantizers == quantizers
+    assert manager.get_distributed_backend() == collective
+    for backend in Backend:  # what is not available says why
+        found = manager.probe(backend)
+        assert found.available or found.why("available")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_machine_survives_json(name):
+    assert Machine.from_dict(json.loads(json.dumps(MACHINES[name].to_dict()))) == MACHINES[name]
+
+
+def test_this_machine_survives_json():
+    assert Machine.from_dict(json.loads(json.dumps(THIS.to_dict()))) == THIS
+
+
+@pytest.mark.parametrize(("machine", "backend", "cell", "reason"), [
+    ("t4", "cuda", "bf16", "Tesla T4 (7.5) has no bf16 in hardware"),
+    ("nothing", "cpu", "nf4", "bitsandbytes is not installed"),
+    ("nothing", "cpu", "adamw_8bit", "bitsandbytes is not installed"),
+    ("m1_macos13", "mps", "available", "13.6.9"),
+    ("a100", "rocm", "available", "not built for AMD"),
+    ("linux_mlx", "xpu", "available", "not built for Intel"),
+    ("m3", "cuda", "available", "not built for NVIDIA"),
+])
+def test_reasons(machine, backend, cell, reason):
+    assert reason in BackendManager(machine=MACHINES[machine]).probe(backend).why(cell)
+
+
+def test_broken_driver_library_and_metal_have_reasons():
+    t4, m3 = MACHINES["t4"], MACHINES["m3"]
+    no_driver = without(t4, cuda=(), torch={**t4.torch, "cuda_error": "the NVIDIA driver is too old"})
+    assert BackendManager(machine=no_driver).probe("cuda").why("available") == "the NVIDIA driver is too old"
+    no_library = without(t4, bitsandbytes={"version": "0.50.2", "error": "libcudart.so.13: cannot open"})
+    found = BackendManager(machine=no_library).found
+    assert found.quantizers == ("none",)
+    assert "libcudart" in found.why("nf4")
+    assert "paged_adamw" not in found.optimizers
+    assert "adamw" in found.optimizers
+    wrong = without(m3, mps={**m3.mps, "quantizes": False, "bf16": False})
+    found = BackendManager(machine=wrong).found
+    assert found.dtypes == ("fp16", "fp32")
+    assert found.quantizers == ("none",)
+    dead = without(m3, mps={"built": True, "available": True, "allocates": False, "error": "Metal is out of reach"})
+    assert BackendManager(machine=dead).backend == "cpu"
+    no_nccl = without(t4, torch={**t4.torch, "collectives": ["gloo"]})
+    assert BackendManager(machine=no_nccl).get_distributed_backend() == "gloo"
+    with pytest.raises(BackendUnavailable, match="torch is not installed"):
+        BackendManager(machine=without(t4, torch={"error": "torch is not installed"}, cuda=()))
+
+
+def test_cpu_prefers_bf16_only_in_hardware():
+    fast = without(MACHINES["nothing"], cpu_features=("avx512_bf16",))
+    assert BackendManager(machine=fast).get_dtype() == torch.bfloat16
+    assert BackendManager(machine=fast).get_dtype(prefer_bfloat16=False) == torch.float32
+    assert BackendManager(machine=MACHINES["nothing"]).get_dtype() == torch.float32
+    assert BackendManager(machine=MACHINES["t4"]).get_dtype() == torch.float16
+    assert BackendManager(machine=MACHINES["a100"]).get_dtype() == torch.bfloat16
+    assert BackendManager(machine=MACHINES["a100"]).get_dtype(prefer_bfloat16=False) == torch.float16
+
+
+def test_unavailable_backend_is_a_value_error_with_reasons():
+    with pytest.raises(ValueError, match=r"^Backend 'cuda' is not available on this system\. Available: cpu\n") as caught:
+        BackendManager("cuda", machine=MACHINES["nothing"])
+    assert isinstance(caught.value, UsageError)
+    assert caught.value.exit_code == 2
+    for backend in ("cuda", "rocm", "xpu", "mlx", "mps"):
+        assert f"\n  {backend}: " in str(caught.value)
+
+
+def test_unknown_backend_lists_the_known():
+    with pytest.raises(ValueError, match="did you mean 'cuda'.*\n.*auto, cuda, rocm, xpu, mlx, mps, cpu"):
+        BackendManager("cudaa")
+
+
+def test_backend_without_a_loop_is_refused_and_passed_over():
+    with pytest.raises(NotBuilt, match="the MLX loop is not built yet"):
+        BackendManager("mlx", machine=MACHINES["m3"])
+    assert "mlx" in BackendManager(machine=MACHINES["m3"]).available()
+    table = {**CAPABILITIES, Backend.CPU: replace(CAPABILITIES[Backend.CPU], framework="jax")}
+    with pytest.raises(NotBuilt, match="no loop runs framework 'jax'"):
+        BackendManager("cpu", machine=MACHINES["nothing"], table=table)
+    with pytest.raises(BackendUnavailable):
+        BackendManager(machine=MACHINES["nothing"], table=table)
+
+
+def test_usage_of_the_reference_document(capsys, monkeypatch):
+    """reference/backend_support.md, as written there."""
+    manager = BackendManager(verbose=True)
+    assert manager.verbose
+    printed = capsys.readouterr().out
+    for word in ("System:", "Backend: cpu", "Dtypes:", "Quantizers:", "Total memory:", "Available memory:", "GiB"):
+        assert word in printed
+    manager = BackendManager(backend="auto", verbose=False)
+    assert capsys.readouterr().out == ""
+    assert manager.supports_quantization(4)
+    assert manager.supports_quantization(16)
+    assert not manager.supports_quantization(3)
+    assert manager.get_optimal_batch_size(model_size_b=7) >= 1
+    monkeypatch.setenv("FSDP_BACKEND", "cpu")
+    assert BackendManager.from_env().backend is Backend.CPU
+    monkeypatch.setenv("FSDP_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="Backend 'cuda' is not available"):
+        BackendManager.from_env()
+    monkeypatch.delenv("FSDP_BACKEND")
+    assert BackendManager.from_env().backend == "cpu"
+    assert detect_backend() is Backend.CPU
+    assert get_device() == "cpu"
+    assert torch.zeros(1, device=get_device("cpu")).device.type == "cpu"
+    assert get_backend_manager("cpu").backend == Backend("cpu") == "cpu"
+
+
+def test_memory_info_counts_bytes_and_prints_units():
+    info = BackendManager("cpu").get_memory_info()
+    assert 0 < info["rss"] < info["total"]
+    assert 0 < info["available"] <= info["total"]
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert BackendManager("cpu").get_memory_info()["rss"] - info["rss"] > 0.9 * held.numel()
+    assert "Total memory: " in str(info)
+    assert str(BackendManager(machine=MACHINES["a100"]).get_memory_info()) == "Total memory: 39.4 GiB\nAvailable memory: 38.9 GiB"
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_batch_size_is_monotone_and_never_zero(name):
+    manager = BackendManager(machine=MACHINES[name])
+    by_size = [manager.get_optimal_batch_size(billions) for billions in (0.1, 0.3, 1, 1.5, 3, 7, 8, 13, 34, 70, 400)]
+    by_length = [manager.get_optimal_batch_size(7, length) for length in (128, 512, 2048, 8192, 131072)]
+    assert by_size == sorted(by_size, reverse=True)
+    assert by_length == sorted(by_length, reverse=True)
+    assert min(by_size + by_length) == 1
+    fits = [manager.validate_model_size(billions) for billions in (0.1, 1, 3, 7, 13, 34, 70, 400)]
+    assert fits == sorted(fits, reverse=True)
+    assert fits[0]
+    assert not fits[-1]
+
+
+def test_known_sizes():
+    """8B in 4 bits fits a 16 GB card and 70B an H200, neither the other way round (fsdp_qlora, FACTS)."""
+    assert BackendManager(machine=MACHINES["t4"]).validate_model_size(8)
+    assert not BackendManager(machine=MACHINES["t4"]).validate_model_size(34)
+    assert BackendManager(machine=MACHINES["h200"]).validate_model_size(70)
+    assert not BackendManager(machine=MACHINES["a100"]).validate_model_size(70)
+
+
+# ---------------------------------------------------------------------------------------------------------- observing
+
+
+def test_observe_reports_this_machine():
+    assert THIS.torch["version"] == torch.__version__
+    assert THIS.memory_total >= THIS.memory_available > 0
+    assert THIS.bitsandbytes == {"version": bitsandbytes.__version__, "library": "libbitsandbytes_cpu.so"}
+    assert quantizes(torch, "cpu")
+
+
+def test_observing_imports_torch_and_no_other_framework():
+    code = ("import sys, json, backend_manager; backend_manager.BackendManager('cpu').available(); "
+            "print(json.dumps([m for m in ('transformers', 'peft', 'bitsandbytes', 'mlx', 'accelerate', 'triton') if m in sys.modules]))")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent, check=True).stdout
+    assert json.loads(out) == []
+
+
+KINDS = ("cpu", "cuda118", "cuda126", "cuda128", "cuda130", "cuda132", "rocm64", "rocm72", "xpu2025", "xpu2026")
+FILES = [f"libbitsandbytes_{kind}.so" for kind in KINDS]
+
+
+@pytest.mark.parametrize(("build", "has_cuda", "library"), [
+    ({"cuda": "12.8"}, True, "cuda128"), ({"cuda": "12.9"}, True, "cuda128"), ({"cuda": "12.1"}, True, "cuda126"),
+    ({"cuda": "13.1"}, True, "cuda130"),
+    ({"cuda": "14.0"}, True, ""), ({"cuda": "12.8"}, False, "cpu"), ({"hip": "7.2.1"}, True, "rocm72"), ({"hip": "6.4"}, True, "rocm64"),
+    ({"xpu": "20260101"}, False, "xpu2026"), ({}, False, "cpu"),
+])
+def test_native_library_is_the_one_that_bitsandbytes_takes(build, has_cuda, library):
+    class Build:
+        cuda, hip, xpu = build.get("cuda"), build.get("hip"), build.get("xpu")
+
+    assert native_library(FILES, Build, has_cuda) == (f"libbitsandbytes_{library}.so" if library else "")
+
+
+# -------------------------------------------------------------------------------------------------- the table's cells
+
+
+TESTED = [(backend, column, cell) for backend, column, cell, tested in backends.cells() if tested]
+
+
+def test_only_the_cpu_is_tested_on_hardware():
+    assert {backend for backend, _, _ in TESTED} == {"cpu"}
+
+
+def test_cells_are_names_of_the_tables():
+    known = {"dtypes": {"bf16", "fp16", "fp32"}, "quantizers": tables.QUANTIZERS, "optimizers": tables.OPTIMIZERS,
+             "strategies": tables.STRATEGIES}
+    for _, column, cell, _ in backends.cells():
+        assert cell in known[column]
+    assert set(LOOPS) == {row.framework for row in CAPABILITIES.values()}
+
+
+@pytest.mark.parametrize("dtype", [cell for _, column, cell in TESTED if column == "dtypes"])
+def test_tested_dtype_multiplies(dtype):
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    x = torch.arange(16.0).reshape(4, 4)
+    assert torch.equal((x.to(kind) @ torch.eye(4).to(kind)).float(), x)
+
+
+@pytest.mark.parametrize("quantizer", [cell for _, column, cell in TESTED if column == "quantizers"])
+def test_tested_quantizer_gives_a_product_and_its_gradient(quantizer):
+    """Reference: the float32 product; half the levels of the range per weight is the most that rounding may cost."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(128, 64, bias=False)
+    makers = {"nf4": lambda: bitsandbytes.nn.Linear4bit(128, 64, False, torch.float32, quant_type="nf4"),
+              "fp4": lambda: bitsandbytes.nn.Linear4bit(128, 64, False, torch.float32, quant_type="fp4"),
+              "int8": lambda: bitsandbytes.nn.Linear8bitLt(128, 64, False, has_fp16_weights=False),
+              "none": lambda: torch.nn.Linear(128, 64, bias=False)}
+    quantized = makers[quantizer]()
+    quantized.load_state_dict(plain.state_dict())
+    quantized = quantized.to("cpu")
+    x = torch.randn(8, 128, requires_grad=True)
+    error = (quantized(x) - plain(x)).norm() / plain(x).norm()
+    assert error < {"nf4": 0.15, "fp4": 0.2, "int8": 0.02, "none": 1e-6}[quantizer]
+    gradient = torch.autograd.grad(quantized(x).sum(), x)[0]
+    assert (gradient - plain.weight.sum(0)).norm() / plain.weight.sum(0).norm() < 0.5
+
+
+@pytest.mark.parametrize("optimizer", [cell for _, column, cell in TESTED if column == "optimizers"])
+def test_tested_optimizer_goes_downhill(optimizer):
+    torch.manual_seed(0)
+    x = torch.nn.Parameter(torch.randn(8192))
+    kind = tables.load(tables.OPTIMIZERS[optimizer])
+    steps = kind([x], lr=1.0 if optimizer == "adadelta" else 0.1, **({"fused": True} if optimizer == "fused_adamw" else {}))
+    before = float(x.detach().norm())
+    for _ in range(10):
+        x.square().sum().backward()
+        steps.step()
+        steps.zero_grad()
+    assert float(x.detach().norm()) < before
+
+
+def test_markdown_has_every_cell_and_marks_the_tested(capsys):
+    assert backends.main(["--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for backend, _, cell, tested in backends.cells():
+        row = next(line for line in lines if line.startswith(f"| {backend} "))
+        assert (f"{cell} {backends.TESTED}" in row) == tested
+        assert cell in row
+
+
+def test_backends_verb_says_what_this_machine_does(capsys):
+    assert backends.main([]) == 0
+    out = capsys.readouterr().out
+    assert "cuda  no: torch" in out
+    assert "cpu   yes:" in out
+    assert out.endswith("auto takes cpu\n")
+    with pytest.raises(UsageError, match="unexpected argument"):
+        backends.main(["--json"])
+
+
+# -------------------------------------------------------------------------------------------------------- third parties
+
+
+@pytest.fixture(scope="module")
+def acme(tmp_path_factory):
+    """A directory with a third-party backend, installed by pip as anybody would."""
+    source, target = tmp_path_factory.mktemp("source") / "acme", tmp_path_factory.mktemp("installed")
+    shutil.copytree(HERE / "packages" / "anyqlora_acme", source)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", target]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, source], check=True, capture_output=True)
+    return target
+
+
+def test_third_party_backend_is_found_planned_and_held_to_its_row(acme, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(acme))
+    assert anyqlora(["backends"]) == 0
+    out = capsys.readouterr().out
+    assert "acme  yes: Acme 1" in out
+    assert out.endswith("auto takes cpu\n")
+    assert anyqlora(["plan", "--backend", "acme", "--precision", "bf16"]) == 0
+    out = capsys.readouterr().out
+    assert "backend     acme (torch, device cpu)" in out
+    assert "precision: asked bf16, got fp32: backend acme does not compute in bf16" in out
+    assert anyqlora(["plan", "--backend", "acme", "--n_bits", "8"]) == 2
+    assert "backend acme has no int8" in capsys.readouterr().err
+    manager = BackendManager("acme")
+    assert manager.backend == "acme"
+    assert manager.supports_quantization(4)
+    assert not manager.supports_quantization(8)
+
+
+def test_broken_plugin_is_named_and_harms_nobody(tmp_path, monkeypatch, capsys):
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[anyqlora.backends]\nbroken = no_such_module:spec\nodd = json:dumps\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert anyqlora(["backends"]) == 0
+    out = capsys.readouterr().out
+    assert "broken no: no_such_module:spec: backend plugin 'broken' cannot be imported" in out
+    assert "not a BackendSpec" in out
+    assert anyqlora(["plan", "--backend", "broken"]) == 2
+    assert "cannot be imported" in capsys.readouterr().err

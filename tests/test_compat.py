@@ -1,0 +1,93 @@
+"""The traps in other libraries that anyqlora/on_torch/_compat.py and its users step round: each still there, and not in ours.
+
+When one of these `still` tests fails, the library has mended it: take our way round out.
+"""
+
+import bitsandbytes as bnb
+import pytest
+import tiny_models
+import torch
+from bitsandbytes import functional as F
+from bitsandbytes.nn.modules import has_avx512bf16
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from anyqlora.on_torch._compat import keep_weights_as_packed, refused_targets, rerouted_targets
+from anyqlora.on_torch.quantizers.bnb import Nf4
+
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def gradient_after_evaluation(module):
+    """|gradient of the input after an evaluation forward - before it| / |before|."""
+    torch.manual_seed(0)
+    x = torch.randn(4, module.in_features, requires_grad=True)
+
+    def gradient():
+        x.grad = None
+        module.train()(x).square().sum().backward()
+        return x.grad.clone() if x.grad is not None else torch.zeros_like(x)
+
+    before = gradient()
+    with torch.no_grad():
+        module.eval()(x)
+    return ((gradient() - before).norm() / before.norm()).item()
+
+
+def four_bit_linear():
+    torch.manual_seed(1)
+    module = bnb.nn.Linear4bit(256, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    return module.to("cpu")
+
+
+@pytest.mark.skipif(not has_avx512bf16(), reason="this CPU has no AVX512-BF16: bitsandbytes does not repack here")
+def test_bitsandbytes_still_loses_gradients_after_evaluation():
+    assert gradient_after_evaluation(four_bit_linear()) > 0.01
+
+
+def test_ours_keeps_gradients_after_evaluation():
+    assert gradient_after_evaluation(keep_weights_as_packed(four_bit_linear())) == 0
+
+
+@pytest.mark.parametrize("quantizer", ["nf4", "fp4"])
+def test_no_layer_of_a_built_model_may_repack(quantizer, tmp_path, monkeypatch):
+    """What bitsandbytes asks before it repacks is off on every layer, on a CPU that says it has AVX512-BF16 too."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base"), quantizer=quantizer)
+    layers = [module for module in started.model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    assert len(layers) == 14
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    assert four_bit_linear().support_avx512bf16_for_cpu  # and would be on
+
+
+@pytest.mark.skipif(not AVX512, reason="the kernel that miscounts is the AVX-512 one")
+def test_bitsandbytes_still_miscounts_blocks():
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    codes, state = F.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    assert (F.dequantize_4bit(codes, state) - weight).norm() > 0.2 * weight.norm()
+    assert (Nf4.unpack(codes, state) - weight).norm() < 0.1 * weight.norm()
+
+
+def test_rows_of_whole_blocks_are_left_to_bitsandbytes():
+    with torch.device("meta"):
+        assert type(Nf4(torch.float32).empty(torch.nn.Linear(128, 40))) is bnb.nn.Linear4bit
+        assert type(Nf4(torch.float32).empty(torch.nn.Linear(96, 40))) is not bnb.nn.Linear4bit
+
+
+def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):
+    """An adapter on a dense layer of a Qwen3-MoE (huggingface/peft#3711): PEFT takes the names for the experts' and puts none there."""
+    directory = tiny_models.make(tmp_path, "qwen3_moe", mlp_only_layers=[0], num_experts=4, moe_intermediate_size=48, head_dim=16)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert rerouted_targets(model) >= {"gate_proj", "up_proj", "down_proj"}
+    dense = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    peft = get_peft_model(model, LoraConfig(target_modules=dense, task_type="CAUSAL_LM"))
+    assert not any(name.startswith("base_model.model.model.layers.0.mlp.gate_proj.lora_A") for name, _ in peft.named_modules())
+
+
+def test_peft_still_refuses_mamba_out_proj(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4))
+    assert refused_targets(model, {"in_proj", "out_proj"}) == {"out_proj"}
+    with pytest.raises(ValueError, match="incompatible with Mamba"):
+        get_peft_model(model, LoraConfig(target_modules=["out_proj"], task_type="CAUSAL_LM"))

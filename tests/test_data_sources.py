@@ -1,0 +1,203 @@
+"""Files, directories, the hub and weights; each format as every kind of file."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import local_hub
+import pyarrow
+import pytest
+from data_fixtures import byte_level, settings, write
+from pyarrow import parquet
+
+from anyqlora import config, data, errors, sources
+
+ROWS = [{"prompt": f"What is {i}?", "completion": f" It is {i}, \"so\".\nYes."} for i in range(6)]
+
+
+def as_file(path, rows):
+    """These rows in the kind of file that the suffix says, written by somebody else's library."""
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif path.suffix in (".csv", ".tsv"):
+        with open(path, "w", newline="", encoding="utf-8") as out:
+            writer = csv.DictWriter(out, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        write(path, *rows)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.ndjson"])
+def test_the_same_rows_from_any_kind_of_file(name, tmp_path):
+    reference = data.prepare(settings(write(tmp_path / "reference.jsonl", *ROWS)), byte_level())
+    read = data.prepare(settings(as_file(tmp_path / name, ROWS)), byte_level())
+    assert read.identity == reference.identity
+    first = {"a.json": 2, "a.csv": 2, "a.tsv": 2}.get(name, 1)
+    assert read.train[0].where == f"{tmp_path / name}:{first}"
+
+
+def test_lines_are_those_of_an_editor(tmp_path):
+    """Rows of two lines each: CSV with a line break in a cell, JSON with an indent."""
+    assert [row.where.rpartition(":")[2] for row in sources.file(as_file(tmp_path / "a.csv", ROWS[:3])).rows] == ["2", "4", "6"]
+    assert [row.where.rpartition(":")[2] for row in sources.file(as_file(tmp_path / "a.json", ROWS[:3])).rows] == ["2", "6", "10"]
+
+
+@pytest.mark.parametrize("change", [
+    lambda raw: b"\xef\xbb\xbf" + raw, lambda raw: raw.replace(b"\n", b"\r\n"), lambda raw: raw.rstrip(b"\n"), lambda raw: b"\n" + raw + b"\n \n",
+], ids=["byte order mark", "CRLF", "no last line break", "blank lines"])
+def test_harmless_bytes_change_no_row(change, tmp_path):
+    reference = data.prepare(settings(write(tmp_path / "reference.jsonl", *ROWS)), byte_level())
+    (tmp_path / "a.jsonl").write_bytes(change((tmp_path / "reference.jsonl").read_bytes()))
+    assert data.prepare(settings(tmp_path / "a.jsonl"), byte_level()).identity == reference.identity
+
+
+def test_json_lines_under_the_name_json(tmp_path):
+    write(tmp_path / "a.json", *ROWS)
+    assert len(data.prepare(settings(tmp_path / "a.json"), byte_level()).train) == 6
+
+
+def test_a_line_separator_of_unicode_is_no_line_break(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a\u2028b", "completion": "c\x85d"}\n', encoding="utf-8")
+    assert data.prepare(settings(tmp_path / "a.jsonl"), byte_level()).train[0].prompt == "a\u2028b"
+
+
+@pytest.mark.parametrize(("spec", "times"), [("a.jsonl=2,b.jsonl=0.5", (2, 0.5)), ("a.jsonl,b.jsonl=1.5", (1, 1.5)), ("a.jsonl = 3", (3, 0)), ("a.jsonl=0.3,b.jsonl=0.3", (0.3, 0.3))])
+def test_weights_say_how_often_a_row_is_seen(spec, times, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name}{i}", "completion": " x"} for i in range(10)))
+    seen = Counter(example.where for example in data.prepare(settings(spec), byte_level()).train)
+    for name, weight in zip("ab", times, strict=True):
+        counts = [seen[f"{name}.jsonl:{i}"] for i in range(1, 11)]
+        assert sum(counts) == 10 * weight and max(counts) - min(counts) <= (weight % 1 > 0)
+    other = data.prepare(settings(spec, seed=43), byte_level())
+    assert (Counter(example.where for example in other.train) == seen) == all(weight % 1 == 0 for weight in times)
+
+
+@pytest.mark.parametrize("spec", ["a.jsonl=0", "a.jsonl=-1", "a.jsonl=nan", ","])
+def test_weights_that_say_nothing_are_refused(spec, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", *ROWS)
+    with pytest.raises(errors.UsageError):
+        data.prepare(settings(spec), byte_level())
+
+
+def test_a_file_name_with_comma_and_equals_sign_is_one_file(tmp_path):
+    assert len(data.prepare(settings(write(tmp_path / "a=2,b.jsonl", *ROWS)), byte_level()).train) == 6
+
+
+def test_a_directory_gives_its_train_split_and_says_what_it_left_out(tmp_path):
+    for name in ("train-00000.jsonl", "train-00001.jsonl", "test.jsonl", "README.md", ".hidden.jsonl"):
+        write(tmp_path / name, {"prompt": name, "completion": " x"})
+    read = data.prepare(settings(tmp_path, eval_dataset=str(tmp_path)), byte_level())
+    assert [example.prompt for example in read.train] == ["train-00000.jsonl", "train-00001.jsonl"]
+    assert [example.prompt for example in read.held_out] == ["test.jsonl"]
+    assert "test.jsonl" in read.report["sources"][0]["notes"][0]
+
+
+def test_files_of_different_formats_make_one_set(tmp_path):
+    write(tmp_path / "a.jsonl", ROWS[0])
+    write(tmp_path / "b.jsonl", {"instruction": "Go.", "output": "x", "id": 1})
+    read = data.prepare(settings(tmp_path), byte_level())
+    assert [source["format"] for source in read.report["sources"]] == ["prompt_completion", "alpaca"]
+
+
+@pytest.mark.parametrize(("row", "prompt", "answer"), [
+    ({"question": "2 + 2", "answer": "4"}, "###Question:\n2 + 2\n###Answer:\n", "4"),
+    ({"context": "CREATE t", "question": "all?", "answer": "SELECT"}, "###Context:\nCREATE t\n###Question:\nall?\n###Answer:\n", "SELECT"),
+    ({"text": "### Human: Hi### Assistant: Ho"}, "### Human: Hi### Assistant: ", "Ho"),
+    ({"text": "### Human: Hi### Assistant: Ho### Human: He### Assistant: Ha"}, "### Human: Hi### Assistant: Ho### Human: He### Assistant: ", "Ha"),
+    ({"prompt": "Hi", "completion": "Ho", "text": "not this"}, "Hi", "Ho"),
+    ({"text": "### Human: Hi### Assistant: Ho### Human: Bye"}, "### Human: Hi### Assistant: ", "Ho"),
+    ({"text": "### Human: only"}, "", None),
+])
+def test_each_format_asks_in_its_own_words(row, prompt, answer, tmp_path):
+    example = data.prepare(settings(write(tmp_path / "a.jsonl", row)), byte_level()).train[0]
+    assert (example.prompt, example.answer) == (prompt, answer)
+
+
+def test_every_assistant_turn_of_guanaco_is_learned(tmp_path):
+    tokens = byte_level()
+    example = data.prepare(settings(write(tmp_path / "a.jsonl", {"text": "### Human: Hi### Assistant: Ho### Human: He### Assistant: Ha"})), tokens).train[0]
+    assert tokens.decode(example.ids[example.trained]) == "HoHa</s>"
+
+
+def test_dataset_format_overrides_what_the_keys_say(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "Hi", "completion": "Ho", "text": "this"})
+    example = data.prepare(settings(path, dataset_format="text"), byte_level()).train[0]
+    assert example.answer is None and byte_level().decode(example.ids) == "this</s>"
+
+
+def test_held_out_rows_are_as_many_as_asked_and_no_duplicate_straddles(tmp_path):
+    rows = [{"prompt": f"q{i % 40}", "completion": f" a{i % 40}"} for i in range(100)]
+    read = data.prepare(settings(write(tmp_path / "a.jsonl", *rows), eval_fraction=0.25), byte_level())
+    train, held_out = {e.prompt for e in read.train}, {e.prompt for e in read.held_out}
+    assert len(held_out) == 10 and len(train) == 30 and not train & held_out
+    assert len(read.train) + len(read.held_out) == 100
+    assert read.report["duplicates"]["count"] == len(read.train) - 30 and read.report["overlap"]["count"] == 0
+    write(tmp_path / "b.jsonl", *reversed(rows))
+    assert {e.prompt for e in data.prepare(settings(tmp_path / "b.jsonl", eval_fraction=0.25), byte_level()).held_out} == held_out
+    assert {e.prompt for e in data.prepare(settings(tmp_path / "b.jsonl", eval_fraction=0.25, seed=1), byte_level()).held_out} != held_out
+
+
+def test_held_out_rows_that_are_trained_on_are_found(tmp_path):
+    write(tmp_path / "train.jsonl", *ROWS)
+    write(tmp_path / "test.jsonl", {"prompt": "new", "completion": " x"}, {**ROWS[4], "id": 3})
+    read = data.prepare(settings(tmp_path / "train.jsonl", eval_dataset=str(tmp_path / "test.jsonl")), byte_level())
+    assert read.report["overlap"] == {"count": 1, "first": [f"{tmp_path / 'test.jsonl'}:2"]}
+
+
+def test_dummy_is_made_here():
+    assert len(data.prepare(settings("dummy", dataset_samples=17), byte_level()).train) == 17
+
+
+def test_the_demo_is_here_and_its_parts_do_not_overlap():
+    read = data.prepare(settings("demo", eval_dataset="demo"), byte_level())
+    assert len(read.train) > 500 and len(read.held_out) == 64 and read.report["overlap"]["count"] == 0
+
+
+def test_importing_the_data_layer_imports_no_framework():
+    code = "import sys, anyqlora.data, anyqlora.audit, anyqlora.commands.data; print({'torch', 'transformers', 'mlx', 'datasets'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+# ------------------------------------------------------------------------------------------------------------ the hub
+
+
+@pytest.mark.parametrize(("asked", "name", "path", "rows", "prompt"), [
+    ("sql", "knowrohit07/know_sql", "know_sql_val3{ign}.json", [{"context": "c", "question": "q", "answer": "a"}], "###Context:\nc\n###Question:\nq\n###Answer:\n"),
+    ("alpaca_sample", "yahma/alpaca-cleaned", "alpaca_data_cleaned.json", [{"instruction": f"i{i}", "input": "", "output": "o"} for i in range(9)], None),
+    ("some/data", "some/data", "data/train-00000-of-00001.parquet", ROWS, "What is 0?"),
+])
+def test_hub_data_sets_through_the_hubs_own_client(asked, name, path, rows, prompt, tmp_path):
+    """A local server that speaks the hub's interface; then the same offline, from the cache."""
+    files = {path: as_file(tmp_path / f"x.{path.rpartition('.')[2]}", rows).read_bytes(), "README.md": b"-"}
+    code = ("import sys, json; from anyqlora import sources, formats; found = sources.read(sys.argv[1], samples=5, offline=sys.argv[2] == 'offline'); "
+            "row = found[0].rows[0]; name = formats.detect(row.value); "
+            "print(json.dumps([row.where, len(found[0].rows), formats.understand(row.value, name, 'auto').parts[0][0]]))")
+    with local_hub.serving(kind="datasets", name=name, files=files) as (_, endpoint):
+        found = [local_hub.python("-c", code, asked, "online", endpoint=endpoint, home=tmp_path)]
+    if asked == "sql":
+        found.append(local_hub.python("-c", code, asked, "offline", endpoint=endpoint, home=tmp_path))
+    for out in found:
+        assert out.returncode == 0, out.stderr
+        where, count, shown = json.loads(out.stdout)
+        assert local_hub.Hub.commit in where and count == min(len(rows), 5 if asked == "alpaca_sample" else 99)
+        assert prompt is None or shown == prompt
+
+
+def test_an_unknown_hub_id_is_refused_with_both_reasons(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.UsageError, match="nobody/nothing: no such path, and not read from the hub"):
+        data.prepare(settings("nobody/nothing", offline=True), byte_level())
+
+
+def test_config_knows_every_format():
+    from anyqlora.formats import FORMATS
+    assert set(config.SETTINGS["dataset_format"].metadata["choices"]) == {"auto", *FORMATS}

@@ -1,0 +1,423 @@
+"""Every setting does what its help says: seen in files, plans, tensors and forward passes of real runs, never in the configuration."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import local_hub
+import pytest
+import runs
+import torch
+from data_fixtures import write
+from safetensors.numpy import load_file
+
+import train
+from anyqlora import config as configuration
+from anyqlora.config import SETTINGS, resolve
+from anyqlora.errors import DiskFull, NotBuilt, UsageError
+from anyqlora.layouts import DEMO_BASE
+from anyqlora.machine import Machine
+from anyqlora.packing import shuffled
+from backend_manager import BackendManager
+
+MACHINES = Path(__file__).parent / "machines"
+TINY = {"model_name": "demo", "dataset": "demo", "context_length": 96, "batch_size": 4, "max_steps": 3, "lr": 2e-3, "lora_dropout": 0, "save_steps": 0,
+        "precision": "fp32", "warmup_steps": 0, "wd": 0, "use_gradient_checkpointing": False}
+SHOWN: set[str] = set()
+
+
+def shows(*names):
+    """Marks a test as the one that shows these settings' effects."""
+    SHOWN.update(names)
+    return lambda test: test
+
+
+def run(output, name="run", during=None, **settings):
+    return runs.run(output, name, during, **{**TINY, **settings})
+
+
+def losses(directory):
+    return [m["loss"] for m in runs.metrics(directory)]
+
+
+def rates(directory):
+    return [m["lr"] for m in runs.metrics(directory)]
+
+
+def read(directory, name):
+    return json.loads((directory / name).read_text())
+
+
+def adapter_config(directory):
+    return read(directory, "adapter/adapter_config.json")
+
+
+@contextlib.contextmanager
+def forwards(kind):
+    """[(shape of the input, whether gradients are recorded)] of every forward pass of a module of this class."""
+    seen = []
+    def look(module, inputs):
+        if type(module).__name__ == kind:
+            seen.append((tuple(inputs[0].shape), torch.is_grad_enabled()))
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def planned(machine, **settings):
+    described = Machine.from_dict(json.loads((MACHINES / f"{machine}.json").read_text())["machine"])
+    return BackendManager(settings.get("backend", "auto"), machine=described).plan(resolve({**TINY, **settings}, environ={}))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+# ------------------------------------------------------------------------------------------------- what is trained
+
+
+@shows("train_type", "quantizer", "n_bits", "double_quant", "precision", "lora_dropout", "adapter")
+def test_each_way_of_keeping_and_learning_weights_gives_other_numbers(plain, tmp_path):
+    """The first step sees the frozen weights alone, since an adapter starts at zero; the second sees the adapter too."""
+    ways = {name: run(tmp_path, name, max_steps=2, **settings) for name, settings in {
+        "lora": {"train_type": "lora"}, "none": {"quantizer": "none"}, "fp4": {"quantizer": "fp4"}, "int8": {"quantizer": "int8"},
+        "8 bits": {"n_bits": 8}, "plain scales": {"double_quant": False}, "bf16": {"precision": "bf16"}, "dropout": {"lora_dropout": 0.5},
+        "rslora": {"adapter": "rslora"}, "bnb_dora": {"train_type": "bnb_dora"}}.items()}
+    first, second = ({"plain": losses(plain)[step], **{name: losses(found)[step] for name, found in ways.items()}} for step in (0, 1))
+    assert first["lora"] == first["none"] and first["8 bits"] == first["int8"]
+    assert len({first[name] for name in ("plain", "lora", "fp4", "int8", "plain scales", "bf16")}) == 6
+    assert first["dropout"] == first["rslora"] == first["plain"] and len({second[name] for name in ("dropout", "rslora", "plain", "bnb_dora")}) == 4
+    assert adapter_config(ways["rslora"])["use_rslora"] and adapter_config(ways["bnb_dora"])["use_dora"]
+    assert any("magnitude" in name for name in runs.adapter(ways["bnb_dora"]))
+
+
+@shows("lora_rank", "lora_alpha", "lora_target_modules", "lr", "wd", "adam_beta1", "adam_beta2", "adam_eps", "apply_gradient_clipping", "config")
+def test_one_step_of_adamw_is_the_formula(tmp_path):
+    """A has no gradient in the first step, so decay alone moves it; B starts at zero, so the update alone does."""
+    file = tmp_path / "run.yaml"
+    file.write_text("lora_rank: 3\nlora_alpha: 6\nlora_target_modules: [q_proj, up_proj]\n")
+    common = {"config": str(file), "max_steps": 1, "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_eps": 1e-3, "wd": 0.5, "apply_gradient_clipping": False}
+    start = runs.adapter(run(tmp_path, "start", **common, lr=0))
+    directory = run(tmp_path, **common, lr=0.1)
+    moments = load_file(next((directory / "checkpoints").iterdir()) / "optimizer.safetensors")
+    for name, value in runs.adapter(directory).items():
+        assert 3 in value.shape and name.split(".")[-3] in ("q_proj", "up_proj")
+        if ".lora_A." in name:
+            torch.testing.assert_close(value, start[name] * (1 - 0.1 * 0.5))
+        else:
+            gradient = torch.from_numpy(moments[f"{name}|exp_avg"]) / (1 - 0.5)
+            torch.testing.assert_close(torch.from_numpy(moments[f"{name}|exp_avg_sq"]), (1 - 0.9) * gradient**2)
+            torch.testing.assert_close(value, -0.1 * gradient / (gradient.abs() + 1e-3))
+    twice = run(tmp_path, "twice", **common, lr=0.1, lora_alpha=12)
+    assert runs.metrics(twice)[0]["grad_norm"] == pytest.approx(2 * runs.metrics(directory)[0]["grad_norm"], rel=1e-5)
+
+
+@shows("optimizer", "grad_norm")
+def test_one_step_of_sgd_is_as_long_as_the_clipped_gradient(tmp_path):
+    directory = run(tmp_path, optimizer="sgd", max_steps=1, lr=1, grad_norm=0.01)
+    assert runs.metrics(directory)[0]["grad_norm"] > 0.02
+    moved = [value for name, value in runs.adapter(directory).items() if ".lora_B." in name]
+    assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.01, rel=1e-3)
+    assert not load_file(next((directory / "checkpoints").iterdir()) / "optimizer.safetensors")
+
+
+@shows("lr_scheduler", "lr_power", "cosine_min_lr_ratio", "lr_decay", "lr_cycles", "warmup_steps", "warmup_ratio")
+def test_the_rate_of_each_step(tmp_path):
+    steps = {"max_steps": 5, "lr": 1e-3, "batch_size": 1}
+    polynomial = run(tmp_path, "polynomial", **steps, lr_scheduler="polynomial", lr_power=2, cosine_min_lr_ratio=0.2, warmup_steps=1)
+    assert rates(polynomial) == pytest.approx([1e-3, *(1e-3 * (0.2 + 0.8 * (1 - k / 4) ** 2) for k in range(4))])
+    exponential = run(tmp_path, "exponential", **steps, lr_scheduler="exponential", lr_decay=0.01)
+    assert rates(exponential) == pytest.approx([1e-3 * 0.01 ** (k / 5) for k in range(5)])
+    restarts = run(tmp_path, "restarts", **{**steps, "warmup_steps": -1}, lr_scheduler="cosine_with_restarts", lr_cycles=2, warmup_ratio=0.2)
+    assert rates(restarts) == pytest.approx([1e-3, 1e-3, 5e-4, 1e-3, 5e-4])
+
+
+@shows("seed")
+def test_the_seed_draws_another_start_and_another_order(plain, tmp_path):
+    other = run(tmp_path, seed=7, lr=0)
+    start = run(tmp_path, "start", lr=0)
+    assert [m["tokens"] for m in runs.metrics(start)] == [m["tokens"] for m in runs.metrics(plain)] != [m["tokens"] for m in runs.metrics(other)]
+    assert all((runs.adapter(start)[name] != value).any() for name, value in runs.adapter(other).items() if ".lora_A." in name)
+
+
+@shows("use_gradient_checkpointing", "reentrant_checkpointing", "deterministic")
+def test_checkpointing_runs_each_block_twice_and_the_reentrant_form_first_without_a_graph(plain, tmp_path):
+    with forwards("LlamaMLP") as blocks:
+        deterministic = []
+        run(tmp_path, "on", max_steps=1, use_gradient_checkpointing=True, during=lambda step: deterministic.append(torch.are_deterministic_algorithms_enabled()))
+        on = [blocks.pop(0)[1] for _ in range(len(blocks))]
+        run(tmp_path, "reentrant", max_steps=1, use_gradient_checkpointing=True, reentrant_checkpointing=True)
+        reentrant = [blocks.pop(0)[1] for _ in range(len(blocks))]
+        run(tmp_path, "off", max_steps=1, deterministic=False, during=lambda step: deterministic.append(torch.are_deterministic_algorithms_enabled()))
+    assert on == [True] * 6 and reentrant == [False] * 3 + [True] * 3 and len(blocks) == 3
+    assert deterministic == [True, False]
+
+
+@shows("use_activation_cpu_offload")
+def test_activations_wait_in_host_memory(tmp_path):
+    """Planned where host memory is another memory; here the copies are made for real and the gradients are the same bits."""
+    from anyqlora import data, tokenizer
+    from anyqlora.on_torch.build import build
+    from anyqlora.on_torch.loss import token_loss
+    from anyqlora.on_torch.runtime import Runtime
+    assert planned("a100", use_activation_cpu_offload=True).memory.total < planned("a100").memory.total
+    plan = BackendManager("cpu").plan(resolve({**TINY, "backend": "cpu", "context_length": 512}, environ={}))
+    rows = data.prepare(plan.config, tokenizer.load("demo"))
+    found = []
+    for offload in (False, True):
+        runtime = Runtime(dataclasses.replace(plan, config=plan.config.with_(use_activation_cpu_offload=offload)))
+        built = build(plan.config, runtime)
+        with torch.profiler.profile(profile_memory=True) as profile, runtime.forward():
+            loss = token_loss(built.model, data.padded([[row] for row in rows.train[:64]], 0), torch.device("cpu"))
+        loss.backward()
+        found.append(([p.grad for p in built.trainable.values()], sum(e.count for e in profile.key_averages() if e.key == "aten::copy_")))
+    (kept, few), (offloaded, many) = found
+    assert many > few + 20 and all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
+
+
+@shows("spike_guard")
+def test_a_spike_is_skipped(tmp_path):
+    """Eighteen rows that the base finds easy, and then, in the order of this seed, one of noise."""
+    seed = next(seed for seed in range(1000) if shuffled(19, seed, 0)[-1] == 18)
+    rows = [{"prompt": "Bren bought two red lamps in Ashford on Monday. Repeat:", "completion": "Bren bought two red lamps in Ashford on Monday."}] * 18
+    file = write(tmp_path / "rows.jsonl", *rows, {"prompt": "a", "completion": "zq}{]['~!kjx{{}}"})
+    common = {"dataset": str(file), "batch_size": 1, "max_steps": 19, "lr": 0, "seed": seed}
+    assert [m["rows"] for m in runs.metrics(run(tmp_path, **common, spike_guard=5)) if m["skipped"]] == [f"{file}:19"]
+    assert not any(m["skipped"] for m in runs.metrics(run(tmp_path, "off", **common)))
+
+
+# ---------------------------------------------------------------------------------------------------- model and data
+
+
+@shows("model_name", "revision", "offline")
+def test_a_model_of_the_hub_and_its_revisions(tmp_path, monkeypatch):
+    """A cache as the hub's client writes it, with two commits; with offline, no request reaches a hub that would answer."""
+    from huggingface_hub import constants
+    cache = tmp_path / "home" / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    model = cache / "models--some--model"
+    for commit, layers, ref in (("0" * 40, 3, "main"), ("1" * 40, 1, "small")):
+        there = shutil.copytree(DEMO_BASE, model / "snapshots" / commit)
+        described = {**read(there, "config.json"), "num_hidden_layers": layers}
+        (there / "config.json").write_text(json.dumps(described))
+        (model / "refs").mkdir(exist_ok=True)
+        (model / "refs" / ref).write_text(commit)
+    main, small = (run(tmp_path, name, model_name="some/model", max_steps=1, revision=name) for name in ("main", "small"))
+    assert len(runs.adapter(main)) == 3 * len(runs.adapter(small)) and adapter_config(main)["base_model_name_or_path"] == "some/model"
+    for offline in ("true", "false"):
+        with local_hub.serving(kind="models", name="other/model", refused=(404, "RepoNotFound")) as (hub, endpoint):
+            out = local_hub.python("train.py", "--model_name", "other/model", "--offline", offline, endpoint=endpoint, home=tmp_path / "home")
+        assert out.returncode == 2 and bool(hub.asked) == (offline == "false")
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class Config(LlamaConfig):
+    model_type = "mine"
+class Model(LlamaForCausalLM):
+    config_class = Config
+"""
+
+
+@shows("trust_remote_code")
+def test_code_of_a_model_is_run_only_when_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    base = shutil.copytree(DEMO_BASE, tmp_path / "base")
+    described = {**read(base, "config.json"), "model_type": "mine", "architectures": ["Model"],
+                 "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (base / "config.json").write_text(json.dumps(described))
+    (base / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{CODE}")
+    with pytest.raises(UsageError, match="--trust_remote_code true"):
+        run(tmp_path, model_name=str(base))
+    assert not (tmp_path / "ran").exists()
+    assert runs.result(run(tmp_path, model_name=str(base), trust_remote_code=True))["status"] == "finished" and (tmp_path / "ran").exists()
+
+
+@shows("dataset", "dataset_format", "prompt_format", "context_length", "on_bad_row", "on_long_row")
+def test_what_becomes_of_the_rows(tmp_path):
+    rows = [{"instruction": "Say a.", "output": "a", "text": "A lamp."}, {"instruction": "Say it.", "output": "c " * 90, "text": "A kite."},
+            {"instruction": "", "output": "e", "text": "A coin."}]
+    common = {"dataset": str(write(tmp_path / "rows.jsonl", *rows)), "max_steps": 1, "lr": 0}
+
+    def report(name, **settings):
+        return read(run(tmp_path, name, **common, **settings), "data_report.json")
+    text = report("text", dataset_format="text")
+    assert text["sources"][0]["format"] == "text" and text["train"]["examples"] == 3 and text["dataset"] == common["dataset"]
+    with pytest.raises(UsageError, match="rows.jsonl:3"):
+        report("bad", prompt_format="plain")
+    plain = report("plain", prompt_format="plain", on_bad_row="skip")
+    assert [bad["where"] for bad in plain["skipped"]] == [f"{common['dataset']}:3"] and plain["sources"][0]["format"] == "alpaca"
+    assert plain["train"]["truncated"]["count"] == 1 and plain["train"]["longest"] == 96
+    longer = report("longer", prompt_format="plain", on_bad_row="skip", context_length=400)
+    assert longer["train"]["truncated"]["count"] == 0 and 96 < longer["train"]["longest"] < report("alpaca", on_bad_row="skip", context_length=400)["train"]["longest"]
+    assert report("short", prompt_format="plain", on_bad_row="skip", on_long_row="skip")["train"]["examples"] == 1
+    with pytest.raises(UsageError, match="rows.jsonl:2: .*over the context of 96"):
+        report("long", prompt_format="plain", on_long_row="error")
+
+
+@shows("dataset_samples", "num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "packing", "log_every_n_steps", "save_steps", "keep")
+def test_steps_and_their_batches(tmp_path):
+    """Seven rows, two at a time, two times a step: two steps an epoch."""
+    common = {"dataset": "dummy", "dataset_samples": 7, "batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 2, "max_steps": -1, "context_length": 400}
+    with forwards("Embedding") as shapes:
+        directory = run(tmp_path, **common, log_every_n_steps=3, save_steps=1)
+    assert [shape[0] for shape, _ in shapes] == [2, 2, 2, 1] * 2
+    assert read(directory, "data_report.json")["rows"] == 7 and runs.result(directory)["steps"] == 4
+    assert [m["step"] for m in runs.metrics(directory)] == [3, 4]
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
+    kept = run(tmp_path, "three", **{**common, "max_steps": 3}, save_steps=1, keep=3)
+    assert len(list((kept / "checkpoints").iterdir())) == runs.result(kept)["steps"] == 3
+    packed = run(tmp_path, "packed", **common, packing=True)
+    assert runs.result(packed)["steps"] == 2 and runs.result(packed)["tokens_seen"] == runs.result(directory)["tokens_seen"]
+
+
+@shows("eval_dataset", "eval_fraction", "eval_steps", "eval_batch_size", "samples", "exact_match", "max_new_tokens", "early_stopping")
+def test_evaluation(tmp_path):
+    held_out = write(tmp_path / "held.jsonl", *({"prompt": f"{name} bought a lamp. Repeat:", "completion": f"{name} bought a lamp."} for name in ("Bren", "Tam", "Sam")))
+    with forwards("Embedding") as shapes:
+        directory = run(tmp_path, eval_dataset=str(held_out), eval_steps=1, eval_batch_size=2, samples=2, exact_match=False, max_new_tokens=2)
+    assert [shape[0] for shape, training in shapes if not training][:2] == [2, 1] and max(shape[0] for shape, training in shapes if not training) == 2
+    assert [e["step"] for e in runs.evaluations(directory)] == [0, 1, 2, 3] and not any("exact_match" in e for e in runs.evaluations(directory))
+    lines = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    assert len(lines) == 8 and max(len(line["answer"]) for line in lines) < 16
+    longer = run(tmp_path, "longer", eval_fraction=0.25, dataset=str(held_out), samples=1, max_new_tokens=40, exact_match=True)
+    assert all("exact_match" in e for e in runs.evaluations(longer)) and read(longer, "data_report.json")["held_out"]["examples"] == 1
+    assert len(json.loads((longer / "samples.jsonl").read_text().splitlines()[0])["answer"]) > 16
+    worse = run(tmp_path, "worse", eval_dataset=str(held_out), eval_steps=1, exact_match=False, lr=3, lr_scheduler="constant", max_steps=9, early_stopping=1)
+    assert runs.result(worse)["steps"] < 9
+
+
+# --------------------------------------------------------------------------------------------------- where and how it runs
+
+
+@shows("backend", "strategy", "world_size", "strict", "use_cpu_offload")
+def test_what_the_plan_decides(plain):
+    assert read(plain, "plan.json")["backend"] == "cpu" and runs.result(plain)["strategy"] == "single"
+    assert (planned("m3").backend, planned("m3", backend="cpu").backend) == ("mps", "cpu")
+    with pytest.raises(UsageError, match="Backend 'cuda' is not available"):
+        planned("m3", backend="cuda")
+    assert planned("t4", precision="bf16").precision == "fp16_autocast"
+    with pytest.raises(UsageError, match="strict: .*bf16"):
+        planned("t4", precision="bf16", strict=True)
+    assert planned("h200", world_size=1, strategy="single").world_size == 1
+    for settings in ({"world_size": 2}, {"strategy": "ddp"}, {"use_cpu_offload": True}):
+        with pytest.raises(NotBuilt, match=next(iter(settings))):
+            planned("h200", **settings)
+
+
+OTHER = {**dict.fromkeys(("llama_pro_path", "strategy_config", "strategy_opt", "mesh", "layout", "master_addr"), "x"), "hqq_group_size": 32, "master_port": "1",
+         "sharding_strategy": "ddp", "deepspeed_zero_stage": 2, "find_unused_parameters": True, "no_sync": True, "low_memory": False, "loading_workers": 2}
+
+
+@shows(*OTHER)
+@pytest.mark.parametrize("name", OTHER)
+def test_what_is_not_built_is_refused_by_name(name):
+    assert OTHER.keys() == configuration._REFUSED.keys()
+    with pytest.raises(NotBuilt, match=f"test: {name}: ") as refused:
+        resolve({**TINY, name: OTHER[name]}, environ={}, said="test")
+    assert refused.value.exit_code == 2
+
+
+class Cut(Exception):
+    """The run ends here, as by a crash."""
+
+
+@shows("resume", "output_dir", "run_name", "save_model", "overwrite_profiling_output", "on_disk_full")
+def test_a_run_that_broke_off_and_where_it_lies(tmp_path):
+    def cut(step):
+        if step == 2:
+            raise Cut
+    common = {"save_steps": 1, "max_steps": 4, "save_model": False}
+    profiled = {**common, "profile": True, "active_steps": 1, "profiling_frequency": 2, "export_trace": False}
+    with pytest.raises(Cut):
+        run(tmp_path / "here", "mine", cut, **profiled)
+    directory = tmp_path / "here" / "mine"
+    profiles = sorted((directory / "profiles").iterdir())
+    with pytest.raises(UsageError, match="already holds a run"):
+        run(tmp_path / "here", "mine", **common, resume="never")
+    with pytest.raises(UsageError, match="holds another run"):
+        run(tmp_path / "here", "mine", **common, lr=1e-4)
+    again = []
+    run(tmp_path / "here", "mine", again.append, **profiled, overwrite_profiling_output=False)
+    assert min(again) == 2 and not (directory / "adapter").exists()
+    assert profiles and sorted((directory / "profiles").iterdir()) == profiles
+    with pytest.raises(Cut):
+        run(tmp_path / "here", "other", cut, **common)
+    run(tmp_path / "here", "other", **common, lr=1e-4, resume="force")
+    assert rates(tmp_path / "here" / "other")[-1] < 1e-4 < rates(directory)[-1]
+    full = run(tmp_path, "full", **{**common, "save_model": True}, during=lambda step: step == 1 and block(tmp_path / "full"))
+    assert runs.result(full)["steps"] == 4 and (full / "checkpoints").is_file() and (full / "adapter").is_dir()
+    with pytest.raises(DiskFull, match="step 2 cannot be written"):
+        run(tmp_path, "stopped", **common, on_disk_full="stop", during=lambda step: step == 1 and block(tmp_path / "stopped"))
+
+
+def block(directory):
+    """No further checkpoint can be written: where they lie is a file."""
+    shutil.rmtree(directory / "checkpoints")
+    (directory / "checkpoints").write_text("")
+
+
+# --------------------------------------------------------------------------------------------------------- what is seen
+
+WANDB = """
+import json, pathlib, types
+errors = types.SimpleNamespace(CommError=OSError)
+util = types.SimpleNamespace(generate_id=lambda: "id")
+Settings = dict
+class Recorder:
+    def __init__(self, **about): self.about = about
+    def log(self, values, step): self.about.setdefault("logged", []).append(step)
+    def finish(self): pathlib.Path(self.about["dir"], "told.json").write_text(json.dumps(self.about, default=str))
+def init(**about): return Recorder(**about)
+"""
+
+
+@shows("log_to", "project_name", "name", "group", "entity", "verbose")
+def test_what_is_said_and_told(tmp_path, monkeypatch, capsys):
+    """The tracker is a package of the test's own that writes down what it is told."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = {"project_name": "the-project", "name": "the-name", "group": "the-group", "entity": "the-entity"}
+
+    def said(place, **settings):
+        train.train(resolve({**TINY, "max_steps": 2, "output_dir": str(tmp_path), "run_name": place, "backend": "cpu", **settings}, environ={}, said="test"))
+        return capsys.readouterr().out
+    assert said("silent", log_to="none,wandb", **told) == ""
+    sys.modules.pop("wandb")
+    record = read(tmp_path / "silent", "told.json")
+    assert {record[key] for key in ("project", "name", "group", "entity")} == set(told.values()) and record["logged"] == [1, 2]
+    lines = said("lines", log_to="stdout")
+    assert lines.count("loss ") >= 2 and "System: " not in lines and not (tmp_path / "lines" / "told.json").exists()
+    assert "System: " in said("more", log_to="stdout", verbose=True)
+
+
+@shows("profile_memory", "profile", "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "wait_steps",
+       "profiler_warmup_steps", "active_steps", "repeat", "profiling_frequency")
+def test_profiles(plain, tmp_path):
+    """Six steps in cycles of three: one waits, one warms up, one is recorded; once, or in each cycle."""
+    common = {"profile": True, "profiling_output": "seen", "wait_steps": 1, "profiler_warmup_steps": 1, "active_steps": 1, "profiling_frequency": 3, "batch_size": 1,
+              "max_steps": 6, "lora_target_modules": "q_proj"}
+    directory = run(tmp_path, **common, repeat=1, with_stack=True, with_shapes=True, export_trace=False, profile_memory=True)
+    assert [p.name for p in (directory / "seen").iterdir()] == ["step-000003"]
+    assert sorted(p.name for p in (directory / "seen/step-000003").iterdir()) == ["operators.txt"]
+    table = (directory / "seen/step-000003/operators.txt").read_text()
+    assert "Input Shapes" in table and ".py(" in table
+    assert {entry["phase"] for entry in read(directory, "memory.json")} >= {"load", "forward", "backward", "step"}
+    bare = run(tmp_path, "bare", **common)
+    assert sorted(p.name for p in (bare / "seen").iterdir()) == ["step-000003", "step-000006"]
+    assert sorted(p.name for p in (bare / "seen/step-000003").iterdir()) == ["operators.txt", "trace.json"]
+    table = (bare / "seen/step-000003/operators.txt").read_text()
+    assert "Input Shapes" not in table and ".py(" not in table
+    timeline = run(tmp_path, "timeline", profile=True, max_steps=1, lora_target_modules="q_proj", export_trace=False, export_memory_timeline=True)
+    assert sorted(p.name for p in (timeline / "profiles/step-000001").iterdir()) == ["memory_timeline.json", "operators.txt"]
+    assert not (plain / "memory.json").exists() and not (plain / "profiles").exists()
+
+
+def test_every_setting_is_shown():
+    assert set(SETTINGS) == SHOWN

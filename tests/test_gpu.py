@@ -1,0 +1,71 @@
+"""What only a GPU can show: run by benchmarks/gpu.sh, skipped elsewhere. The reference is the CPU, which the other tests prove."""
+
+import os
+
+import numpy as np
+import pytest
+import runs
+
+pytestmark = pytest.mark.skipif(not os.environ.get("ANYQLORA_TEST_GPU"), reason="run by benchmarks/gpu.sh on a machine with a GPU")
+SHORT = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 8, "max_steps": 20, "lr": 2e-3, "lora_dropout": 0,
+         "save_steps": 0}
+
+
+def losses(directory):
+    return np.array([m["loss"] for m in runs.metrics(directory)])
+
+
+@pytest.mark.parametrize("quantizer", ["nf4", "fp4", "none"])
+def test_float32_on_the_gpu_equals_the_cpu(quantizer, tmp_path):
+    settings = {**SHORT, "precision": "fp32", "quantizer": quantizer}
+    cpu = runs.run(tmp_path, "cpu", **settings)
+    gpu = runs.run(tmp_path, "gpu", **{**settings, "backend": "cuda"})
+    np.testing.assert_allclose(losses(gpu), losses(cpu), rtol=2e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"])
+def test_every_precision_learns(precision, tmp_path):
+    directory = runs.run(tmp_path, **{**SHORT, "backend": "cuda", "precision": precision})
+    assert losses(directory)[-3:].mean() < losses(directory)[0] / 2
+    assert runs.result(directory)["backend"] == "cuda"
+
+
+def test_int8_learns(tmp_path):
+    directory = runs.run(tmp_path, **{**SHORT, "backend": "cuda", "precision": "bf16", "quantizer": "int8"})
+    assert losses(directory)[-3:].mean() < losses(directory)[0] / 2
+
+
+def test_two_runs_on_the_gpu_write_the_same_bytes(tmp_path):
+    settings = {**SHORT, "backend": "cuda", "precision": "bf16", "lora_dropout": 0.1}
+    first, second = (runs.run(tmp_path, name, **settings) for name in ("first", "second"))
+    assert runs.result(first)["adapter_sha256"] == runs.result(second)["adapter_sha256"]
+
+
+def test_offloaded_activations_take_less_memory_and_change_nothing(tmp_path):
+    settings = {**SHORT, "backend": "cuda", "batch_size": 128, "max_steps": 3, "use_gradient_checkpointing": False}
+    kept, offloaded = (runs.result(runs.run(tmp_path, str(on), **settings, use_activation_cpu_offload=on)) for on in (False, True))
+    assert offloaded["adapter_sha256"] == kept["adapter_sha256"] and offloaded["peak_memory_bytes"] < 0.7 * kept["peak_memory_bytes"]
+
+
+@pytest.mark.parametrize("optimizer", ["fused_adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
+def test_gpu_optimizers_learn(optimizer, tmp_path):
+    directory = runs.run(tmp_path, **{**SHORT, "backend": "cuda", "optimizer": optimizer})
+    assert losses(directory)[-3:].mean() < losses(directory)[0] / 2
+
+
+def test_a_run_goes_from_the_gpu_to_the_cpu(tmp_path):
+    """Same directory, other backend: the second half on the CPU continues the first half's loss."""
+    settings = {**SHORT, "precision": "fp32", "save_steps": 10}
+    whole = runs.run(tmp_path, "whole", **settings)
+
+    class Cut(Exception):
+        pass
+
+    def cut(step):
+        if step == 12:
+            raise Cut
+
+    with pytest.raises(Cut):
+        runs.run(tmp_path, "moved", during=cut, **{**settings, "backend": "cuda"})
+    moved = runs.run(tmp_path, "moved", **settings)
+    np.testing.assert_allclose(losses(moved), losses(whole), rtol=5e-4)

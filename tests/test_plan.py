@@ -1,0 +1,352 @@
+"""Plans: pure, idempotent, refused by the table's cells, every change in the ledger - on machines described in tests/machines."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from anyqlora import config as configuration
+from anyqlora import layouts, memory
+from anyqlora.__main__ import main as anyqlora
+from anyqlora.config import AUTO, resolve
+from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.machine import Machine
+from anyqlora.plan import GLOBAL_BATCH, HEADROOM
+from backend_manager import CAPABILITIES, Backend, BackendManager
+
+HERE = Path(__file__).resolve().parent
+LLAMA_8B = str(HERE / "models" / "llama-3-8b")  # config.json alone, written by hand
+MACHINES = {path.stem: Machine.from_dict(json.loads(path.read_text())["machine"]) for path in sorted((HERE / "machines").glob("*.json"))}
+PLANNED = ("backend", "precision", "batch_size", "gradient_accumulation_steps", "use_gradient_checkpointing", "use_cpu_offload", "packing",
+           "strategy", "world_size", "quantizer", "adapter", "n_bits")
+
+
+def asked(**settings):
+    return resolve({"model_name": LLAMA_8B, "dataset": "alpaca_sample", **settings}, environ={}, said="test")
+
+
+def plan(machine="a100", table=None, backend="auto", **settings):
+    return BackendManager(backend, machine=MACHINES[machine], table=table).plan(asked(**settings))
+
+
+def ledger(plan):
+    return {adjustment.field: (adjustment.asked, adjustment.got) for adjustment in plan.adjustments}
+
+
+# ----------------------------------------------------------------------------------------------------------- invariants
+
+
+EVERY_CONFIG = sorted((HERE.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("path", EVERY_CONFIG, ids=lambda path: path.stem)
+def test_example_configs_plan_everywhere_or_are_refused_by_name(path, machine, capsys):
+    try:
+        config = resolve({"config": str(path)}, environ={})
+        manager = BackendManager(config.backend, machine=MACHINES[machine])
+        first = manager.plan(config)
+    except UsageError as error:
+        assert len(str(error)) > 20
+        return
+    assert not [name for name in PLANNED if getattr(first.config, name) == AUTO]
+    again = manager.plan(first.config)
+    assert again.config == first.config
+    assert again.config.sources == first.config.sources
+    assert again.adjustments == ()
+    assert again.memory == first.memory
+    assert manager.plan(config) == first
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_size": 64}, {"batch_size": 6, "gradient_accumulation_steps": 3},
+                                      {"gradient_accumulation_steps": 4}, {"precision": "bf16"}, {"use_gradient_checkpointing": True},
+                                      {"context_length": 4096}, {"lora_rank": 256}, {"train_type": "full"}, {"n_bits": 8},
+                                      {"optimizer": "sgd"}], ids=str)
+@pytest.mark.parametrize("machine", ["t4", "a100", "h200", "m3", "nothing"])
+def test_planning_a_plan_changes_nothing(machine, settings):
+    manager = BackendManager(machine=MACHINES[machine])
+    try:
+        first = manager.plan(asked(**settings))
+    except UsageError as error:
+        assert machine == "nothing"
+        assert "bitsandbytes is not installed" in str(error)
+        return
+    again = manager.plan(first.config)
+    assert (again.config, again.adjustments, again.memory) == (first.config, (), first.memory)
+    if "batch_size" in settings:
+        assert first.global_batch == settings["batch_size"] * settings.get("gradient_accumulation_steps", 1)
+
+
+def test_plan_is_json_and_words():
+    planned = plan("t4", precision="bf16", batch_size=64)
+    stored = json.loads(json.dumps(planned.to_dict()))
+    assert stored["backend"] == "cuda"
+    assert stored["device"] == "cuda:0"
+    assert stored["memory"]["total"] == planned.memory.total == sum(planned.memory.parts.values())
+    assert stored["adjustments"][0] == {"field": "precision", "asked": "bf16", "got": "fp16_autocast",
+                                        "why": "Tesla T4 (7.5) has no bf16 in hardware"}
+    text = "\n".join(planned.explain())
+    for part in planned.memory.parts:
+        assert part in text
+    assert "precision: asked bf16, got fp16_autocast: Tesla T4 (7.5) has no bf16 in hardware" in text
+
+
+def test_a_planned_value_says_so_and_a_stated_one_keeps_its_source():
+    planned = plan("a100", batch_size=2)
+    assert planned.config.sources["batch_size"] == "test"
+    assert planned.config.sources["precision"] == "plan"
+    assert planned.config.sources["lr"] == "default"
+
+
+# -------------------------------------------------------------------------------------------------------- the decisions
+
+
+@pytest.mark.parametrize(("machine", "precision"), [
+    ("t4", "fp16_autocast"), ("a100", "bf16"), ("rx7900", "bf16"), ("arc", "bf16"), ("m3", "bf16"), ("linux_mlx", "fp32")])
+def test_precision_auto(machine, precision):
+    assert plan(machine).precision == precision
+    assert ledger(plan(machine)) == {}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_autocast", "bf16_buffers_autocast"])
+def test_bf16_without_hardware_becomes_fp16(precision):
+    assert ledger(plan("t4", precision=precision)) == {"precision": (precision, "fp16_autocast")}
+    assert plan("a100", precision=precision).precision == precision
+    on_cpu = plan("linux_mlx", precision=precision)
+    assert on_cpu.precision == precision
+    assert any("emulated" in warning for warning in on_cpu.warnings)
+
+
+def test_strict_makes_an_adjustment_an_error():
+    with pytest.raises(UsageError, match="strict.*precision: asked bf16, got fp16_autocast") as caught:
+        plan("t4", precision="bf16", strict=True)
+    assert caught.value.exit_code == 2
+    assert plan("a100", precision="bf16", strict=True).adjustments == ()
+    with pytest.raises(UsageError, match="batch_size: asked 4096"):
+        plan("a100", batch_size=4096, strict=True)
+
+
+def test_batch_auto_fills_memory_and_keeps_the_global_batch():
+    sizes = {machine: plan(machine, context_length=1024) for machine in ("t4", "a100", "h200")}
+    assert all(p.global_batch == GLOBAL_BATCH for p in sizes.values())
+    assert [p.use_gradient_checkpointing for p in sizes.values()] == [True, False, False]
+    assert sizes["a100"].batch_size < sizes["h200"].batch_size
+    for p in sizes.values():
+        assert p.memory.total <= HEADROOM * p.memory_free
+        if p.batch_size < GLOBAL_BATCH:
+            larger = p.config.with_(batch_size=2 * p.batch_size)
+            assert memory.estimate(layouts.shapes(layouts.read_config(Path(LLAMA_8B))), larger).total > HEADROOM * p.memory_free
+
+
+def test_batch_auto_with_stated_accumulation_is_the_same_global_batch_on_every_machine():
+    planned = plan("h200", gradient_accumulation_steps=4)
+    assert (planned.batch_size, planned.gradient_accumulation_steps) == (4, 4)
+    assert plan("h200", gradient_accumulation_steps=64).batch_size == 1
+    small = plan("t4", gradient_accumulation_steps=2, context_length=2048)
+    assert small.batch_size < 8
+    assert small.global_batch == GLOBAL_BATCH
+    assert ledger(small) == {"gradient_accumulation_steps": (2, GLOBAL_BATCH // small.batch_size)}
+
+
+def test_stated_batch_that_does_not_fit_is_split_and_the_global_batch_kept():
+    planned = plan("t4", batch_size=48, gradient_accumulation_steps=2)
+    assert planned.use_gradient_checkpointing
+    assert 48 % planned.batch_size == 0
+    assert planned.batch_size < 48
+    assert planned.global_batch == 96
+    assert set(ledger(planned)) == {"batch_size", "gradient_accumulation_steps"}
+    assert "needed" in planned.adjustments[0].why
+
+
+def test_checkpointing_auto_only_when_it_does_not_fit_otherwise():
+    assert not plan("h200", batch_size=4).use_gradient_checkpointing
+    assert plan("a100", batch_size=4, context_length=4096).use_gradient_checkpointing
+    assert not plan("a100", context_length=512).use_gradient_checkpointing
+    assert plan("h200", batch_size=4, use_gradient_checkpointing=True).use_gradient_checkpointing
+    assert plan("h200", reentrant_checkpointing=True).use_gradient_checkpointing
+
+
+def test_evaluation_takes_fewer_rows_where_memory_is_short_and_training_does_not_pay_for_it():
+    without = plan("t4", context_length=2048)
+    planned = plan("t4", context_length=2048, eval_fraction=0.1)
+    assert ledger(planned) == {"eval_batch_size": (8, planned.config.eval_batch_size)}
+    assert planned.memory.needed("evaluation") <= HEADROOM * planned.memory_free
+    assert (planned.batch_size, planned.use_gradient_checkpointing) == (without.batch_size, without.use_gradient_checkpointing)
+    assert plan("h200", context_length=2048, eval_fraction=0.1).adjustments == ()
+
+
+def test_what_cannot_fit_is_warned_of_not_refused():
+    planned = plan("t4", train_type="full")
+    assert planned.batch_size == 1
+    assert any("expect to run out of memory" in warning for warning in planned.warnings)
+
+
+def test_one_process():
+    several = plan("h200")
+    assert several.world_size == 1
+    assert any("8 devices and one is used" in warning for warning in several.warnings)
+    assert ledger(several) == {}
+    with pytest.raises(NotBuilt, match="only one process is built yet"):
+        plan("h200", world_size=8)
+
+
+def test_offload_where_there_is_no_other_memory():
+    assert plan("a100", use_activation_cpu_offload=True).use_activation_cpu_offload
+    for machine in ("m3", "nothing"):
+        with pytest.raises(UsageError, match="already are in host memory"):
+            plan(machine, use_activation_cpu_offload=True, train_type="lora")
+    with pytest.raises(NotBuilt, match="parameter offload comes with"):
+        plan("a100", use_cpu_offload=True)
+
+
+def test_warnings_change_nothing():
+    assert any("slow" in warning for warning in plan("linux_mlx").warnings)
+    assert any("quantized weights" in warning for warning in plan("m3").warnings)
+    assert plan("a100").warnings == ()
+
+
+def test_a_backend_other_than_the_managers_is_refused():
+    with pytest.raises(UsageError, match="backend 'cpu' was asked for, and this plan is for 'cuda'"):
+        plan("a100", backend="cuda", quantizer="nf4").config and BackendManager("cuda", machine=MACHINES["a100"]).plan(asked(backend="cpu"))
+
+
+# ------------------------------------------------------------------------------------------- what the table does not allow
+
+
+@pytest.mark.parametrize(("column", "cell", "settings"), [
+    ("quantizers", "nf4", {"train_type": "qlora"}), ("quantizers", "nf4", {"quantizer": "nf4"}), ("quantizers", "int8", {"n_bits": 8}),
+    ("quantizers", "none", {"train_type": "lora"}), ("optimizers", "adamw", {}), ("optimizers", "adamw_8bit", {"optimizer": "adamw_8bit"}),
+    ("strategies", "single", {}), ("strategies", "single", {"strategy": "single"})])
+@pytest.mark.parametrize(("machine", "backend"), [("a100", Backend.CUDA), ("m3", Backend.MPS), ("linux_mlx", Backend.CPU)])
+def test_a_removed_cell_is_refused(machine, backend, column, cell, settings):
+    row = CAPABILITIES[backend]
+    if cell in getattr(row, column):
+        plan(machine, **settings)  # with the cell it is planned
+    table = {**CAPABILITIES, backend: replace(row, **{column: tuple(c for c in getattr(row, column) if c != cell)})}
+    with pytest.raises(UsageError, match=f"'{cell}' is not available on backend '{backend}'") as caught:
+        plan(machine, table=table, **settings)
+    assert caught.value.exit_code == 2
+
+
+def test_a_removed_dtype_is_adjusted():
+    table = {**CAPABILITIES, Backend.CUDA: replace(CAPABILITIES[Backend.CUDA], dtypes=("fp32",))}
+    assert ledger(plan("a100", table=table, precision="bf16")) == {"precision": ("bf16", "fp32")}
+    table = {**CAPABILITIES, Backend.CUDA: replace(CAPABILITIES[Backend.CUDA], dtypes=())}
+    with pytest.raises(UsageError, match="no dtype to compute in"):
+        plan("a100", table=table)
+
+
+def test_without_bitsandbytes_the_preset_gives_way_and_what_was_asked_is_refused():
+    assert ledger(plan("nothing")) == {"quantizer": ("nf4", "none")}
+    assert plan("nothing").config.n_bits == 16
+    for settings in ({"train_type": "qlora"}, {"quantizer": "fp4"}, {"n_bits": 8}, {"optimizer": "adamw_8bit", "train_type": "lora"}):
+        with pytest.raises(UsageError, match="bitsandbytes is not installed"):
+            plan("nothing", **settings)
+
+
+def test_paged_optimizers_only_where_memory_can_be_paged():
+    assert plan("a100", optimizer="paged_adamw_8bit").config.optimizer == "paged_adamw_8bit"
+    for machine in ("linux_mlx", "m3"):
+        with pytest.raises(UsageError, match=r"paged_adamw_8bit.*not available"):
+            plan(machine, optimizer="paged_adamw_8bit")
+
+
+# ------------------------------------------------------------------------------------------------------------- the model
+
+
+def test_unknown_memory_is_not_guessed():
+    planned = plan("a100", model_name="someone/not-in-the-cache")
+    assert planned.memory is None
+    assert (planned.batch_size, planned.global_batch) == (1, GLOBAL_BATCH)
+    assert any("not on this machine" in warning for warning in planned.warnings)
+    assert "unknown" in "\n".join(planned.explain())
+    assert json.dumps(planned.to_dict())
+
+
+def test_unknown_architecture_is_not_guessed(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "wholly_new", "hidden_size": 8}')
+    planned = plan("a100", model_name=str(tmp_path))
+    assert planned.memory is None
+    assert any("'wholly_new'" in warning for warning in planned.warnings)
+
+
+@pytest.mark.parametrize(("name", "message"), [("/no/such/model", "no such model directory"), ("./nor-this", "no such model directory"),
+                                               ("a b c", "neither a directory nor a hub id")])
+def test_paths_without_a_model_are_refused(name, message):
+    with pytest.raises(UsageError, match=message):
+        plan("a100", model_name=name)
+
+
+def test_directories_without_a_readable_config_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        plan("a100", model_name=str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config\.json: cannot be read"):
+        plan("a100", model_name=str(tmp_path))
+
+
+def test_hub_id_is_looked_up_in_the_local_cache(tmp_path):
+    """In a process of its own: the cache's place is read when huggingface_hub is imported."""
+    snapshot = tmp_path / "hub" / "models--meta-llama--Meta-Llama-3-8B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((Path(LLAMA_8B) / "config.json").read_text())
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    code = ("import sys; from anyqlora.config import TrainConfig; from anyqlora.layouts import model_directory; "
+            "print(model_directory(TrainConfig(model_name='meta-llama/Meta-Llama-3-8B'))); "
+            "print('torch' in sys.modules, 'transformers' in sys.modules)")
+    environment = {**os.environ, "HF_HOME": str(tmp_path)}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent, check=True, env=environment)
+    assert out.stdout.splitlines() == [str(snapshot), "False False"]
+
+
+# --------------------------------------------------------------------------------------------------------------- the verb
+
+
+def test_plan_verb_prints_memory_part_by_part(capsys):
+    stated = ["--model_name", LLAMA_8B, "--dataset", "alpaca_sample", "--batch-size", "2", "--use_gradient_checkpointing"]
+    assert anyqlora(["plan", *stated]) == 0
+    out = capsys.readouterr().out
+    for word in ("backend     cpu", "linear weights", "adapter", "optimizer", "activations", "predicted", "free",
+                 "2 rows x 1 micro-batches"):
+        assert word in out
+    assert anyqlora(["plan", "--batchsize", "2"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+    assert anyqlora(["plan", "--help"]) == 0
+    assert "usage: python -m anyqlora plan" in capsys.readouterr().out
+
+
+def test_plan_verb_takes_under_a_second_beyond_torch_and_imports_no_other_framework():
+    """Processor seconds of a fresh process, so that a busy machine does not show."""
+    code = ("import sys, time, torch; start = time.process_time(); from anyqlora.__main__ import main; "
+            f"code = main(['plan', '--model_name', {LLAMA_8B!r}, '--dataset', 'alpaca_sample']); "
+            "others = ('transformers', 'peft', 'bitsandbytes', 'mlx', 'accelerate'); "
+            "print(code, time.process_time() - start, *(name for name in others if name in sys.modules))")
+    start = time.time()
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent, check=True).stdout
+    out = printed.splitlines()[-1].split()
+    assert out[0] == "0"
+    assert float(out[1]) < 1
+    assert out[2:] == []
+    assert time.time() - start < 60
+
+
+def test_unknown_backend_is_answered_without_torch():
+    code = "import sys; from anyqlora.__main__ import main; main(['plan', '--backend', 'gpu']); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent, check=True)
+    assert out.stdout == "False\n"
+    assert "unknown backend 'gpu'" in out.stderr
+
+
+def test_settings_that_a_plan_resolves_are_the_ones_that_may_be_auto():
+    """What stays auto is decided by the data or by the terminal, not by the plan."""
+    later = {"prompt_format", "dataset_format", "resume", "log_to", "exact_match"}
+    planned = plan("a100").config
+    autos = {name for name, f in configuration.SETTINGS.items() if getattr(planned, name) == AUTO}
+    assert autos <= later

@@ -1,0 +1,115 @@
+"""Quantized weights against bitsandbytes' own, and against a plain linear layer on what they dequantize to."""
+
+import bitsandbytes as bnb
+import pytest
+import tiny_models
+import torch
+from bitsandbytes import functional as F
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from anyqlora import tables
+from anyqlora.on_torch.quantizers import bnb as quantizers
+
+BUILT = [name for name, row in tables.QUANTIZERS.items() if not row.startswith("!")]
+SHAPES = [(64, 64), (96, 40), (3, 5), (257, 129)]  # blocks of 64 cross rows, and the last one is not full
+
+
+def quantizer(name, dtype=torch.float32, double_quant=True):
+    return tables.load(tables.QUANTIZERS[name])(dtype, double_quant)
+
+
+def filled(name, weight, bias=None, dtype=torch.float32):
+    """(quantizer, module with `weight` in it), as the loader makes it."""
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, dtype=dtype)
+    made = quantizer(name, dtype)
+    module = made.empty(linear)
+    module.weight = made.fill(module, weight)
+    if bias is not None:
+        module.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    return made, module.train()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_four_bits_in_pieces_equal_bitsandbytes_on_the_whole(kind, double_quant, shape, monkeypatch):
+    monkeypatch.setattr(quantizers, "CHUNK", 256)  # several pieces, a last one that is not full
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    codes, state = quantizer(kind, double_quant=double_quant).pack(weight)
+    expected, theirs = F.quantize_4bit(weight, blocksize=64, compress_statistics=double_quant, quant_type=kind)
+    assert torch.equal(codes, expected)
+    ours, theirs = state.as_dict(packed=False), theirs.as_dict(packed=False)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(ours[key], value) if torch.is_tensor(value) else ours[key] == value or key == "dtype", key
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_eight_bits_in_pieces_equal_bitsandbytes_on_the_whole(shape, monkeypatch):
+    monkeypatch.setattr(quantizers, "CHUNK", 256)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    codes, scales = quantizer("int8").pack(weight)
+    expected, expected_scales, _ = F.int8_vectorwise_quant(weight.half())
+    assert torch.equal(codes, expected)
+    assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", BUILT)
+def test_forward_and_backward_are_those_of_the_dequantized_weight(name, dtype):
+    """The contract of every row of the table: the module is a linear layer on `dequantize(module)`, which stays what it is."""
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(40, 96, generator=generator), torch.randn(40, generator=generator)
+    made, module = filled(name, weight, bias, dtype)
+    assert isinstance(module, made.module_type)
+    packed = made.packed(module)
+    assert packed.numel() * packed.element_size() * 8 == weight.numel() * (made.bits if made.bits < 16 else 8 * dtype.itemsize)
+    before = made.dequantize(module)
+    assert before.dtype == dtype
+    assert (before.float() - weight).norm() < 0.15 * weight.norm()
+    x = torch.randn(2, 7, 96, generator=generator).to(dtype).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    out, expected = module(x), nn.functional.linear(y, before, bias.to(dtype))
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 0.1}
+    torch.testing.assert_close(out, expected, **close)
+    gradient = torch.randn(out.shape, generator=generator).to(dtype)
+    out.backward(gradient)
+    expected.backward(gradient)
+    torch.testing.assert_close(x.grad, y.grad, **close)
+    assert torch.equal(made.dequantize(module), before)  # bitsandbytes moves int8's scales at the first forward
+    assert not any(p.requires_grad for p in module.parameters() if p is module.weight and made.bits < 16)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_module_equals_bitsandbytes_own(kind):
+    weight = torch.randn(40, 128, generator=torch.Generator().manual_seed(2))  # rows of whole blocks: see test_compat for others
+    _, ours = filled(kind, weight)
+    theirs = bnb.nn.Linear4bit(128, 40, bias=False, compute_dtype=torch.float32, quant_type=kind)
+    theirs.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type=kind, module=theirs)
+    theirs = theirs.to("cpu")
+    x = torch.randn(5, 128)
+    assert torch.equal(ours(x), theirs(x))
+
+
+def test_codes_do_not_depend_on_the_precision():
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for name in ("nf4", "fp4", "int8"):
+        codes = {dtype: quantizer(name, dtype).pack(weight.float())[0] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+        assert all(torch.equal(c, codes[torch.float32]) for c in codes.values())
+
+
+@pytest.mark.parametrize("name, options", [
+    ("nf4", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}),
+    ("fp4", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}),
+    ("int8", {"load_in_8bit": True})])
+def test_the_whole_model_equals_bitsandbytes_own_load(name, options, tmp_path):
+    """The reference is transformers' load_in_4bit and load_in_8bit of the same directory, with the adapter read by PEFT."""
+    directory = tiny_models.make(tmp_path / "base", "qwen2", intermediate_size=128)
+    started = tiny_models.Started(tmp_path, directory, quantizer=name, max_steps=1)
+    started.step()
+    ids = torch.arange(5, 35).reshape(2, 15) * 7 % 500
+    reference = tiny_models.plain(directory, adapter=started.finish(), quantization_config=BitsAndBytesConfig(**options))
+    with torch.no_grad():
+        torch.testing.assert_close(started.logits(ids), reference(input_ids=ids).logits, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,169 @@
+"""Runs that stop and go on, evaluate, stop early, keep the best: real runs on the embedded base."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import runs
+import yaml
+from safetensors.torch import load_file, save_file
+
+from anyqlora.checkpoint import Checkpoints
+from anyqlora.errors import NoCheckpoint, NonFinite, Stopped, UsageError
+from anyqlora.layouts import DEMO_BASE
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 2, "gradient_accumulation_steps": 2, "precision": "fp32",
+         "max_steps": 8, "lr": 2e-3, "lora_rank": 4, "lora_dropout": 0.1, "save_steps": 3, "save_model": True}
+HELD_OUT = {**SMALL, "eval_dataset": "demo", "eval_steps": 2, "exact_match": False, "eval_batch_size": 32}
+
+
+def adapter_bytes(directory):
+    return (directory / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that is never stopped."""
+    return runs.run(tmp_path_factory.mktemp("whole"), **SMALL)
+
+
+def test_two_runs_write_the_same_bytes(whole, tmp_path):
+    again = runs.run(tmp_path, **SMALL)
+    assert adapter_bytes(again) == adapter_bytes(whole)
+    assert (again / "adapter/adapter_config.json").read_bytes() == (whole / "adapter/adapter_config.json").read_bytes()
+
+
+def test_another_seed_writes_other_bytes(whole, tmp_path):
+    assert adapter_bytes(runs.run(tmp_path, **{**SMALL, "seed": 43})) != adapter_bytes(whole)
+
+
+def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bytes(whole, tmp_path):
+    """SIGTERM in step 5 saves and stops; the same command, without a run name, finds the run and finishes it."""
+    def stop(step):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped) as stopped:
+        runs.run(tmp_path, name="", during=stop, **SMALL)
+    assert stopped.value.exit_code == 75
+    (directory,) = tmp_path.iterdir()
+    assert not (directory / "result.json").exists()
+    assert Checkpoints(directory / "checkpoints").steps() == [3, 5]
+    runs.run(tmp_path, name="", **SMALL)
+    assert [p.name for p in tmp_path.iterdir()] == [directory.name]
+    assert adapter_bytes(directory) == adapter_bytes(whole)
+    steps = [m["step"] for m in runs.metrics(directory)]
+    assert steps == list(range(1, 9))
+    same = ("step", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "epoch")
+    assert [[m[k] for k in same] for m in runs.metrics(directory)] == [[m[k] for k in same] for m in runs.metrics(whole)]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_path, capfd):
+    with pytest.raises(Stopped):
+        runs.run(tmp_path, during=lambda step: step == 6 and os.kill(os.getpid(), signal.SIGTERM), **SMALL)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert checkpoints.steps() == [6, 7]
+    target = checkpoints.path(7) / "optimizer.safetensors"
+    content = bytearray(target.read_bytes())
+    content[len(content) // 2] ^= 1
+    target.write_bytes(content)
+    runs.run(tmp_path, **SMALL)
+    assert "step-000007 is not used: optimizer.safetensors: its sha256" in capfd.readouterr().err
+    assert adapter_bytes(tmp_path / "run") == adapter_bytes(whole)
+
+
+def test_no_good_checkpoint_is_exit_code_3(tmp_path):
+    with pytest.raises(Stopped):
+        runs.run(tmp_path, during=lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM), **SMALL)
+    for path in (tmp_path / "run" / "checkpoints").glob("*/manifest.json"):
+        path.write_text("{")
+    with pytest.raises(NoCheckpoint, match="step-000004.*\n.*step-000003") as refused:
+        runs.run(tmp_path, **SMALL)
+    assert refused.value.exit_code == 3
+
+
+def test_another_run_in_the_same_directory_is_refused_naming_what_differs(whole):
+    with pytest.raises(UsageError, match=r"lr: 0.002 there, 0.001 now"):
+        runs.run(whole.parent, **{**SMALL, "lr": 1e-3})
+
+
+def test_a_finished_run_is_left_as_it_is(whole):
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*")}
+    runs.run(whole.parent, **SMALL)
+    assert {p: p.stat().st_mtime_ns for p in whole.rglob("*")} == before
+
+
+def test_evaluating_and_sampling_at_any_step_changes_no_byte(whole, tmp_path):
+    every = runs.run(tmp_path, "every", **{**HELD_OUT, "eval_steps": 1, "samples": 2, "exact_match": True, "max_new_tokens": 4})
+    assert adapter_bytes(every) == adapter_bytes(whole)
+    assert [e["step"] for e in runs.evaluations(every)] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert len((every / "samples.jsonl").read_text().splitlines()) == 18
+
+
+def test_evaluation_equals_a_plain_forward_over_each_row(tmp_path):
+    """The reference: transformers on the dequantized base, one row at a time."""
+    import reference_loop
+
+    from anyqlora import data, tokenizer
+    from anyqlora.config import resolve
+    from anyqlora.layouts import DEMO_BASE
+    directory = runs.run(tmp_path, **{**HELD_OUT, "train_type": "lora", "eval_steps": 8})
+    config = resolve(HELD_OUT, environ={}, said="test")
+    rows = [(e.ids, e.trained) for e in data.prepare(config, tokenizer.load("demo")).held_out]
+    model = reference_loop.peft_model(DEMO_BASE, rank=4, alpha=32, seed=42).eval()
+    losses, _ = reference_loop.train(model, [rows], lr=0.0, total_steps=1, warmup=0, clip=1.0, weight_decay=0.0)
+    assert runs.evaluations(directory)[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_keep_best_ends_with_the_best_adapter(tmp_path):
+    """A rate that wrecks the model after its best step: what is written is the best step's adapter."""
+    directory = runs.run(tmp_path, **{**HELD_OUT, "lr": 0.3, "lr_scheduler": "constant", "keep": "best", "max_steps": 8, "wd": 0, "warmup_steps": 6})
+    seen = {e["step"]: e["loss"] for e in runs.evaluations(directory) if e["step"] > 0}
+    best = min((s for s in seen if s != 8), key=seen.get)
+    assert runs.result(directory)["eval"]["after"]["loss"] == pytest.approx(seen[best], abs=0)
+    kept = Checkpoints(directory / "checkpoints")
+    assert best in kept.steps() and best != 8
+    loaded = kept.read(best).adapter
+    assert all((runs.adapter(directory)[name].numpy() == loaded[name]).all() for name in loaded)
+
+
+def test_early_stopping(tmp_path):
+    directory = runs.run(tmp_path, **{**HELD_OUT, "lr": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "early_stopping": 2, "max_steps": 40,
+                                      "save_steps": 0, "grad_norm": 100})
+    losses = [e["loss"] for e in runs.evaluations(directory)[1:]]
+    stopped_at = runs.result(directory)["steps"]
+    assert stopped_at < 40
+    best = losses.index(min(losses[:-1]))
+    assert stopped_at == 2 * (best + 1 + 2)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_three_end_the_run(tmp_path):
+    """The loss is made not finite for real: the base's final norm overflows float32 on the way to the logits."""
+    base = tmp_path / "base"
+    shutil.copytree(DEMO_BASE, base)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][:] = float("inf")
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFinite) as ended:
+        runs.run(tmp_path, **{**SMALL, "model_name": str(base)})
+    assert ended.value.exit_code == 4
+    lines = runs.metrics(tmp_path / "run")
+    assert [m["skipped"] for m in lines] == [True] * 3
+    assert lines[-1]["loss"] == "nan" and "train.jsonl:" in lines[-1]["rows"]
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_the_run_directory_describes_the_run(whole):
+    names = {p.name for p in whole.iterdir()}
+    assert {"adapter", "checkpoints", "metrics.jsonl", "config.resolved.yaml", "plan.json", "env.json", "data_report.json", "result.json"} <= names
+    resolved = yaml.safe_load((whole / "config.resolved.yaml").read_text())
+    assert resolved["lr"] == 2e-3 and resolved["gradient_accumulation_steps"] == 2
+    found = runs.result(whole)
+    assert found["status"] == "finished" and found["steps"] == 8 and found["tokens_seen"] > found["tokens_trained"] > 0
+    import hashlib
+    assert found["adapter_sha256"] == hashlib.sha256(adapter_bytes(whole)).hexdigest()
+    assert json.loads((whole / "env.json").read_text())["version of torch"]

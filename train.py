@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Fine-tune a language model: flags -> plan -> data -> loop -> adapter."""
+
+from __future__ import annotations
+
+import sys
+
+from fastcore.script import call_parse
+
+from anyqlora.config import TrainConfig, flags_of, resolve, spelled
+from anyqlora.errors import explained
+
+
+def train(config: TrainConfig) -> dict:
+    """One run, from its configuration to the finished adapter. Returns the content of result.json."""
+    from anyqlora import data, place, tokenizer, trackers, views
+    from anyqlora.hub import base_directory
+    from anyqlora.run import Run
+    from backend_manager import BackendManager
+
+    with place.find(config) as found:  # refuses what cannot be continued before anything heavy is imported
+        plan = BackendManager(config.backend, verbose=config.verbose).plan(config)
+        trackers.check(config)
+        views.announce(plan)
+        words = tokenizer.load(str(base_directory(plan.config)), config.trust_remote_code)
+        rows = data.prepare(plan.config, words)
+        with Run(found, plan, rows, data.stream_of(plan, rows.train), words) as run:
+            return run.already_finished() if run.finished else LOOPS[plan.framework](run)
+
+
+def torch_loop(run) -> dict:
+    """Train on a torch device: CUDA, ROCm, XPU, MPS or CPU."""
+    import torch
+
+    from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
+    from anyqlora.on_torch.device import is_out_of_memory, seed_everything, set_deterministic
+    from anyqlora.on_torch.evaluate import evaluator
+    from anyqlora.on_torch.loss import token_loss
+    from anyqlora.on_torch.profiling import watch
+    from anyqlora.on_torch.runtime import Runtime
+    from anyqlora.on_torch.state import finished, restore, restore_best, snapshot
+
+    config = run.config
+    set_deterministic(config.deterministic)
+    seed_everything(config.seed)
+    runtime = Runtime(run.plan)
+    memory = run.closing(runtime.memory)
+    watched = run.closing(watch(run, memory))  # nothing, unless profiling is asked for
+    with watched.phase("load"):
+        built = build(config, runtime)
+    run.check_room(sum(p.numel() for p in built.trainable.values()))
+    model, _ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
+    if run.restored:
+        restore(runtime, run.restored)
+    evaluation = watched.evaluation(evaluator(run, model, runtime))
+    if run.data.held_out and (not run.restored or run.pending_evaluation):
+        run.evaluate(run.first_step, evaluation)
+    max_grad_norm = config.grad_norm if config.apply_gradient_clipping else None
+
+    def gradients(step: int, batches: list) -> float | None:
+        """Accumulate the step's gradients. Returns its loss, or None when memory ran out."""
+        seed_everything(run.seed(step))
+        trained = sum(batch.trained for batch in batches)  # of the whole step: every token weighs the same
+        total = torch.zeros((), device=runtime.device)
+        try:
+            for number, batch in enumerate(batches, 1):
+                with runtime.micro_batch(is_final=number == len(batches)):
+                    with watched.phase("forward"), runtime.forward():
+                        loss = token_loss(model, batch, runtime.device)
+                    with watched.phase("backward"):
+                        runtime.backward(loss / trained)
+                total += loss.detach()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        return float(total) / trained
+
+    for step, lr in run.steps():
+        batches = run.batches(step)
+        while (loss := gradients(step, batches)) is None:
+            runtime.forget()
+            batches = run.halved(step)
+        if step == run.first_step:
+            check_gradients(built.trainable)
+        with watched.phase("step"):
+            result = runtime.step(lr, max_grad_norm, skip=run.unusable(loss))
+        run.report(step, loss, result, lr, batches, memory.used())
+        watched.step_done()
+
+        if run.due("evaluate", step):
+            run.evaluate(step + 1, evaluation)
+        if run.due("save", step):
+            run.save(step + 1, lambda: snapshot(runtime, built))
+
+    restore_best(runtime, run)
+    if run.data.held_out:
+        run.evaluate(run.last_step, evaluation)
+    sha256 = run.write_finished(*finished(runtime, built, run))
+    return run.finish(sha256, memory.peak())
+
+
+LOOPS = {"torch": torch_loop}
+
+if __name__ == "__main__":
+    with explained("train.py"):
+        sys.argv[1:] = spelled(sys.argv[1:])
+
+
+@call_parse
+@flags_of
+def main(**flags):
+    """Fine-tune a language model with QLoRA on the machine it finds; without flags, the embedded first job."""
+    with explained("train.py"):
+        train(resolve(flags))
