@@ -134,6 +134,21 @@ def shapes(config: dict) -> Shapes | None:
     return replace(base, linears=_LINEARS[family.style](base, has_bias, config))
 
 
+LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "gpt_neo", "opt", "openai-gpt", "biogpt", "xglm"}  # a row of a table for each
+
+
+def positions(config: dict) -> int | None:
+    """How many positions a parsed config.json says that the model has; None where it does not say."""
+    config = {**config, **config.get("text_config", {})}
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return found if isinstance(found, int) else None
+
+
+def learns_positions(config: dict) -> bool:
+    """Whether a position beyond the last is an index error, and not only unfamiliar to the model."""
+    return config.get("model_type") in LEARNED_POSITIONS
+
+
 def _attention(s: Shapes, has_bias: bool, out_bias: bool) -> tuple[Linear, ...]:
     queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
     return (Linear("self_attn.q_proj", queries, s.hidden, COLUMNS, has_bias), Linear("self_attn.k_proj", keys, s.hidden, COLUMNS, has_bias),

@@ -127,6 +127,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     described = _described(draft)
     if described:
         prequantized.adopt(draft, described)
+        _positions(draft, described)
     _quantizer(draft, backend, row, found)
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
@@ -221,6 +222,20 @@ def _described(draft) -> dict | None:
     if directory is None:
         draft.warnings.append(f"{draft.config.model_name} is not on this machine, so the memory it needs is unknown")
     return directory and layouts.read_config(directory)
+
+
+def _positions(draft, described: dict) -> None:
+    """Rows no longer than the model has positions for, unless longer ones were asked for and its positions are not a table."""
+    longest, asked = layouts.positions(described), draft.config.context_length
+    if longest is None or asked <= longest:
+        return
+    if not draft.config.asked("context_length"):
+        draft.adjust("context_length", longest, f"the model has {longest} positions")
+    elif layouts.learns_positions(described):
+        raise UsageError(f"context_length {asked}: the model has {longest} positions and no way to make more",
+                         where=draft.config.sources["context_length"], cure=f"--context_length {longest}")
+    else:
+        draft.warnings.append(f"context_length {asked} is beyond the {longest} positions that the model was made for")
 
 
 def _shapes(draft, described: dict | None) -> layouts.Shapes | None:

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -24,6 +26,15 @@ def run(output, name="run", during=None, **settings) -> Path:
             train.train(config)
     finally:
         train.LOOPS.update(loops)
+    return Path(output) / name
+
+
+def fresh(output, name="run", **settings) -> Path:
+    """The same in a process of its own, whose memory nothing else has touched."""
+    settings = {"output_dir": output, "run_name": name, "backend": "cpu", **settings}
+    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value).lower() if isinstance(value, bool) else str(value))]
+    done = subprocess.run([sys.executable, train.__file__, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return Path(output) / name
 
 

@@ -113,7 +113,8 @@ def test_eval_refuses_rows_that_have_changed(tmp_path, rows):
     mine = tmp_path / "mine.jsonl"
     mine.write_bytes(rows.read_bytes())
     directory = runs.run(tmp_path, **{**SMALL, "max_steps": 1, "samples": 0, "eval_dataset": str(mine), "exact_match": False})
-    mine.write_text(mine.read_text().replace("Rosa", "Resa"))
+    mine.write_text(mine.read_text().replace("white", "black", 1))
+    assert mine.read_bytes() != rows.read_bytes()
     assert main(["eval", str(directory)]) == 2
 
 

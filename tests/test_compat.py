@@ -30,7 +30,7 @@ def gradient_after_evaluation(module):
 
     before = gradient()
     with torch.no_grad():
-        module.eval()(x)
+        module.eval()(x.detach())
     return ((gradient() - before).norm() / before.norm()).item()
 
 

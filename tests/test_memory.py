@@ -102,7 +102,8 @@ class Kept:
 
 def kept_bytes(model, loss):
     """Bytes of the distinct storages that the graph of loss() holds, without parameters and buffers."""
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    held = [t.untyped_storage() for t in [*model.parameters(), *model.buffers()]]  # int8 frees some, whose place another may take
+    own = {storage.data_ptr() for storage in held}
     kept = weakref.WeakSet()
 
     def pack(tensor):

@@ -41,6 +41,26 @@ def ledger(plan):
 # ----------------------------------------------------------------------------------------------------------- invariants
 
 
+def described(directory, **changes):
+    """A model directory that has a config.json only."""
+    about = json.loads((Path(LLAMA_8B) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**about, **changes}))
+    return str(directory)
+
+
+def test_rows_are_no_longer_than_the_model_has_positions(tmp_path):
+    short = described(tmp_path, max_position_embeddings=256)
+    planned = plan(model_name=short)
+    assert planned.config.context_length == 256 and ledger(planned)["context_length"] == (512, 256)
+    assert BackendManager(machine=MACHINES["a100"]).plan(planned.config).config == planned.config
+    asked_for = plan(model_name=short, context_length=300)
+    assert asked_for.config.context_length == 300 and any("256 positions" in warning for warning in asked_for.warnings)
+    table = described(tmp_path, max_position_embeddings=None, n_positions=256, model_type="gpt2")
+    with pytest.raises(UsageError, match="context_length 300: the model has 256 positions") as refused:
+        plan(model_name=table, context_length=300)
+    assert refused.value.cure == "--context_length 256"
+
+
 EVERY_CONFIG = sorted((HERE.parent / "configs").glob("*.yaml"))
 
 

@@ -34,7 +34,7 @@ def plain(tmp_path_factory):
 def profiled(tmp_path_factory):
     few = tmp_path_factory.mktemp("rows") / "few.jsonl"
     few.write_text("".join(HELD_OUT.read_text().splitlines(keepends=True)[:4]))
-    return runs.run(tmp_path_factory.mktemp("profiled"), **{**SMALL, **FULL, "eval_dataset": str(few)})
+    return runs.fresh(tmp_path_factory.mktemp("profiled"), **{**SMALL, **FULL, "eval_dataset": str(few)})
 
 
 def test_off_is_nothing(plain):
