@@ -15,19 +15,23 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as tensors_from_bytes
-from safetensors.numpy import save as tensors_to_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"
 STAGED, OLD, REMOVED = ".staged", ".old", ".removed"
+
+
+Content = bytes | list  # of a file: bytes, or pieces of bytes that lie elsewhere, such as a model's own tensors
+SAFETENSORS = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "int32": "I32", "float32": "F32", "int64": "I64",
+               "float64": "F64"}  # numpy's names -> the format's
 
 
 class Disk:
@@ -36,9 +40,9 @@ class Disk:
     def make_directory(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
-    def write(self, path: Path, content: bytes) -> None:
+    def write(self, path: Path, content: Content) -> None:
         with open(path, "wb") as file:
-            file.write(content)
+            file.writelines(pieces(content))
             file.flush()
             os.fsync(file.fileno())
 
@@ -58,6 +62,35 @@ class Disk:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def pieces(content: Content) -> Iterable[bytes]:
+    return [content] if isinstance(content, bytes) else content
+
+
+def tensors_to_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> list:
+    """A safetensors file, as pieces: a header, then the tensors' own memory, which is not copied.
+
+    The library's own `save` makes one block of all: of a whole model and its moments that is three times the model. The bytes are
+    the same for tensors of one dtype (https://github.com/huggingface/safetensors#format).
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    for name, value in ordered:
+        start, end = end, end + value.nbytes
+        header[name] = {"dtype": SAFETENSORS[value.dtype.name], "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data for _, value in ordered)]
+
+
+def size_and_hash(content: Content) -> dict:
+    """What a manifest says of a file."""
+    digest, size = hashlib.sha256(), 0
+    for piece in pieces(content):
+        digest.update(piece)
+        size += len(piece)
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def to_json(value: object) -> bytes:
@@ -91,7 +124,7 @@ def replace(path: Path, content: bytes, disk: Disk) -> None:
         raise
 
 
-def write_directory(path: Path, files: Mapping[str, bytes], disk: Disk, *, manifest: dict | None = None) -> None:
+def write_directory(path: Path, files: Mapping[str, Content], disk: Disk, *, manifest: dict | None = None) -> None:
     """Write `files` as directory `path`, whole or not at all. With `manifest`, a manifest of sizes and hashes is added."""
     staged, old = path.with_name(path.name + STAGED), path.with_name(path.name + OLD)
     try:
@@ -101,7 +134,7 @@ def write_directory(path: Path, files: Mapping[str, bytes], disk: Disk, *, manif
         for name, content in files.items():
             disk.write(staged / name, content)
         if manifest is not None:
-            listed = {name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()}
+            listed = {name: size_and_hash(content) for name, content in files.items()}
             disk.write(staged / MANIFEST, sealed({"format": FORMAT, "files": listed, **manifest}))
         disk.sync_directory(staged)
         if path.exists():  # written again: the old one steps aside until the new one stands
@@ -168,7 +201,7 @@ class Checkpoints:
              identity: dict, machine: dict) -> Path:
         """Write the checkpoint of `step` finished optimizer steps. Raises OSError and leaves every older one as it was."""
         files = {
-            ADAPTER: tensors_to_bytes(adapter, metadata={"format": "pt"}),
+            ADAPTER: tensors_to_bytes(adapter, {"format": "pt"}),
             ADAPTER_CONFIG: to_json(adapter_config),
             MOMENTS: tensors_to_bytes(moments),
             STATE: to_json({**state, "step": step}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import shutil
 import time
@@ -13,7 +12,7 @@ from dataclasses import asdict
 from statistics import median
 
 from .card import card
-from .checkpoint import Disk, Loaded, replace, to_json, write_directory
+from .checkpoint import Content, Disk, Loaded, replace, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream
 from .describe import described, environment
 from .errors import DiskFull, NonFinite, RunError, UsageError
@@ -244,14 +243,14 @@ class Run:
         self.saves.write(step, progress.to_state(), best, self.signals.stop is not None, snapshot)
         self.signals.save = False
 
-    def write_finished(self, folder: str, files: dict[str, bytes], weights: str) -> str:
+    def write_finished(self, folder: str, files: dict[str, Content], weights: str) -> str:
         """Write what was learned as `folder` of the run directory. Returns the sha256 of the file `weights`."""
         if self.config.save_model:
             try:
                 write_directory(self.directory / folder, files, self.disk)
             except OSError as error:
                 raise self._unfinished(folder, error) from None
-        return hashlib.sha256(files[weights]).hexdigest()
+        return size_and_hash(files[weights])["sha256"]
 
     def _unfinished(self, name: str, error: OSError) -> DiskFull:
         return DiskFull(f"{name} cannot be written: {error.strerror or error}", where=str(self.directory),

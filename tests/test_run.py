@@ -6,12 +6,14 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runs
 import yaml
+from safetensors.numpy import load, save
 from safetensors.torch import load_file, save_file
 
-from anyqlora.checkpoint import Checkpoints
+from anyqlora.checkpoint import Checkpoints, tensors_to_bytes
 from anyqlora.errors import NoCheckpoint, NonFinite, Stopped, UsageError
 from anyqlora.layouts import DEMO_BASE
 
@@ -29,6 +31,20 @@ def adapter_bytes(directory):
 def whole(tmp_path_factory):
     """The run that is never stopped."""
     return runs.run(tmp_path_factory.mktemp("whole"), **SMALL)
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_tensors_are_written_as_the_library_writes_them(metadata):
+    """The reference is safetensors' own writer; of mixed dtypes, its reader."""
+    draw = np.random.default_rng(0)
+    same = {"b.é": draw.normal(size=(3, 5)).astype(np.float32), "a": np.float32(2.0).reshape(()), "none": np.zeros((0, 4), np.float32),
+            "turned": draw.normal(size=(4, 6)).astype(np.float32).T}
+    contiguous = {name: np.ascontiguousarray(value).reshape(value.shape) for name, value in same.items()}
+    assert b"".join(tensors_to_bytes(same, metadata)) == save(contiguous, metadata)
+    mixed = {**same, "codes": draw.integers(0, 255, (7,)).astype(np.uint8), "c": np.arange(3, dtype=np.int64), "h": np.ones((2, 2), np.float16)}
+    back = load(b"".join(tensors_to_bytes(mixed, metadata)))
+    assert back.keys() == mixed.keys()
+    assert all(back[name].dtype == value.dtype and np.array_equal(back[name], value) for name, value in mixed.items())
 
 
 def test_two_runs_write_the_same_bytes(whole, tmp_path):

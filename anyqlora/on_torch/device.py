@@ -10,6 +10,8 @@ import weakref
 import numpy as np
 import torch
 
+from .heap import Heap
+
 SAMPLED = 0.01  # seconds between two looks at the process's memory: the peak of a backward pass lasts longer
 
 
@@ -38,11 +40,12 @@ class Memory:
 
     On a GPU the allocator counts. In host memory the process's own pages are sampled - not those of files, such as libraries
     and weights that are still being read, which the system can drop - and what they were before the run is taken away, so
-    that the figure is the rise that the plan predicts.
+    that the figure is the rise that the plan predicts. Whoever samples also keeps the heap within the plan.
     """
 
-    def __init__(self, device: torch.device):
-        self.device, self.before, self.highest = device, 0, 0
+    def __init__(self, device: torch.device, planned: int = 0):
+        """`planned` bytes; 0: unknown."""
+        self.device, self.planned, self.before, self.highest = device, planned, 0, 0
         self.stopped = threading.Event()
 
     def start(self) -> None:
@@ -52,6 +55,7 @@ class Memory:
             getattr(torch, self.device.type).reset_peak_memory_stats(self.device)
         else:
             self.before, self.highest, self.stopped = self.in_use(), 0, threading.Event()
+            self.heap = Heap(self.planned)
             threading.Thread(target=_sample, args=(weakref.ref(self), self.stopped), name="memory", daemon=True).start()
 
     def in_use(self) -> int:
@@ -80,7 +84,9 @@ def _sample(of: weakref.ref, stopped: threading.Event) -> None:
         memory = of()
         if memory is None:
             return
-        memory.highest = max(memory.highest, memory.used())
+        used = memory.used()
+        memory.highest = max(memory.highest, used)
+        memory.heap.give_back(used)
         del memory
 
 

@@ -1,4 +1,4 @@
-"""Memory that loading has freed goes back to the system at once."""
+"""glibc's heap: freed memory that would stay in the process goes back to the system, while loading and while training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LOADING = 64 << 10  # bytes: larger blocks get pages of their own, which are unmapped when they are freed
 TRAINING = 32 << 20  # where glibc's own adaptive threshold ends
+ALMOST = 0.95  # of the plan: the process is looked at a hundred times a second, and grows in between
+SMALLEST_HOARD = 32 << 20  # bytes that are worth the way
 
 
 @contextlib.contextmanager
@@ -30,3 +32,40 @@ def unmapping():
             mallopt(MMAP_THRESHOLD, TRAINING)
             mallopt(TRIM_THRESHOLD, 2 * TRAINING)
             ctypes.CDLL(None).malloc_trim(0)
+
+
+class _Info(ctypes.Structure):
+    """struct mallinfo2 of glibc's malloc.h."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+class Heap:
+    """Keeps a process within the memory that was planned for it, where glibc would hoard what tensors have freed.
+
+    torch asks for blocks on 64-byte borders, and glibc before 2.39 does not put one where another of its size was freed (its bug
+    30723): a 135 M-parameter model held 1.7 GB of pages for 0.9 GB of tensors. Those holes are given back, but only when the
+    process outgrows its plan, since pages that are used again cost time: 0-5 % of a step so, 35 % with every tensor mapped by itself.
+    """
+
+    def __init__(self, planned: int):
+        """`planned` bytes, above what the process has now; 0: unknown, so that every hoard is given back."""
+        self.libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        self.can_tell = all(hasattr(self.libc, name) for name in ("mallinfo2", "malloc_trim"))  # glibc 2.33 or newer
+        if self.can_tell:
+            self.libc.mallinfo2.restype = _Info
+        self.outgrown, self.hoard = ALMOST * planned, max(SMALLEST_HOARD, (1 - ALMOST) * planned)
+        self.before = self._alive()
+
+    def _alive(self) -> int:
+        """Bytes of the blocks that are in use."""
+        if not self.can_tell:
+            return 0
+        info = self.libc.mallinfo2()
+        return info.uordblks + info.hblkhd
+
+    def give_back(self, used: int) -> None:
+        """Give free pages back if the process, which by now takes `used` bytes more, has outgrown its plan by hoarding them."""
+        if self.can_tell and used > self.outgrown and used - (self._alive() - self.before) > self.hoard:
+            self.libc.malloc_trim(0)

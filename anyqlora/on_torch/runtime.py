@@ -26,7 +26,7 @@ class Runtime:
         self.strategy = tables.load(tables.choose("strategy", plan.strategy, tables.STRATEGIES))(plan)
         self.strategy.setup()
         self.device = self.strategy.device
-        self.memory = Memory(self.device)
+        self.memory = Memory(self.device, plan.memory.total if plan.memory else 0)
         self.is_main_process = self.strategy.rank == 0
         self._is_final = True
         full_in_bf16 = plan.adapter == "full" and plan.precision == "bf16"  # float32 weights, computed in bf16

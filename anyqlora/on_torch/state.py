@@ -6,9 +6,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save as tensors_to_bytes
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Loaded, to_json
+from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, tensors_to_bytes, to_json
 from ..errors import UsageError
 from .build import Built
 from .runtime import Runtime
@@ -28,7 +27,7 @@ def snapshot(runtime: Runtime, built: Built) -> tuple[dict, dict, dict, dict]:
 
 
 def restore(runtime: Runtime, loaded: Loaded) -> None:
-    """Put a checkpoint's tensors and scaler back."""
+    """Put a checkpoint's tensors and scaler back, and let go of them."""
     strategy = runtime.strategy
     there = {name: array.shape for name, array in loaded.adapter.items()}
     here = {name: tuple(p.shape) for name, p in strategy.trainable.items()}
@@ -38,6 +37,8 @@ def restore(runtime: Runtime, loaded: Loaded) -> None:
                          f"{here.get(other[0])} here", where=str(loaded.path), cure="the quantizer, adapter, rank and targets that it was written with")
     strategy.load_trainable({name: torch.from_numpy(array) for name, array in loaded.adapter.items()})
     strategy.load_moments({name: torch.from_numpy(array) for name, array in loaded.moments.items()})
+    loaded.adapter.clear()
+    loaded.moments.clear()
     if loaded.state["loop"].get("scaler"):
         strategy.scaler.load_state_dict(loaded.state["loop"]["scaler"])
 
@@ -49,7 +50,7 @@ def restore_best(runtime: Runtime, run) -> None:
         runtime.strategy.load_trainable({name: torch.from_numpy(array) for name, array in best.adapter.items()})
 
 
-def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, bytes], str]:
+def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
     files = directory_files(run.tokenizer)
     if built.adapter.folder == "model":
@@ -59,7 +60,7 @@ def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, bytes]
         files |= directory_files(model, max_shard_size="1000GB")
     else:
         tensors = built.adapter.tensors(runtime.strategy.gather_trainable())
-        files[ADAPTER] = tensors_to_bytes({name: t.contiguous() for name, t in tensors.items()}, metadata={"format": "pt"})
+        files[ADAPTER] = tensors_to_bytes({name: t.numpy() for name, t in tensors.items()}, {"format": "pt"})
         files[ADAPTER_CONFIG] = to_json(built.adapter.describe())
     files["README.md"] = run.card().encode()
     return built.adapter.folder, files, WEIGHTS[built.adapter.folder]

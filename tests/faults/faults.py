@@ -9,7 +9,7 @@ import signal
 import torch
 
 import anyqlora.on_torch.build as building
-from anyqlora.checkpoint import Disk
+from anyqlora.checkpoint import Disk, pieces
 from anyqlora.run import Run
 
 CALLS = ("make_directory", "write", "rename", "sync_directory", "remove")
@@ -25,8 +25,8 @@ def each_call(act) -> None:
 
     def wrapped(name, method):
         def call(self, *arguments):
-            paths = [a for a in arguments if not isinstance(a, bytes)]
-            content = next((a for a in arguments if isinstance(a, bytes)), None)
+            paths = [a for a in arguments if not isinstance(a, (bytes, list))]
+            content = next((b"".join(pieces(a)) for a in arguments if isinstance(a, (bytes, list))), None)
             return act(next(number), name, paths, content, lambda: method(self, *arguments))
 
         return call

@@ -89,12 +89,12 @@ class Strategy:
         return norm
 
     def gather_trainable(self) -> dict[str, torch.Tensor]:
-        """{name: full tensor on the CPU}, a copy."""
-        return {name: p.detach().cpu().clone() for name, p in self.trainable.items()}
+        """{name: full tensor in host memory}; where it lies there already, it is the one that learns."""
+        return {name: p.detach().cpu() for name, p in self.trainable.items()}
 
     def gather_moments(self) -> dict[str, torch.Tensor]:
-        """{"name|key": tensor on the CPU} of the optimizer's state."""
-        return {f"{name}|{key}": value.detach().cpu().clone()
+        """{"name|key": tensor in host memory} of the optimizer's state."""
+        return {f"{name}|{key}": value.detach().cpu()
                 for name, p in self.trainable.items()
                 for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)}
 
