@@ -32,6 +32,7 @@ SHAPES = {  # config.json of Llamas with random weights
 def make_model(directory: Path, shape: str, seed: int = 0) -> Path:
     """A Llama of `shape` with random bf16 weights and the embedded base's tokenizer; "demo" is the embedded base itself."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     from anyqlora.layouts import DEMO_BASE
 
@@ -43,6 +44,7 @@ def make_model(directory: Path, shape: str, seed: int = 0) -> Path:
     torch.set_default_dtype(torch.bfloat16)
     model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], max_position_embeddings=8192, bos_token_id=None, eos_token_id=1, pad_token_id=0))
     torch.set_default_dtype(torch.float32)
+    logging.disable_progress_bar()
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(DEMO_BASE).save_pretrained(directory)
     return directory
