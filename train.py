@@ -18,9 +18,9 @@ def train(config: TrainConfig) -> dict:
     from anyqlora.run import Run
     from backend_manager import BackendManager
 
+    trackers.check(config)
     with place.find(config) as found:  # refuses what cannot be continued before anything heavy is imported
         plan = BackendManager(config.backend, verbose=config.verbose).plan(config)
-        trackers.check(config)
         views.announce(plan)
         words = tokenizer.load(str(base_directory(plan.config)), config.trust_remote_code)
         rows = data.prepare(plan.config, words)
@@ -55,7 +55,6 @@ def torch_loop(run) -> dict:
     evaluation = watched.evaluation(evaluator(run, model, runtime))
     if run.data.held_out and (not run.restored or run.pending_evaluation):
         run.evaluate(run.first_step, evaluation)
-    max_grad_norm = config.grad_norm if config.apply_gradient_clipping else None
 
     def gradients(step: int, batches: list) -> float | None:
         """Accumulate the step's gradients. Returns its loss, or None when memory ran out."""
@@ -84,7 +83,7 @@ def torch_loop(run) -> dict:
         if step == run.first_step:
             check_gradients(built.trainable)
         with watched.phase("step"):
-            result = runtime.step(lr, max_grad_norm, skip=run.unusable(loss))
+            result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
         run.report(step, loss, result, lr, batches, memory.used())
         watched.step_done()
 

@@ -230,7 +230,8 @@ def _positions(draft, described: dict) -> None:
     if longest is None or asked <= longest:
         return
     if not draft.config.asked("context_length"):
-        draft.adjust("context_length", longest, f"the model has {longest} positions")
+        draft.choose("context_length", longest)
+        draft.warnings.append(f"rows have up to {longest} tokens: the model has no more positions")
     elif layouts.learns_positions(described):
         raise UsageError(f"context_length {asked}: the model has {longest} positions and no way to make more",
                          where=draft.config.sources["context_length"], cure=f"--context_length {longest}")

@@ -101,12 +101,12 @@ def choose(kind: str, name: str, table: dict, where: str = "") -> object:
 
     Raises UsageError for an unknown name (with the known ones) and NotBuilt for a known one that is refused.
     """
+    built = ", ".join(n for n, row in table.items() if not str(row).startswith("!"))
     if name not in table:
-        built = ", ".join(n for n, row in table.items() if not str(row).startswith("!"))
         raise UsageError(f"unknown {kind} {name!r}{nearest(name, table)}", where=where, cure=f"one of: {built}")
     row = table[name]
     if isinstance(row, str) and row.startswith("!"):
-        raise NotBuilt(f"{kind} {name!r}: {row[1:]}", where=where)
+        raise NotBuilt(f"{kind} {name!r}: {row[1:]}", where=where, cure=f"one of: {built}")
     return row
 
 

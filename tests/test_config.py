@@ -46,6 +46,37 @@ def test_command_line_over_environment_over_file_over_default(tmp_path):
     assert resolve({"config": str(file), "seed": 3}, environ=environ, said="code").seed == 3
 
 
+@pytest.mark.parametrize(("file", "line", "expected"), [
+    ({"train_type": "qlora", "quantizer": "nf4", "adapter": "lora", "n_bits": 4}, {"train_type": "full"}, {"quantizer": "none", "adapter": "full", "n_bits": 16}),
+    ({"quantizer": "nf4", "adapter": "lora"}, {"train_type": "lora"}, {"quantizer": "none", "adapter": "lora"}),
+    ({"quantizer": "nf4", "adapter": "lora"}, {"train_type": "bnb_dora"}, {"quantizer": "nf4", "adapter": "dora"}),
+    ({"quantizer": "nf4"}, {"n_bits": 8}, {"quantizer": "int8"}),
+    ({"n_bits": 4}, {"quantizer": "int8"}, {"quantizer": "int8", "n_bits": 8}),
+    ({"warmup_steps": 0}, {"warmup_ratio": 0.5}, {"warmup_steps": -1, "warmup_ratio": 0.5}),
+    ({"warmup_ratio": 0.5}, {"warmup_steps": 7}, {"warmup_steps": 7}),
+    ({"eval_dataset": "x.jsonl"}, {"eval_fraction": 0.1}, {"eval_dataset": "", "eval_fraction": 0.1}),
+    ({"lora_rank": 4}, {"adapter": "full", "quantizer": "none"}, {"adapter": "full", "lora_rank": 16}),
+    ({"adapter": "dora"}, {"lr": 1}, {"adapter": "dora", "quantizer": "nf4"})], ids=str)
+def test_what_a_higher_layer_says_in_other_words_wins_too(file, line, expected, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name: m\n" + "".join(f"{name}: {value}\n" for name, value in file.items()))
+    for given in ({"given": {"config": str(path), **line}, "environ": {}},
+                  {"given": {"config": str(path)}, "environ": {f"ANYQLORA_{name.upper()}": str(value) for name, value in line.items()}}):
+        found = resolve(**given)
+        assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_a_file_may_be_named_by_the_environment(tmp_path):
+    (tmp_path / "run.yaml").write_text("model_name: m\nseed: 5\n")
+    assert resolve({}, environ={"ANYQLORA_CONFIG": str(tmp_path / "run.yaml")}).seed == 5
+
+
+@pytest.mark.parametrize(("name", "theirs", "ours"), [("optim", "adamw_torch", "adamw"), ("optim", "paged_adamw_32bit", "paged_adamw"),
+                                                      ("lr_scheduler_type", "constant_with_warmup", "constant"), ("mixed_precision", "no", "fp32")])
+def test_hugging_faces_values_are_understood(name, theirs, ours):
+    assert getattr(settings(**{name: theirs}), ALIASES[name]) == ours
+
+
 def test_fsdp_backend_is_the_backend():
     assert from_environment({"FSDP_BACKEND": "mps"}) == {"backend": ("mps", "FSDP_BACKEND")}
     assert settings(environ={"FSDP_BACKEND": "mps", "ANYQLORA_BACKEND": "cpu"}).backend == "cpu"

@@ -1,4 +1,4 @@
-"""Every setting does what its help says: seen in files, plans, tensors and forward passes of real runs, never in the configuration."""
+"""Every setting does what its help says: seen in files, plans, tensors and forward passes of real runs, never in the checks."""
 
 import contextlib
 import dataclasses
@@ -15,8 +15,9 @@ from data_fixtures import write
 from safetensors.numpy import load_file
 
 import train
-from anyqlora import config as configuration
+from anyqlora import checks
 from anyqlora.config import SETTINGS, resolve
+from anyqlora.describe import resolved_yaml
 from anyqlora.errors import DiskFull, NotBuilt, UsageError
 from anyqlora.layouts import DEMO_BASE
 from anyqlora.machine import Machine
@@ -122,6 +123,7 @@ def test_one_step_of_adamw_is_the_formula(tmp_path):
 def test_one_step_of_sgd_is_as_long_as_the_clipped_gradient(tmp_path):
     directory = run(tmp_path, optimizer="sgd", max_steps=1, lr=1, grad_norm=0.01)
     assert runs.metrics(directory)[0]["grad_norm"] > 0.02
+    assert resolve({**TINY, "max_grad_norm": 0}, environ={}).max_grad_norm is None  # as Hugging Face's trainer has it
     moved = [value for name, value in runs.adapter(directory).items() if ".lora_B." in name]
     assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.01, rel=1e-3)
     assert not load_file(next((directory / "checkpoints").iterdir()) / "optimizer.safetensors")
@@ -318,10 +320,27 @@ OTHER = {**dict.fromkeys(("llama_pro_path", "strategy_config", "strategy_opt", "
 @shows(*OTHER)
 @pytest.mark.parametrize("name", OTHER)
 def test_what_is_not_built_is_refused_by_name(name):
-    assert OTHER.keys() == configuration._REFUSED.keys()
-    with pytest.raises(NotBuilt, match=f"test: {name}: ") as refused:
-        resolve({**TINY, name: OTHER[name]}, environ={}, said="test")
-    assert refused.value.exit_code == 2
+    assert OTHER.keys() == checks._REFUSED.keys()
+    only = checks._REFUSED[name][0]
+    for value in {OTHER[name], SETTINGS[name].default} - {only}:
+        with pytest.raises(NotBuilt, match=f"test: {name}: ") as refused:
+            resolve({**TINY, name: value}, environ={}, said="test")
+        assert refused.value.exit_code == 2 and refused.value.cure
+    if only is not None:
+        assert getattr(resolve({**TINY, name: only}, environ={}, said="test"), name) == only
+
+
+@pytest.mark.parametrize("useless", [
+    {"optimizer": "sgd", "adam_beta1": 0.8}, {"lr_cycles": 2}, {"lr_power": 2}, {"lr_decay": 0.5}, {"lr_scheduler": "constant", "cosine_min_lr_ratio": 0.1},
+    {"apply_gradient_clipping": False, "grad_norm": 0.5}, {"quantizer": "int8", "double_quant": True}, {"dataset_samples": 5},
+    {"train_type": "full", "lora_rank": 16}], ids=str)
+def test_what_would_do_nothing_is_refused(useless, tmp_path):
+    """On the command line even with its default; in a file that states every setting with its default it is no harm."""
+    with pytest.raises(UsageError, match="contradicts"):
+        resolve({**TINY, **useless}, environ={}, said="test")
+    (tmp_path / "all.yaml").write_text(resolved_yaml(resolve(TINY, environ={})))
+    given = {name: value for name, value in useless.items() if name in ("optimizer", "lr_scheduler", "apply_gradient_clipping", "quantizer", "train_type")}
+    resolve({"config": str(tmp_path / "all.yaml"), **given}, environ={})
 
 
 class Cut(Exception):

@@ -51,7 +51,7 @@ def described(directory, **changes):
 def test_rows_are_no_longer_than_the_model_has_positions(tmp_path):
     short = described(tmp_path, max_position_embeddings=256)
     planned = plan(model_name=short)
-    assert planned.config.context_length == 256 and ledger(planned)["context_length"] == (512, 256)
+    assert planned.config.context_length == 256 and planned.adjustments == () and any("256 tokens" in warning for warning in planned.warnings)
     assert BackendManager(machine=MACHINES["a100"]).plan(planned.config).config == planned.config
     asked_for = plan(model_name=short, context_length=300)
     assert asked_for.config.context_length == 300 and any("256 positions" in warning for warning in asked_for.warnings)
