@@ -104,6 +104,9 @@ def _import_torch():
     """The torch module, or the reason why there is none."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
+    # Threads that wait by spinning take the core that another process needs: the embedded job took 72-126 s beside one other
+    # process, and 25-29 s so. OpenMP reads it when torch is imported; whoever has said otherwise is left alone.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         import torch
     except Exception as error:  # a broken installation is a finding, not a crash

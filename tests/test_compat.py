@@ -68,6 +68,18 @@ def test_bitsandbytes_still_miscounts_blocks():
     assert (Nf4.unpack(codes, state) - weight).norm() < 0.1 * weight.norm()
 
 
+def test_dora_still_loses_int8_scales():
+    """The second training forward of PEFT's DoRA over bitsandbytes' own int8 layer on a CPU; ours is tests/test_adapters.py."""
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
+    codes, scales, _ = F.int8_vectorwise_quant(torch.randn(64, 64).half())
+    layer.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+    model = get_peft_model(torch.nn.ModuleDict({"a": layer}), LoraConfig(target_modules=["a"], use_dora=True))
+    dora = model.base_model.model["a"]
+    dora(torch.randn(2, 64))
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'unsqueeze'"):
+        dora(torch.randn(2, 64))
+
+
 def test_rows_of_whole_blocks_are_left_to_bitsandbytes():
     with torch.device("meta"):
         assert type(Nf4(torch.float32).empty(torch.nn.Linear(128, 40))) is bnb.nn.Linear4bit

@@ -99,6 +99,20 @@ class Fp4(_FourBit):
     kind = "fp4"
 
 
+class _KeepsScales(bnb.nn.Linear8bitLt):
+    """A Linear8bitLt that does not forget its scales when its weight is moved from the CPU to the CPU.
+
+    PEFT does that at every forward of a DoRA layer (peft 0.21.2, bitsandbytes 0.50.2), and the next one finds none.
+    Can go when tests/test_compat.py::test_dora_still_loses_int8_scales fails.
+    """
+
+    def init_8bit_state(self) -> None:
+        scales = self.state.SCB
+        super().init_8bit_state()
+        if self.state.SCB is None:
+            self.state.SCB = scales
+
+
 class Int8:
     """LLM.int8(): rows of weights in 8 bits with a scale each, outlying activations in the compute dtype."""
 
@@ -110,8 +124,7 @@ class Int8:
 
     def empty(self, linear: nn.Linear) -> bnb.nn.Linear8bitLt:
         with torch.device("meta"):
-            return bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, linear.bias is not None,
-                                       has_fp16_weights=False, threshold=6.0)
+            return _KeepsScales(linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False, threshold=6.0)
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (int8 [out, in]) and the scale of each row (float32 [out]: its largest magnitude)."""
