@@ -342,9 +342,9 @@ class BackendManager:
         if self.capabilities.framework == "torch" and self.capabilities.device in ("cuda", "xpu"):
             import torch
 
-            module = getattr(torch, self.capabilities.device)
-            free, total = module.mem_get_info(0)
-            return MemoryInfo(allocated=module.memory_allocated(0), reserved=module.memory_reserved(0), free=free, total=total)
+            module, found = getattr(torch, self.capabilities.device), self.found
+            info = MemoryInfo(allocated=module.memory_allocated(0), reserved=module.memory_reserved(0), total=found.memory_total)
+            return info if found.memory_free is None else MemoryInfo(info, free=module.mem_get_info(0)[0])  # some drivers do not tell
         if self.capabilities.device == "mps":
             import torch
 

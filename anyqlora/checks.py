@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import tables
 from .errors import NotBuilt, UsageError
-from .settings import AUTO, SETTINGS, TrainConfig
+from .settings import AUTO, SETTINGS, TrainConfig, parsed
 
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 SUPERSEDED = {  # a setting -> those that it decides or that say the same in other words
@@ -30,6 +30,8 @@ def checked(config: TrainConfig) -> TrainConfig:
         raise UsageError(f"{one} = {getattr(config, one)} contradicts {other} = {getattr(config, other)}: {why}",
                          where=where(one), cure=cure or f"leave out {one} or {other}")
 
+    for name in SETTINGS:
+        parsed(name, getattr(config, name), where(name))  # what code gives has not been read by anybody
     if not config.model_name:
         raise UsageError("no model", where=where("dataset"), cure="--model_name DIRECTORY_OR_HUB_ID")
     config = _preset(config, contradiction)

@@ -117,7 +117,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     Raises UsageError for what the row or the machine does not allow (and, with strict, for any adjustment), NotBuilt for what
     this version lacks.
     """
-    draft = _Draft(checked(config) if AUTO in (config.quantizer, config.adapter) else config)
+    draft = _Draft(checked(config))
     if config.backend not in (AUTO, backend):
         raise UsageError(f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
                          where=config.sources.get("backend", ""))
@@ -129,6 +129,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         prequantized.adopt(draft, described)
         _positions(draft, described)
     _quantizer(draft, backend, row, found)
+    checked(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)

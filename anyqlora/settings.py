@@ -150,7 +150,7 @@ class TrainConfig:
 
     def asked(self, name: str) -> bool:
         """Whether somebody stated this setting, rather than its default."""
-        return self.sources.get(name, "default") not in ("default", "preset")
+        return self.sources.get(name, "default") not in ("default", "preset", "plan")
 
     @property
     def max_grad_norm(self) -> float | None:

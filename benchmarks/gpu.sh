@@ -4,7 +4,7 @@
 # TRL is measured where it is installed.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export OUT=${OUT:-benchmarks/results} ANYQLORA_TEST_GPU=1 HF_HUB_OFFLINE=1
+export OUT=${OUT:-benchmarks/results} TEST_ON_GPU=1 HF_HUB_OFFLINE=1
 mkdir -p "$OUT"
 python=${PYTHON:-python3}
 status=0

@@ -6,6 +6,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are slower on two threads, and bytes depend on the number
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-if not os.environ.get("ANYQLORA_TEST_GPU"):  # set by benchmarks/gpu.sh
+if not os.environ.get("TEST_ON_GPU"):  # set by benchmarks/gpu.sh
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]

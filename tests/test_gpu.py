@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import runs
 
-pytestmark = pytest.mark.skipif(not os.environ.get("ANYQLORA_TEST_GPU"), reason="run by benchmarks/gpu.sh on a machine with a GPU")
+pytestmark = pytest.mark.skipif(not os.environ.get("TEST_ON_GPU"), reason="run by benchmarks/gpu.sh on a machine with a GPU")
 SHORT = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 8, "max_steps": 20, "lr": 2e-3, "lora_dropout": 0,
          "save_steps": 0}
 

@@ -48,6 +48,18 @@ def described(directory, **changes):
     return str(directory)
 
 
+def test_what_is_changed_does_not_contradict_what_was_asked():
+    with pytest.raises(UsageError, match="adapter = loftq contradicts quantizer = none"):
+        plan("nothing", adapter="loftq")
+
+
+@pytest.mark.parametrize("wrong", [{"quantizer": "nf4", "adapter": "full"}, {"precision": "fp8"}, {"batch_size": 0}, {"lora_rank": 1.5}], ids=str)
+def test_a_config_that_code_has_made_is_checked_too(wrong):
+    config = configuration.TrainConfig(model_name=LLAMA_8B, dataset="alpaca_sample", **wrong)
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        BackendManager("cpu").plan(config)
+
+
 def test_rows_are_no_longer_than_the_model_has_positions(tmp_path):
     short = described(tmp_path, max_position_embeddings=256)
     planned = plan(model_name=short)

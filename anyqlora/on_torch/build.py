@@ -38,7 +38,7 @@ class Built:
 def build(config: TrainConfig, runtime: Runtime) -> Built:
     """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect."""
     plan, directory = runtime.plan, base_directory(config)
-    adapter = tables.load(tables.choose("adapter", plan.adapter, tables.ADAPTERS))(config)
+    adapter = tables.load(tables.choose("adapter", plan.adapter, tables.ADAPTERS))(config, runtime.device)
     quantizer = tables.load(tables.choose("quantizer", plan.quantizer, tables.QUANTIZERS))(COMPUTE[plan.precision], config.double_quant)
     already = quantized_as(read_config(directory))
     stored = torch.float32 if adapter.folder == "model" else STORED[plan.precision]  # what is learned is float32

@@ -9,6 +9,7 @@ import torch
 
 from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, tensors_to_bytes, to_json
 from ..errors import UsageError
+from ._compat import quietly
 from .build import Built
 from .runtime import Runtime
 
@@ -69,5 +70,6 @@ def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Conten
 def directory_files(thing, **options) -> dict[str, bytes]:
     """{name: content} of what `thing.save_pretrained` writes."""
     with tempfile.TemporaryDirectory() as directory:
-        thing.save_pretrained(directory, **options)
+        with quietly():
+            thing.save_pretrained(directory, **options)
         return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()}

@@ -36,8 +36,8 @@ def factors(matrix: torch.Tensor, rank: int, name: str, seed: int) -> tuple[torc
 
 
 class _Factored(Lora):
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, device):
+        super().__init__(config, device)
         self.scale = config.lora_alpha / config.lora_rank
         self.starts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -12,7 +12,7 @@ class Full:
     folder = "model"
     observes = False
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, device: torch.device):
         self.config = config
 
     def choose(self, model: nn.Module, held: type = nn.Linear) -> None:

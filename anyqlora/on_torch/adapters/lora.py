@@ -29,8 +29,8 @@ class Lora:
     folder = "adapter"
     observes = False
 
-    def __init__(self, config: TrainConfig):
-        self.config = config
+    def __init__(self, config: TrainConfig, device: torch.device):
+        self.config, self.device = config, device
         self.chosen: set[str] = set()
 
     def choose(self, model: nn.Module, held: type = nn.Linear) -> None:
@@ -97,7 +97,7 @@ class Dora(Lora):
         super().choose(model, held)
         # PEFT takes a row's norm from bitsandbytes' own dequantization, which is wrong there (see quantizers/bnb.py).
         across = sorted(name for name in self.chosen if inputs(model.get_submodule(name)) % BLOCK)
-        if across and self.config.quantizer in ("nf4", "fp4") and self.config.backend == "cpu":
+        if across and self.config.quantizer in ("nf4", "fp4") and self.device.type == "cpu":
             raise NotBuilt(f"DoRA on {self.config.quantizer} weights of {across[0]}, whose inputs are no multiple of {BLOCK}, on a CPU",
                            cure="--adapter lora, or --quantizer none")
 
