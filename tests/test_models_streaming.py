@@ -106,7 +106,7 @@ def saved_names(model):
 def test_the_full_precision_model_is_never_resident(architecture, tmp_path):
     largest = write(tmp_path, architecture)
     tiny = tiny_models.make(tmp_path / "tiny", architecture)
-    for quantizer, precision in (("nf4", "bf16"), ("nf4", "fp32"), ("none", "bf16")):
+    for quantizer, precision in (("nf4", "bf16"), ("nf4", "fp32"), ("fp4", "bf16"), ("int8", "bf16"), ("none", "bf16")):
         out = subprocess.run([sys.executable, "-c", CHILD, tiny_models.ROOT, tiny_models.ROOT / "tests", tmp_path, quantizer, tiny, precision], capture_output=True, text=True, check=True)
         found = json.loads(out.stdout.splitlines()[-1])
         allowed = found["tensors"] + 4 * largest
