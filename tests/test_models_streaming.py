@@ -51,7 +51,7 @@ model = built(sys.argv[3]).model
 running = False
 watcher.join()
 states = [tensor for module in model.modules() for state in (*getattr(module, "states", ()), getattr(module, "quant_state", None)) if state is not None
-          for tensor in state.as_dict(packed=False).values() if torch.is_tensor(tensor)]
+          for tensor in ([state] if torch.is_tensor(state) else state.as_dict(packed=False).values()) if torch.is_tensor(tensor)]
 tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *states)}
 print(json.dumps({"rise": peak - before, "after": anonymous() - before, "tensors": sum(tensors.values())}))
 """

@@ -245,6 +245,8 @@ def own(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
+            if getattr(parameter, "CB", None) is not None:  # bitsandbytes' second name for an 8-bit weight
+                parameter.CB = parameter.data
 
 
 def refuse_what_does_not_fit(loaded: dict, directory: str) -> None:
