@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bitsandbytes
 import pytest
+import runs
 import torch
 
 from anyqlora import tables
@@ -344,6 +345,15 @@ def test_third_party_backend_is_found_planned_and_held_to_its_row(acme, monkeypa
     assert manager.backend == "acme"
     assert manager.supports_quantization(4)
     assert not manager.supports_quantization(8)
+
+
+def test_third_party_backend_trains(acme, monkeypatch, tmp_path):
+    """The reference is the same run on the built-in backend of the same device."""
+    monkeypatch.syspath_prepend(str(acme))
+    settings = {"model_name": "demo", "dataset": "demo", "precision": "fp32", "max_steps": 2, "context_length": 128, "log_to": "none"}
+    theirs, ours = (runs.run(tmp_path, name, backend=name, **settings) for name in ("acme", "cpu"))
+    assert json.loads((theirs / "result.json").read_text())["backend"] == "acme"
+    assert (theirs / "adapter/adapter_model.safetensors").read_bytes() == (ours / "adapter/adapter_model.safetensors").read_bytes()
 
 
 def test_broken_plugin_is_named_and_harms_nobody(tmp_path, monkeypatch, capsys):
