@@ -143,6 +143,9 @@ def test_temperature_draws_by_the_seed(finished, capsys):
         return capsys.readouterr().out
 
     assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(2**63 - 1)
+    for temperature in ("1e-4", "1e300"):
+        assert main(["generate", str(finished), "--prompt", "Rosa sold 59", "--temperature", temperature, "--max_new_tokens", "4"]) == 0
 
 
 def test_chat_answers_each_line(finished, capsys, monkeypatch):
@@ -239,7 +242,9 @@ def test_damaged_weights_are_refused(finished, tmp_path, capsys):
 WRONG = [
     ["eval", "--foo"], ["eval", "--lr", "1"], ["eval", "x", "y"], ["eval", "no_such_run"], ["generate"], ["generate", "--prompt"],
     ["generate", "--prompt", "a", "--file", "b"], ["generate", "--temperature", "warm", "--prompt", "a"],
-    ["generate", "--max_new_tokens", "0", "--prompt", "a"], ["generate", "--file", "no_such_file"], ["chat", "--temperature", "-1"], ["doctor", "--backend", "cpx"], ["doctor", "all"],
+    ["generate", "--max_new_tokens", "0", "--prompt", "a"], ["generate", "--file", "no_such_file"], ["chat", "--temperature", "-1"],
+    ["generate", "--temperature", "1e-300", "--prompt", "a"], ["chat", "--temperature", "1e-5"], ["generate", "--seed", "99999999999999999999", "--prompt", "a"],
+    ["doctor", "--backend", "cpx"], ["doctor", "all"],
     ["config", "explian"], ["config", "explain", "--lrr", "1"], ["train", "--lrr", "1"], ["train", "--lr", "fast"], ["tain"],
 ]
 

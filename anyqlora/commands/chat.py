@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     name, values = arguments.read(argv, {"temperature": float}, SETTINGS)
-    temperature = values.pop("temperature", 0.0)
+    temperature = arguments.temperature(values)
 
     from ..finished import find
 

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     name, values = arguments.read(argv, {"prompt": str, "file": str, "temperature": float}, SETTINGS)
-    temperature = values.pop("temperature", 0.0)
+    temperature = arguments.temperature(values)
     prompts = _prompts(values.pop("prompt", None), values.pop("file", None))
 
     from ..finished import find
