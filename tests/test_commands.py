@@ -148,6 +148,14 @@ def test_temperature_draws_by_the_seed(finished, capsys):
         assert main(["generate", str(finished), "--prompt", "Rosa sold 59", "--temperature", temperature, "--max_new_tokens", "4"]) == 0
 
 
+@pytest.mark.parametrize(("argv", "why"), [
+    (["generate", "--temperature", "1e-300", "--prompt", "a"], "1e-300 is neither 0 nor at least 0.0001"), (["chat", "--temperature", "1e-5"], "is neither 0 nor"),
+    (["generate", "--seed", "99999999999999999999", "--prompt", "a"], "is not between 0 and 9223372036854775807")])
+def test_what_cannot_be_drawn_with_is_refused(argv, why, finished, capsys):
+    assert main([argv[0], str(finished), *argv[1:]]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_chat_answers_each_line(finished, capsys, monkeypatch):
     expected = sampled(finished)
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line["prompt"] + "\n" for line in expected[:2])))
