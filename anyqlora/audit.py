@@ -52,10 +52,10 @@ def histogram(lengths: np.ndarray) -> dict[str, int]:
     return {f"{2 ** (p - 1) + 1 if p else 1}-{2 ** p}": n for p, n in sorted(Counter(powers.tolist()).items())}
 
 
-def duplicates(examples: list[Example]) -> dict:
-    """Rows whose content stood in an earlier row."""
-    first: dict[str, str] = {}
-    return rows(e for e in examples if first.setdefault(e.key, e.where) != e.where)
+def duplicates(found: list[tuple[Example, int]]) -> dict:
+    """Rows, each with the number of its source, whose content stood in an earlier row: the same file may be named twice."""
+    first: dict[str, tuple[str, int]] = {}
+    return rows(e for e, source in found if first.setdefault(e.key, (e.where, source)) != (e.where, source))
 
 
 def overlap(train: list[Example], held_out: list[Example]) -> dict:

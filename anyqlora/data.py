@@ -159,7 +159,7 @@ def prepare(config: TrainConfig, tokenizer) -> Data:
         "rows": sum(source["rows"] for source in read.sources),
         "skipped": [{"where": bad.where, "reason": bad.reason} for bad in skipped],
         "train": audit.survey(train, tokenizer), "held_out": audit.survey(held_out, tokenizer),
-        "duplicates": audit.duplicates([example for example, _ in rows]), "overlap": audit.overlap(train, held_out),
+        "duplicates": audit.duplicates(rows), "overlap": audit.overlap(train, held_out),
         "identity": whole,
     }
     return Data(train, held_out, report, whole)

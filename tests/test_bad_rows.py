@@ -85,6 +85,8 @@ FILES = {
     "a JSON object": ("a.json", b'{"data": [\n{"prompt": "a", "completion": "b"}]}', "neither a list of rows nor one row per line"),
     "a JSON list that breaks off": ("a.json", b'[\n' + GOOD.strip() + b',\n{"prompt": "a"', "a.json:3:15: the JSON breaks off"),
     "a JSON list without comma": ("a.json", b'[\n' + GOOD + GOOD + b"]", "a.json:3:1: not JSON: expected ',' or ']'"),
+    "a comma at a JSON list's end": ("a.json", b"[\n" + GOOD.strip() + b",\n]", "a.json:2:42: not JSON: a comma before the ']'"),
+    "a JSON list of a comma": ("a.json", b"[,]", "a.json:1:2: not JSON: Expecting value"),
     "a JSON list of text": ("a.json", b'["a",\n "b"]', "a.json:2:2: a string, not an object"),
     "text after a JSON list": ("a.json", b"[" + GOOD.strip() + b"]\nxyz", "a.json:2:1: text after the end of the list"),
     "a JSON list in JSON lines": ("a.jsonl", b"[\n" + GOOD + b"]", "a.jsonl:1"),

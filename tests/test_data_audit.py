@@ -65,6 +65,14 @@ def test_the_audit_counts_what_hand_made_rows_hold(tmp_path):
     assert report["rows"] == report["train"]["examples"] == sum(report["train"]["lengths"].values()) == 4 and report["train"]["longest"] == 64
 
 
+def test_a_file_that_is_named_twice_is_full_of_duplicates(tmp_path):
+    """The reference is one file that holds the rows twice; turns that a template splits are no duplicates of each other."""
+    tokens, rows = byte_level(), [{"prompt": f"{n}", "completion": " x"} for n in range(8)]
+    once, twice = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows, *rows)
+    found = [data.prepare(settings(spec), tokens).report["duplicates"]["count"] for spec in (twice, f"{once},{once}", f"{once}=2", once)]
+    assert found == [8, 8, 0, 0]
+
+
 def test_double_begin_tokens_and_masked_rows_are_found():
     """On examples made by hand, for nothing that the data layer makes has them."""
     import numpy as np

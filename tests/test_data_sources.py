@@ -101,6 +101,18 @@ def test_a_directory_gives_its_train_split_and_says_what_it_left_out(tmp_path):
     assert "test.jsonl" in read.report["sources"][0]["notes"][0]
 
 
+def test_a_directory_of_the_hub_has_descriptions_beside_its_rows(tmp_path):
+    """Left out where there are rows beside them; a directory in which nothing else is has rows of such a name."""
+    write(tmp_path / "data.jsonl", *ROWS)
+    for name in ("dataset_info.json", "dataset_infos.json", "state.json"):
+        (tmp_path / name).write_text('{"default": {"features": {}}}')
+    read = data.prepare(settings(tmp_path), byte_level())
+    assert len(read.train) == 6 and "dataset_infos.json" in read.report["sources"][0]["notes"][0]
+    (tmp_path / "alone").mkdir()
+    write(tmp_path / "alone" / "state.json", *ROWS)
+    assert len(data.prepare(settings(tmp_path / "alone"), byte_level()).train) == 6
+
+
 def test_files_of_different_formats_make_one_set(tmp_path):
     write(tmp_path / "a.jsonl", ROWS[0])
     write(tmp_path / "b.jsonl", {"instruction": "Go.", "output": "x", "id": 1})
