@@ -6,6 +6,7 @@ import csv
 import io
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,8 @@ HUB = {  # built-in name -> hub id
     "sql": "knowrohit07/know_sql",
     "orca_math": "microsoft/orca-math-word-problems-200k",
 }
-BUILT_IN = (*HUB, "dummy", "demo")
+MADE_HERE = ("dummy", "demo")
+BUILT_IN = (*HUB, *MADE_HERE)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SIGNATURES = {  # first bytes -> (what the file is instead of text, cure)
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
@@ -72,6 +74,20 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
     if not found:
         raise UsageError("no source named", where=where, cure="--dataset FILE")
     return found
+
+
+def placed(spec: str, otherwise: Callable[[str], str]) -> str:
+    """The same specification with whole paths, so that it can be read from anywhere; `otherwise` gives what is no file here."""
+    def whole(name: str) -> str:
+        path = Path(name).expanduser()
+        return str(path.absolute()) if path.exists() and name not in MADE_HERE else otherwise(name)
+
+    found = [(whole(name), weight) for name, weight in weighted(spec)] if spec else []
+    if all(weight == 1 for _, weight in found) and len(found) < 2:
+        return "".join(name for name, _ in found)
+    if any("," in name for name, _ in found):  # among others such a path is two
+        return otherwise(spec)
+    return ",".join(f"{name}={weight!r}" for name, weight in found)
 
 
 def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | None:
