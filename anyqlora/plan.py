@@ -231,7 +231,7 @@ def _positions(draft, described: dict) -> None:
         return
     if not draft.config.asked("context_length"):
         draft.adjust("context_length", longest, f"the model has {longest} positions")
-    elif layouts.learns_positions(described):
+    elif layouts.position_table(described):
         raise UsageError(f"context_length {asked}: the model has {longest} positions and no way to make more",
                          where=draft.config.sources["context_length"], cure=f"--context_length {longest}")
     else:

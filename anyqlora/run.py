@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from statistics import median
 
+from .audit import findings
 from .card import card
 from .checkpoint import Content, Disk, Loaded, replace, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream
@@ -50,6 +51,8 @@ class Run:
         self.machine = environment(plan)
         self._compare()
         self._describe()
+        for finding in findings(data.report):
+            self.console.warn(finding)
         warn, lines = self.console.warn, self.progress.lines
         trackers = Trackers(self.config, self.directory, self.restored is not None, warn)
         self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))

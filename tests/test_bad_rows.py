@@ -5,12 +5,13 @@ import re
 import time
 
 import pytest
+import runs
 import transformers
 from data_fixtures import CHATML, byte_level, settings, write
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from anyqlora import __main__ as program
-from anyqlora import data, errors
+from anyqlora import audit, data, errors
 
 GOOD = b'{"prompt": "2 + 2 =", "completion": " 4"}\n'
 CHAT = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n'
@@ -220,6 +221,27 @@ def test_a_line_of_ten_megabytes_takes_no_time(words, tmp_path):
     assert time.monotonic() - start < 5
     assert read.train[1].truncated and byte_level().eos_token_id not in read.train[1].ids and len(read.train[1].ids) <= 512
     assert "a.jsonl:2: more than" in refused(tmp_path / "a.jsonl", on_long_row="error")
+
+
+def test_what_was_found_in_the_rows_is_said_a_line_each(tmp_path, capfd):
+    """By a run; where nothing is found, nothing is said."""
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"{\n" + GOOD + b'{"prompt": "x", "completion": "' + b"y " * 200 + b'"}\n{"prompt": "x", "completion": ""}\n')
+    (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "3 + 3 =", "completion": " 6"}\n' + GOOD)
+    few = {"model_name": "demo", "context_length": 96, "max_steps": 1, "lora_rank": 2, "save_steps": 0, "exact_match": False, "log_to": "none"}
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    runs.run(tmp_path, **few, dataset=str(a), eval_dataset=str(b), on_bad_row="skip")
+    assert capfd.readouterr().err.splitlines() == [
+        f"warning: rows that cannot be used and are skipped: 2, the first is {a}:2:2: the JSON breaks off",
+        f"warning: rows cut to 96 tokens: 1, the first is {a}:4", f"warning: duplicate rows: 1, the first is {a}:3",
+        f"warning: held-out rows that are trained on: 1, the first is {b}:2"]
+    runs.run(tmp_path, "clean", **few, dataset=str(b))
+    assert capfd.readouterr().err == ""
+
+
+def test_rows_of_which_nothing_is_learned_are_findings_too():
+    """Of a report made by hand, for the data layer lets none through."""
+    report = {"context_length": 8, "skipped": [], "train": {"fully_masked": {"count": 3, "first": ["a:1", "a:2", "a:3"]}}}
+    assert audit.findings(report) == ["rows of which nothing is learned: 3, the first is a:1"]
 
 
 def test_the_command_ends_with_two(tmp_path, capsys):
