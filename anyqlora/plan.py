@@ -238,6 +238,13 @@ def _positions(draft, described: dict) -> None:
         draft.warnings.append(f"context_length {asked} is beyond the {longest} positions that the model was made for")
 
 
+def fitted(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """`config` with rows as long as a plan makes them, on whatever machine, and what there is to say of it. Raises UsageError as a plan does."""
+    draft = _Draft(config)
+    _positions(draft, layouts.described(config))
+    return draft.config, [*map(str, draft.adjustments), *draft.warnings]
+
+
 def _shapes(draft, described: dict | None) -> layouts.Shapes | None:
     try:
         shapes = described and layouts.shapes(described)
