@@ -1,7 +1,9 @@
 """What cannot be used is named by file, line and column, with the reason and a cure; nothing is accepted silently."""
 
 import gzip
+import json
 import re
+import shutil
 import time
 
 import pytest
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from anyqlora import __main__ as program
 from anyqlora import audit, data, errors
+from anyqlora.layouts import DEMO_BASE
 
 GOOD = b'{"prompt": "2 + 2 =", "completion": " 4"}\n'
 CHAT = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n'
@@ -242,6 +245,43 @@ def test_rows_of_which_nothing_is_learned_are_findings_too():
     """Of a report made by hand, for the data layer lets none through."""
     report = {"context_length": 8, "skipped": [], "train": {"fully_masked": {"count": 3, "first": ["a:1", "a:2", "a:3"]}}}
     assert audit.findings(report) == ["rows of which nothing is learned: 3, the first is a:1"]
+
+
+def cases():
+    """(name, {file: content}, the file and the place that must be named) of everything above that cannot be trained on."""
+    yield from ((kind, {"a.jsonl": GOOD + raw + b"\n" + GOOD}, f"a.jsonl:{place}: ") for kind, (raw, place, _) in ROWS.items())
+    yield from ((kind, {"a.jsonl": CHAT + raw + b"\n"}, "a.jsonl:2: ") for kind, (raw, _) in TALKS.items())
+    yield from ((kind, {name: raw}, name) for kind, (name, raw, _) in FILES.items())
+    yield "a ShareGPT turn", {"a.jsonl": b'{"conversations": [{"from": "alien", "value": "a"}]}\n'}, "a.jsonl:1: "
+    yield "an empty directory", {}, ""
+    yield "several", {"train-a.jsonl": GOOD + b"{\n", "train-b.jsonl": b'{"prompt": "a", "completion": ""}\n' + GOOD}, "train-b.jsonl:1: "
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    """The embedded base with a chat template."""
+    base = shutil.copytree(DEMO_BASE, tmp_path_factory.mktemp("talking") / "base")
+    about = json.loads((base / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    (base / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": template}))
+    return base
+
+
+@pytest.mark.parametrize(("files", "named"), [pytest.param(files, named, id=kind) for kind, files, named in cases()])
+@pytest.mark.parametrize("part", ["dataset", "eval_dataset"])
+def test_training_ends_with_two_and_leaves_nothing(part, files, named, talking, tmp_path, capsys):
+    """The command, from its flags on; whatever is no refusal comes out of it as an exception."""
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for name, raw in files.items():
+        (rows / name).write_bytes(raw)
+    good = write(tmp_path / "good.jsonl", {"prompt": "1 + 1 =", "completion": " 2"})
+    bad = rows if len(files) != 1 else rows / next(iter(files))
+    given = {"dataset": good, part: bad, "model_name": talking, "context_length": 512, "output_dir": tmp_path / "runs", "backend": "cpu", "log_to": "none"}
+    assert program.main(["train", *(f"--{name}={value}" for name, value in given.items())]) == 2
+    said = capsys.readouterr()
+    assert str(rows / named) in said.err and "\n  cure: " in said.err and "Traceback" not in said.err + said.out
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_command_ends_with_two(tmp_path, capsys):
