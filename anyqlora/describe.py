@@ -30,7 +30,8 @@ def resolved_yaml(config: TrainConfig) -> str:
 def kept(config: TrainConfig) -> TrainConfig:
     """The configuration as a run directory keeps it: without secrets, and readable from any working directory.
 
-    The whole path of a model or of rows that are on this machine is no secret, whatever else has the same letters: the run is read again by it.
+    The whole path of a model or of rows that are on this machine is no secret, whatever else has the same letters: the run is read
+    again by it.
     """
     places = {name: placed(getattr(config, name), redacted) for name in ("dataset", "eval_dataset")}
     model = Path(config.model_name).expanduser()

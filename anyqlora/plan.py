@@ -239,7 +239,7 @@ def _positions(draft, described: dict) -> None:
 
 
 def fitted(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """`config` with rows as long as a plan makes them, on whatever machine, and what there is to say of it. Raises UsageError as a plan does."""
+    """`config` with rows as long as a plan makes them on any machine, and what there is to say of it. Raises UsageError as a plan does."""
     draft = _Draft(config)
     _positions(draft, layouts.described(config))
     return draft.config, [*map(str, draft.adjustments), *draft.warnings]

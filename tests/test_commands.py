@@ -261,6 +261,14 @@ def test_a_run_is_read_from_any_directory(unusual, tmp_path, monkeypatch, capsys
     assert main(["eval", str(unusual), "--dataset", str(HELD_OUT), "--max_new_tokens", "4"]) == 0
 
 
+def test_held_out_rows_are_found_from_any_directory(unusual, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(unusual.parent.parent)
+    directory = runs.run(tmp_path, **{**SMALL, "model_name": "./base_m", "dataset": "a.jsonl", "eval_dataset": "b.jsonl", "samples": 0, "max_steps": 1, "exact_match": False})
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", str(directory), "--exact_match", "false"]) == 0
+    assert capsys.readouterr().out.count("as at the end of the run") == 2
+
+
 def test_a_token_beyond_the_embedding_is_refused_by_name(unusual, tmp_path, capsys, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a <extra>", "completion": "c"}\n')

@@ -58,7 +58,8 @@ def evaluator(run, model: nn.Module, runtime: Runtime):
     fits = room(model, config.max_new_tokens)
     mute = [e.where for e in questions(held_out, exact, config.samples) if not fits(e.prompt_ids)]
     if mute:
-        run.console.warn(f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, which counts as wrong")
+        run.console.warn(f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, "
+                         "which counts as wrong")
     return lambda: evaluate(model, run.tokenizer, held_out, runtime, batch_size=config.eval_batch_size, exact_match=exact,
                             max_new_tokens=config.max_new_tokens, shown=config.samples, ends=learned_ends(run.data.report),
                             between=run.interruptible)

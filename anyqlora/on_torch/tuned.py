@@ -62,7 +62,8 @@ class Tuned:
         fits = room(self.model, self.plan.config.max_new_tokens)
         for ids, where in named:
             if not fits(ids):
-                raise UsageError(f"its {len(ids)} tokens fill the model's positions and leave no room for an answer", where=where, cure="a shorter one")
+                raise UsageError(f"its {len(ids)} tokens fill the model's positions and leave no room for an answer", where=where,
+                                 cure="a shorter one")
 
 
 @dataclass
