@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .examples import Example
+from .formats import BadRow
 from .terminal import printable
 from .tokenizer import marks, spell
 
@@ -52,16 +53,33 @@ def histogram(lengths: np.ndarray) -> dict[str, int]:
     return {f"{2 ** (p - 1) + 1 if p else 1}-{2 ** p}": n for p, n in sorted(Counter(powers.tolist()).items())}
 
 
-def duplicates(examples: list[Example]) -> dict:
-    """Rows whose content stood in an earlier row."""
-    first: dict[str, str] = {}
-    return rows(e for e in examples if first.setdefault(e.key, e.where) != e.where)
+def duplicates(found: list[tuple[Example, int]]) -> dict:
+    """Rows, each with the number of its source, whose content stood in an earlier row: the same file may be named twice."""
+    first: dict[str, tuple[str, int]] = {}
+    return rows(e for e, source in found if first.setdefault(e.key, (e.where, source)) != (e.where, source))
 
 
 def overlap(train: list[Example], held_out: list[Example]) -> dict:
     """Held-out rows that are trained on, too."""
     keys = {example.key for example in train}
     return rows(example for example in held_out if example.key in keys)
+
+
+def skipped(bad: list[BadRow]) -> list[dict]:
+    """Rows that cannot be used, JSON-able."""
+    return [{"where": row.where, "reason": row.reason} for row in bad]
+
+
+def findings(report: dict) -> list[str]:
+    """What to know before these rows are trained or evaluated on, a line each. `report` is data_report.json, or a part of it."""
+    passed_over = [f"{bad['where']}: {bad['reason']}" for bad in report["skipped"]]
+    found = {"rows that cannot be used and are skipped": {"count": len(passed_over), "first": passed_over}}
+    for part in ("train", "held_out"):
+        kind = "held-out rows" if part == "held_out" else "rows"
+        found[f"{kind} cut to {report['context_length']} tokens"] = report.get(part, {}).get("truncated")
+        found[f"{kind} of which nothing is learned"] = report.get(part, {}).get("fully_masked")
+    found |= {"duplicate rows": report.get("duplicates"), "held-out rows that are trained on": report.get("overlap")}
+    return [f"{what}: {some['count']}, the first is {some['first'][0]}" for what, some in found.items() if some and some["count"]]
 
 
 def runs(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:

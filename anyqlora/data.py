@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,43 +140,49 @@ def prepare(config: TrainConfig, tokenizer) -> Data:
                          cure='"eos_token" in tokenizer_config.json')
     read = examples.read(config, config.dataset, tokenizer, held_out=False)
     other = examples.read(config, config.eval_dataset, tokenizer, held_out=True)
-    skipped = read.bad + other.bad
-    if skipped and config.on_bad_row == "error":
-        raise examples.refusal(skipped)
-    for part, spec in ((read, config.dataset), (other, config.eval_dataset)):
-        if spec and not part.found:
-            raise UsageError("no row can be used", where=spec, cure=f"the first: {examples.refusal(skipped)}" if skipped else "")
+    skipped = examples.skipped(config, read, other)
     rows, held_out = read.found, [example for example, _ in other.found]
     if config.eval_fraction:
         rows, held_out = _split(rows, config.eval_fraction, config.seed)
     train = _weigh(rows, read.weights, config.seed)
-    _check_tokens(config, train + held_out, tokenizer)
+    check_tokens(config, tokenizer, tokens_of(train + held_out))
     whole = identity(train, held_out)
     report = {
         "dataset": config.dataset, "eval_dataset": config.eval_dataset, "eval_fraction": config.eval_fraction,
         "context_length": config.context_length, "prompt_format": config.prompt_format,
         "template": chat_template.fingerprint(tokenizer), "sources": read.sources, "eval_sources": other.sources,
         "rows": sum(source["rows"] for source in read.sources),
-        "skipped": [{"where": bad.where, "reason": bad.reason} for bad in skipped],
+        "skipped": audit.skipped(skipped),
         "train": audit.survey(train, tokenizer), "held_out": audit.survey(held_out, tokenizer),
-        "duplicates": audit.duplicates([example for example, _ in rows]), "overlap": audit.overlap(train, held_out),
+        "duplicates": audit.duplicates(rows), "overlap": audit.overlap(train, held_out),
         "identity": whole,
     }
     return Data(train, held_out, report, whole)
 
 
-def _check_tokens(config: TrainConfig, found: list[Example], tokenizer) -> None:
-    """Raises UsageError when a row has a token that the model's embedding has no row for: the tokenizer is that of another model."""
-    described = {}
-    with contextlib.suppress(UsageError):  # rows can be looked at with a tokenizer alone; whoever reads the model says what is wrong with it
-        directory = layouts.model_directory(config)
-        described = layouts.read_config(directory) if directory else {}
-    size = described.get("vocab_size") or (described.get("text_config") or {}).get("vocab_size")
-    for example in found if isinstance(size, int) else ():
-        if example.ids.max() >= size:
-            token = tokenizer.convert_ids_to_tokens(int(example.ids.max()))
-            raise UsageError(f"the tokenizer makes {token!r} token {example.ids.max()}, and the model's embedding has {size} rows", where=example.where,
+def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Example], dict]:
+    """The rows of `spec` as held-out rows of `config`, and what was found in them. Raises UsageError as `prepare` does."""
+    part = examples.read(config, spec, tokenizer, held_out=True)
+    bad = examples.skipped(config, part)
+    rows = [example for example, _ in part.found]
+    return rows, {"context_length": config.context_length, "skipped": audit.skipped(bad), "held_out": audit.survey(rows, tokenizer)}
+
+
+def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[int], str]]) -> None:
+    """`found` are tokens and where they stand. Raises UsageError for one that the model's embedding has no row for: the tokenizer is
+    that of another model, or has more."""
+    size = layouts.vocabulary(layouts.described(config))
+    for ids, where in found if size else ():
+        greatest = int(np.max(ids, initial=-1))
+        if greatest >= size:
+            token = tokenizer.convert_ids_to_tokens(greatest)
+            raise UsageError(f"the tokenizer makes {token!r} token {greatest}, and the model's embedding has {size} rows", where=where,
                              cure="the model's own tokenizer; or take what was added to it out of tokenizer.json")
+
+
+def tokens_of(found: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
+    """The tokens of these rows, and where they stand; of a row that was cut the whole prompt, too, which an evaluation asks."""
+    return ((ids, example.where) for example in found for ids in (example.ids, example.prompt_ids))
 
 
 def _split(rows: list[tuple[Example, int]], fraction: float, seed: int) -> tuple[list[tuple[Example, int]], list[Example]]:

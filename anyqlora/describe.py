@@ -12,6 +12,7 @@ import yaml
 from .checkpoint import to_json
 from .config import TrainConfig
 from .redaction import redacted
+from .sources import placed
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "tokenizers", "numpy", "mlx")
 
@@ -26,10 +27,23 @@ def resolved_yaml(config: TrainConfig) -> str:
     return "".join(lines)
 
 
+def kept(config: TrainConfig) -> TrainConfig:
+    """The configuration as a run directory keeps it: without secrets, and readable from any working directory.
+
+    The whole path of a model or of rows that are on this machine is no secret, whatever else has the same letters: the run is read
+    again by it.
+    """
+    places = {name: placed(getattr(config, name), redacted) for name in ("dataset", "eval_dataset")}
+    model = Path(config.model_name).expanduser()
+    if model.is_dir() and not config.is_demo:
+        places["model_name"] = str(model.absolute())
+    return config.with_(**{**redacted(config.settings()), **places})
+
+
 def described(plan, machine: dict, data_report: dict) -> dict[str, bytes]:
     """{file: content} of what a run directory says about its run. What looks like a secret is not in it."""
     return {
-        "config.resolved.yaml": resolved_yaml(plan.config.with_(**redacted(plan.config.settings()))).encode(),
+        "config.resolved.yaml": resolved_yaml(kept(plan.config)).encode(),
         "plan.json": to_json(redacted(plan.to_dict())), "env.json": to_json(machine), "data_report.json": to_json(redacted(data_report)),
     }
 

@@ -17,6 +17,7 @@ from .terminal import printable
 from .tokenizer import WHOLE, Document, Tokens, marks, tokenize
 
 LISTED = 20  # bad rows in one message
+DIALOGUES = "rows_of_human_and_assistant"  # of raw text
 _CHUNK = 1000  # rows tokenised at a time: enough for the tokenizer's threads
 _CHARACTERS = 64  # per token of context: no text that people write has more, and a line of 10 MB costs no time
 
@@ -39,6 +40,7 @@ class Example:
 class Part:
     """What one `dataset` or `eval_dataset` gave."""
 
+    spec: str
     found: list[tuple[Example, int]] = field(default_factory=list)  # with the number of its source
     weights: list[float] = field(default_factory=list)  # of each source
     sources: list[dict] = field(default_factory=list)  # JSON-able, one per file
@@ -47,7 +49,7 @@ class Part:
 
 def read(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> Part:
     """All examples of a specification, in order. Raises UsageError for a source that is none; bad rows are in the result."""
-    part = Part()
+    part = Part(spec)
     for number, (name, weight) in enumerate(sources.weighted(spec, config.sources.get("dataset", "")) if spec else ()):
         part.weights.append(weight)
         for source in sources.read(name, held_out=held_out, samples=config.dataset_samples, offline=config.offline):
@@ -56,6 +58,18 @@ def read(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> Part:
             part.bad += source.bad
             part.sources.append({"name": source.name, "rows": len(source.rows), "weight": weight, "notes": source.notes, **counts})
     return part
+
+
+def skipped(config: TrainConfig, *parts: Part) -> list[BadRow]:
+    """The bad rows of all parts, which are passed over. Raises UsageError where they are not to be, and for a part that has no others."""
+    bad = [row for part in parts for row in part.bad]
+    if bad and config.on_bad_row == "error":
+        raise refusal(bad)
+    for part in parts:
+        if part.spec and not part.found:
+            raise UsageError("no row can be used", where=part.spec,
+                             cure=printable(f"mend them; the first is {bad[0].where}: {bad[0].reason} ({bad[0].cure})") if bad else "rows")
+    return bad
 
 
 def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
@@ -93,6 +107,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
         for row in source.rows[start:start + _CHUNK]:
             try:
                 meant = formats.understand(row.value, name, config.prompt_format)
+                counts[DIALOGUES] += name == "text" and len(meant.parts) > 1
                 documents += [(row.where, _key(meant), document) for document in _documents(tokenizer, meant, added, counts)]
             except BadRow as bad:
                 source.bad.append(BadRow(bad.reason, bad.cure, row.where))

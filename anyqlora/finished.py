@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import data, examples, formats
+from . import audit, data, formats
 from .config import SETTINGS, TrainConfig, from_environment, from_file, parsed
 from .errors import UsageError
-from .examples import Example
+from .examples import DIALOGUES, Example
 from .formats import BadRow, Talk
 from .tables import nearest
 
@@ -44,10 +45,17 @@ class Finished:
         """The format of its rows: of the first source, where there are several."""
         return self.report["sources"][0].get("format", "text")
 
+    @property
+    def is_dialogue(self) -> bool:
+        """Whether most of its rows of text are dialogues as Guanaco's."""
+        first = self.report["sources"][0]
+        return 2 * first.get(DIALOGUES, 0) > first.get("rows", 0)
+
     def asked(self, question: str) -> str | list[dict]:
         """The question as the run's rows would put it: text before an answer, or messages for a chat template. Raises UsageError."""
         row = {"alpaca": {"instruction": question, "output": "-"}, "prompt_completion": {"prompt": question, "completion": "-"},
-               "question_answer": {"question": question, "answer": "-"}}.get(self.format)
+               "question_answer": {"question": question, "answer": "-"},
+               "text": {"text": f"### Human: {question}### Assistant: -"} if self.is_dialogue else None}.get(self.format)
         try:
             meant = formats.understand(row, self.format, self.config.prompt_format) if row else None
         except BadRow as bad:
@@ -56,14 +64,13 @@ class Finished:
             return [{"role": "user", "content": question}]
         return "".join(part for part, _ in meant.parts[:-1]) if meant else question
 
-
-    def held_out(self, tokenizer, dataset: str = "") -> list[Example]:
-        """The rows of `dataset`, or those that the run held out itself. Raises UsageError."""
+    def held_out(self, tokenizer, dataset: str = "", warn: Callable[[str], None] = lambda text: None) -> list[Example]:
+        """The rows of `dataset`, or those that the run held out itself; `warn` is told what was found in `dataset`. Raises UsageError."""
         if dataset:
-            part = examples.read(self.config, dataset, tokenizer, held_out=True)
-            if part.bad and self.config.on_bad_row == "error":
-                raise examples.refusal(part.bad)
-            return [example for example, _ in part.found]
+            rows, report = data.read_held_out(self.config, dataset, tokenizer)
+            for finding in audit.findings(report):
+                warn(finding)
+            return rows
         if not (self.config.eval_dataset or self.config.eval_fraction):
             raise UsageError(f"{self.directory} held no rows out", cure="--dataset FILE")
         rows = data.prepare(self.config, tokenizer)

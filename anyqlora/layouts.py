@@ -112,7 +112,7 @@ FAMILIES = {  # model_type -> family; an unknown one has unknown memory, never a
 
 def shapes(config: dict) -> Shapes | None:
     """The shapes that a parsed config.json describes; None for an architecture that is not in FAMILIES."""
-    config = {**config, **config.get("text_config", {})}
+    config = _of_text(config)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         return None
@@ -134,19 +134,35 @@ def shapes(config: dict) -> Shapes | None:
     return replace(base, linears=_LINEARS[family.style](base, has_bias, config))
 
 
-LEARNED_POSITIONS = {"gpt2", "gpt_bigcode", "gpt_neo", "opt", "openai-gpt", "biogpt", "xglm"}  # a row of a table for each
+# Architectures in which a position is a row of a table, learned or computed once: one beyond the last is an error.
+POSITION_TABLES = {
+    "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "opt", "openai-gpt", "biogpt", "ctrl", "mpt", "bart", "mbart", "marian", "pegasus",
+    "bigbird_pegasus", "blenderbot", "blenderbot-small", "plbart", "mvp", "trocr", "xlm", "bert", "bert-generation", "big_bird", "electra",
+    "ernie", "megatron-bert", "rembert", "roformer",
+}
 
 
 def positions(config: dict) -> int | None:
     """How many positions a parsed config.json says that the model has; None where it does not say."""
-    config = {**config, **config.get("text_config", {})}
-    found = config.get("max_position_embeddings") or config.get("n_positions")
+    config = _of_text(config)
+    found = config.get("max_position_embeddings") or config.get("n_positions") or config.get("max_seq_len")
     return found if isinstance(found, int) else None
 
 
-def learns_positions(config: dict) -> bool:
-    """Whether a position beyond the last is an index error, and not only unfamiliar to the model."""
-    return config.get("model_type") in LEARNED_POSITIONS
+def position_table(config: dict) -> int | None:
+    """How many positions the model has a table for; None where it computes them, and one beyond the last is only unfamiliar to it."""
+    return positions(config) if _of_text(config).get("model_type") in POSITION_TABLES else None
+
+
+def vocabulary(config: dict) -> int | None:
+    """How many rows a parsed config.json says that the embedding has; None where it does not say."""
+    found = _of_text(config).get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
+def _of_text(config: dict) -> dict:
+    """The language model of a model of several kinds of input, or of one."""
+    return {**config, **(config.get("text_config") or {})}
 
 
 def _attention(s: Shapes, has_bias: bool, out_bias: bool) -> tuple[Linear, ...]:
@@ -238,6 +254,15 @@ def model_directory(config: TrainConfig) -> Path | None:
         raise UsageError(f"model_name {name!r} is neither a directory nor a hub id", where=where,
                          cure="a directory that is there, or a hub id (owner/name)") from None
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def described(config: TrainConfig) -> dict:
+    """The parsed config.json of the model; empty where it is not on this machine or is none: whoever loads the model says why."""
+    try:
+        directory = model_directory(config)
+        return read_config(directory) if directory else {}
+    except UsageError:
+        return {}
 
 
 def read_config(directory: Path) -> dict:

@@ -114,11 +114,12 @@ def facts(directory: Path, result: dict, encoding: str) -> Iterator[tuple[str, s
 
 
 def next_commands(directory: Path) -> list[str]:
-    """What to do with the run: three commands that work as they stand. None where no weights were written."""
+    """What to do with the run: commands that work as they stand. None where no weights were written."""
     if not any((directory / folder).is_dir() for folder in ("adapter", "model")):
         return []
     start, place = f"{python()} -m anyqlora", shlex.quote(str(directory))
-    return [f"{start} chat {place}", f"{start} eval {place}", f"{start} generate {place} --prompt {shlex.quote(example_prompt(directory))}"]
+    evaluate = [f"{start} eval {place}"] if read_json(directory / "result.json")["eval"] else []  # it has rows of its own to evaluate on
+    return [f"{start} chat {place}", *evaluate, f"{start} generate {place} --prompt {shlex.quote(example_prompt(directory))}"]
 
 
 def example_prompt(directory: Path) -> str:

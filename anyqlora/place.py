@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,7 +19,7 @@ except ImportError:  # not a Unix
 from . import fingerprint, sources
 from .checkpoint import Checkpoints, Loaded, sweep, to_json
 from .config import TrainConfig
-from .errors import NoCheckpoint, UsageError
+from .errors import NoCheckpoint, Stopped, UsageError
 from .hub import base_directory
 from .plan import global_batch
 
@@ -38,7 +39,8 @@ TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "a
 class Place:
     """A run directory, which no other process trains in until this one leaves it.
 
-    `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that took.
+    `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that took. `is_empty` is
+    whether this process made the directory and no step was trained in it yet.
     """
 
     directory: Path
@@ -48,6 +50,7 @@ class Place:
     rejected: list[tuple[str, str]] = field(default_factory=list)
     seconds: float = 0.0
     handle: int | None = None
+    is_empty: bool = False
 
     def claim(self) -> None:
         """Take the directory, which is there by now. Raises UsageError when another process has it; the system gives it back when that ends."""
@@ -69,7 +72,11 @@ class Place:
     def __enter__(self) -> Place:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind, error, trace) -> None:
+        """A run that fails before its first step leaves nothing; one that is stopped is found again by the same command."""
+        is_stopped = isinstance(error, (Stopped, KeyboardInterrupt)) and (self.directory / IDENTITY).exists()
+        if error is not None and self.is_empty and not is_stopped:
+            shutil.rmtree(self.directory, ignore_errors=True)
         self.leave()
 
 

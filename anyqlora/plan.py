@@ -233,11 +233,18 @@ def _positions(draft, described: dict) -> None:
     if not draft.config.asked("context_length"):
         draft.choose("context_length", longest)
         draft.warnings.append(f"rows have up to {longest} tokens: the model has no more positions")
-    elif layouts.learns_positions(described):
+    elif layouts.position_table(described):
         raise UsageError(f"context_length {asked}: the model has {longest} positions and no way to make more",
                          where=draft.config.sources["context_length"], cure=f"--context_length {longest}")
     else:
         draft.warnings.append(f"context_length {asked} is beyond the {longest} positions that the model was made for")
+
+
+def fitted(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """`config` with rows as long as a plan makes them on any machine, and what there is to say of it. Raises UsageError as a plan does."""
+    draft = _Draft(config)
+    _positions(draft, layouts.described(config))
+    return draft.config, [*map(str, draft.adjustments), *draft.warnings]
 
 
 def _shapes(draft, described: dict | None) -> layouts.Shapes | None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from statistics import median
 
+from .audit import findings
 from .card import card
 from .checkpoint import Content, Disk, Loaded, replace, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream
 from .describe import described, environment
-from .errors import DiskFull, NonFinite, RunError, UsageError
+from .errors import DiskFull, NonFinite, RunError
 from .log import JsonLines, Metrics
 from .place import IDENTITY, RESULT, Place, read_json
 from .progress import Progress
@@ -37,7 +37,6 @@ class Run:
         self.place, self.plan, self.config, self.data, self.stream, self.tokenizer = place, plan, plan.config, data, stream, tokenizer
         self.directory, self.restored, self.finished = place.directory, place.restored, place.finished
         self.total_steps = stream.total_steps
-        self.is_new = not self.directory.exists()
         self.disk = Disk()
         self.console = view(plan, self.total_steps)
         self.opened = contextlib.ExitStack()  # closed on every way out, the last first
@@ -50,6 +49,8 @@ class Run:
         self.machine = environment(plan)
         self._compare()
         self._describe()
+        for finding in findings(data.report):
+            self.console.warn(finding)
         warn, lines = self.console.warn, self.progress.lines
         trackers = Trackers(self.config, self.directory, self.restored is not None, warn)
         self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
@@ -67,8 +68,6 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         self.opened.close()
-        if self.is_new and isinstance(error, UsageError) and self.first_step_at is None:
-            shutil.rmtree(self.directory)  # refused before its first step: there is nothing to continue
 
     def closing(self, thing):
         """`thing`, which is closed when the run ends, however it ends."""
@@ -91,9 +90,11 @@ class Run:
     def _describe(self) -> None:
         """Write what was asked, what was planned, and where it runs."""
         files = {**described(self.plan, self.machine, self.data.report), IDENTITY: to_json(self.place.identity)}
+        is_new = not self.directory.exists()
         try:
             self.disk.make_directory(self.directory)
             self.place.claim()
+            self.place.is_empty = is_new
             for name, content in files.items():
                 replace(self.directory / name, content, self.disk)
         except OSError as error:
@@ -178,6 +179,7 @@ class Run:
         scaler_mends = result.skipped and result.loss_scale > 1 and math.isfinite(loss) and not self.spiked
         progress = self.progress
         progress.step = step + 1
+        self.place.is_empty = False
         progress.non_finite = progress.non_finite + 1 if result.skipped and not scaler_mends and not self.spiked else 0
         progress.tokens_trained += 0 if result.skipped else trained
         progress.tokens_seen += seen

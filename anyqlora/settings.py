@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 
 from . import tables
 from .errors import UsageError
@@ -15,9 +16,10 @@ from .errors import UsageError
 AUTO = "auto"
 
 
-def setting(default, help: str, *, choices=(), also=(), low=None, high=None, cli_only=False):
-    """One setting: its default, its help, the values it may have, and the other names it goes by (`also`)."""
-    about = {"help": help, "choices": tuple(choices), "also": tuple(also), "low": low, "high": high, "cli_only": cli_only}
+def setting(default, help: str, *, choices=(), also=(), low=None, above=None, high=None, cli_only=False):
+    """One setting: its default, its help, the values it may have (from `low`, or greater than `above`, to `high`), and the other
+    names it goes by (`also`)."""
+    about = {"help": help, "choices": tuple(choices), "also": tuple(also), "low": low, "above": above, "high": high, "cli_only": cli_only}
     return field(default=default, metadata=about)
 
 
@@ -37,7 +39,7 @@ class TrainConfig:
     hqq_group_size: int = setting(64, "HQQ's group size", low=1)
     llama_pro_path: str = setting("", "directory of a block-expanded model")
     lora_rank: int = setting(16, "rank of the adapters", also=("lora_r", "r"), low=1)
-    lora_alpha: float = setting(32.0, "scale of the adapters, times rank", low=0)
+    lora_alpha: float = setting(32.0, "scale of the adapters, times rank", above=0)
     lora_dropout: float = setting(0.1, "dropout on the adapters' input", low=0, high=0.999)
     lora_target_modules: str = setting("all", "all: every linear layer; default: PEFT's choice; a comma-separated list; or a regex of module names", also=("target_modules",))
 
@@ -84,7 +86,7 @@ class TrainConfig:
     low_memory: bool = setting(True, "stream the weights: never hold the full-precision model", also=("cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading"))
     loading_workers: int = setting(-1, "tensors loaded and quantized at a time; -1: one")
     spike_guard: float = setting(0.0, "skip a step whose loss is so many deviations above the recent ones; 0: never", low=0)
-    seed: int = setting(42, "seed of data order, adapter start and dropout", low=0)
+    seed: int = setting(42, "seed of data order, adapter start and dropout", low=0, high=2**63 - 1)
     deterministic: bool = setting(True, "deterministic algorithms only")
 
     # Where it runs
@@ -211,10 +213,9 @@ def parsed(name: str, raw: object, where: str) -> object:
         whole = float not in kinds
         if not math.isfinite(number) or (whole and number != int(number)):
             refuse(("a whole number" if whole else "a number") + (" or auto" if str in kinds else ""))
-        value = int(number) if whole else number
-        low, high = about["low"], about["high"]
-        if (low is not None and value < low) or (high is not None and value > high):
-            refuse(f"at least {low}" if high is None else f"between {low} and {high}")
+        value = int(Decimal(text)) if whole else number  # a float has no room for the last digits of a seed
+        if wanted := _out_of_range(value, about):
+            refuse(wanted)
     elif str in kinds:
         value = _VALUE_ALIASES.get(name, {}).get(text.lower(), text)
     else:
@@ -224,6 +225,16 @@ def parsed(name: str, raw: object, where: str) -> object:
         raise UsageError(f"{name}: unknown value {text!r}{tables.nearest(text, map(str, shown))}", where=where,
                          cure="one of: " + ", ".join(shown))
     return value
+
+
+def _out_of_range(value: float, about: Mapping) -> str:
+    """What the value of a setting would have to be and is not; "" where it is."""
+    low, above, high = about["low"], about["above"], about["high"]
+    if above is not None and value <= above:
+        return f"greater than {above}"
+    if (low is None or value >= low) and (high is None or value <= high):
+        return ""
+    return f"at least {low}" if high is None else f"between {low} and {high}"
 
 
 def kinds_of(name: str) -> set:

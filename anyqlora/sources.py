@@ -6,6 +6,7 @@ import csv
 import io
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,8 @@ HUB = {  # built-in name -> hub id
     "sql": "knowrohit07/know_sql",
     "orca_math": "microsoft/orca-math-word-problems-200k",
 }
-BUILT_IN = (*HUB, "dummy", "demo")
+MADE_HERE = ("dummy", "demo")
+BUILT_IN = (*HUB, *MADE_HERE)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SIGNATURES = {  # first bytes -> (what the file is instead of text, cure)
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
@@ -31,6 +33,7 @@ _SIGNATURES = {  # first bytes -> (what the file is instead of text, cure)
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
     b"PAR1": ("Parquet", "name it .parquet"),
 }
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")  # what Hugging Face's datasets writes beside the rows
 _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
 _TRAIN_SPLIT = re.compile(r"(^|[^a-z])train([^a-z]|$)", re.IGNORECASE)
 _OTHER_SPLIT = re.compile(r"(^|[^a-z])(test|valid|validation|val|dev|eval|heldout|held_out)([^a-z]|$)", re.IGNORECASE)
@@ -73,6 +76,20 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
     return found
 
 
+def placed(spec: str, otherwise: Callable[[str], str]) -> str:
+    """The same specification with whole paths, so that it can be read from anywhere; `otherwise` gives what is no file here."""
+    def whole(name: str) -> str:
+        path = Path(name).expanduser()
+        return str(path.absolute()) if path.exists() and name not in MADE_HERE else otherwise(name)
+
+    found = [(whole(name), weight) for name, weight in weighted(spec)] if spec else []
+    if all(weight == 1 for _, weight in found) and len(found) < 2:
+        return "".join(name for name, _ in found)
+    if any("," in name for name, _ in found):  # among others such a path is two
+        return otherwise(spec)
+    return ",".join(f"{name}={weight!r}" for name, weight in found)
+
+
 def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | None:
     """The file or directory behind one source's name, downloaded if it is on the hub; None for dummy, which is generated.
 
@@ -112,7 +129,7 @@ def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool
     path = root(name, held_out=held_out, offline=offline)
     left = [str(p.relative_to(path)) for p in split(path, held_out)[1]] if path.is_dir() else []
     if left and name != "alpaca_sample":
-        found[0].notes.append(f"left out, by their names of another split: {', '.join(left)}")
+        found[0].notes.append(f"left out, by their names another split or a description: {', '.join(left)}")
     return found
 
 
@@ -124,18 +141,20 @@ def dummy(count: int) -> Source:
 
 def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
     """(chosen, left out) of the files of known kind below `path`, in the order of their names: those of the train split, or if
-    `held_out` of a test split, where the names tell; else all."""
+    `held_out` of a test split, where the names tell; else all that hold rows."""
     found = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in READERS
                    and not any(part.startswith(".") for part in p.relative_to(path).parts))
     if not found:
         raise UsageError("no file of rows in this directory", where=str(path), cure=f"files that end in {', '.join(READERS)}")
 
+    rows = [p for p in found if p.name not in _DESCRIPTIONS] or found
+
     def named(pattern):
-        return [p for p in found if pattern.search(str(p.relative_to(path).with_suffix("")))]
+        return [p for p in rows if pattern.search(str(p.relative_to(path).with_suffix("")))]
 
     train, other = named(_TRAIN_SPLIT), named(_OTHER_SPLIT)
     wanted, unwanted = (other, train) if held_out else (train, other)
-    chosen = wanted or [p for p in found if p not in unwanted] or found
+    chosen = wanted or [p for p in rows if p not in unwanted] or rows
     return chosen, [p for p in found if p not in chosen]
 
 

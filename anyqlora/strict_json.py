@@ -73,6 +73,9 @@ def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
             yield where, BadRow(reason, "write the file anew with a JSON library", place(end))
             return
         position = _SPACE.match(text, end + 1).end() if text[end] == "," else end
+        if text[end] == "," and text[position:position + 1] == "]":
+            yield where, BadRow("not JSON: a comma before the ']'", "write the file anew with a JSON library", place(end))
+            return
     rest = _SPACE.match(text, position + 1).end()
     if rest < len(text):
         yield place(rest), BadRow("text after the end of the list", "one list per file", place(rest))

@@ -1,16 +1,20 @@
 """What cannot be used is named by file, line and column, with the reason and a cure; nothing is accepted silently."""
 
 import gzip
+import json
 import re
+import shutil
 import time
 
 import pytest
+import runs
 import transformers
 from data_fixtures import CHATML, byte_level, settings, write
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from anyqlora import __main__ as program
-from anyqlora import data, errors
+from anyqlora import audit, data, errors
+from anyqlora.layouts import DEMO_BASE
 
 GOOD = b'{"prompt": "2 + 2 =", "completion": " 4"}\n'
 CHAT = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}\n'
@@ -85,6 +89,8 @@ FILES = {
     "a JSON object": ("a.json", b'{"data": [\n{"prompt": "a", "completion": "b"}]}', "neither a list of rows nor one row per line"),
     "a JSON list that breaks off": ("a.json", b'[\n' + GOOD.strip() + b',\n{"prompt": "a"', "a.json:3:15: the JSON breaks off"),
     "a JSON list without comma": ("a.json", b'[\n' + GOOD + GOOD + b"]", "a.json:3:1: not JSON: expected ',' or ']'"),
+    "a comma at a JSON list's end": ("a.json", b"[\n" + GOOD.strip() + b",\n]", "a.json:2:42: not JSON: a comma before the ']'"),
+    "a JSON list of a comma": ("a.json", b"[,]", "a.json:1:2: not JSON: Expecting value"),
     "a JSON list of text": ("a.json", b'["a",\n "b"]', "a.json:2:2: a string, not an object"),
     "text after a JSON list": ("a.json", b"[" + GOOD.strip() + b"]\nxyz", "a.json:2:1: text after the end of the list"),
     "a JSON list in JSON lines": ("a.jsonl", b"[\n" + GOOD + b"]", "a.jsonl:1"),
@@ -218,6 +224,64 @@ def test_a_line_of_ten_megabytes_takes_no_time(words, tmp_path):
     assert time.monotonic() - start < 5
     assert read.train[1].truncated and byte_level().eos_token_id not in read.train[1].ids and len(read.train[1].ids) <= 512
     assert "a.jsonl:2: more than" in refused(tmp_path / "a.jsonl", on_long_row="error")
+
+
+def test_what_was_found_in_the_rows_is_said_a_line_each(tmp_path, capfd):
+    """By a run; where nothing is found, nothing is said."""
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"{\n" + GOOD + b'{"prompt": "x", "completion": "' + b"y " * 200 + b'"}\n{"prompt": "x", "completion": ""}\n')
+    (tmp_path / "b.jsonl").write_bytes(b'{"prompt": "3 + 3 =", "completion": " 6"}\n' + GOOD)
+    few = {"model_name": "demo", "context_length": 96, "max_steps": 1, "lora_rank": 2, "save_steps": 0, "exact_match": False, "log_to": "none"}
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    runs.run(tmp_path, **few, dataset=str(a), eval_dataset=str(b), on_bad_row="skip")
+    assert capfd.readouterr().err.splitlines() == [
+        f"warning: rows that cannot be used and are skipped: 2, the first is {a}:2:2: the JSON breaks off",
+        f"warning: rows cut to 96 tokens: 1, the first is {a}:4", f"warning: duplicate rows: 1, the first is {a}:3",
+        f"warning: held-out rows that are trained on: 1, the first is {b}:2"]
+    runs.run(tmp_path, "clean", **few, dataset=str(b))
+    assert capfd.readouterr().err == ""
+
+
+def test_rows_of_which_nothing_is_learned_are_findings_too():
+    """Of a report made by hand, for the data layer lets none through."""
+    report = {"context_length": 8, "skipped": [], "train": {"fully_masked": {"count": 3, "first": ["a:1", "a:2", "a:3"]}}}
+    assert audit.findings(report) == ["rows of which nothing is learned: 3, the first is a:1"]
+
+
+def cases():
+    """(name, {file: content}, the file and the place that must be named) of everything above that cannot be trained on."""
+    yield from ((kind, {"a.jsonl": GOOD + raw + b"\n" + GOOD}, f"a.jsonl:{place}: ") for kind, (raw, place, _) in ROWS.items())
+    yield from ((kind, {"a.jsonl": CHAT + raw + b"\n"}, "a.jsonl:2: ") for kind, (raw, _) in TALKS.items())
+    yield from ((kind, {name: raw}, name) for kind, (name, raw, _) in FILES.items())
+    yield "a ShareGPT turn", {"a.jsonl": b'{"conversations": [{"from": "alien", "value": "a"}]}\n'}, "a.jsonl:1: "
+    yield "an empty directory", {}, ""
+    yield "several", {"train-a.jsonl": GOOD + b"{\n", "train-b.jsonl": b'{"prompt": "a", "completion": ""}\n' + GOOD}, "train-b.jsonl:1: "
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    """The embedded base with a chat template."""
+    base = shutil.copytree(DEMO_BASE, tmp_path_factory.mktemp("talking") / "base")
+    about = json.loads((base / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    (base / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": template}))
+    return base
+
+
+@pytest.mark.parametrize(("files", "named"), [pytest.param(files, named, id=kind) for kind, files, named in cases()])
+@pytest.mark.parametrize("part", ["dataset", "eval_dataset"])
+def test_training_ends_with_two_and_leaves_nothing(part, files, named, talking, tmp_path, capsys):
+    """The command, from its flags on; whatever is no refusal comes out of it as an exception."""
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for name, raw in files.items():
+        (rows / name).write_bytes(raw)
+    good = write(tmp_path / "good.jsonl", {"prompt": "1 + 1 =", "completion": " 2"})
+    bad = rows if len(files) != 1 else rows / next(iter(files))
+    given = {"dataset": good, part: bad, "model_name": talking, "context_length": 512, "output_dir": tmp_path / "runs", "backend": "cpu", "log_to": "none"}
+    assert program.main(["train", *(f"--{name}={value}" for name, value in given.items())]) == 2
+    said = capsys.readouterr()
+    assert str(rows / named) in said.err and "\n  cure: " in said.err and "Traceback" not in said.err + said.out
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_command_ends_with_two(tmp_path, capsys):

@@ -11,11 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import data_fixtures
 import pytest
 import runs
 import torch
 from safetensors.torch import load_file, save_file
 
+from anyqlora import data
 from anyqlora.__main__ import main
 from anyqlora.commands import doctor
 from anyqlora.config import SETTINGS
@@ -143,6 +145,17 @@ def test_temperature_draws_by_the_seed(finished, capsys):
         return capsys.readouterr().out
 
     assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(2**63 - 1)
+    for temperature in ("1e-4", "1e300"):
+        assert main(["generate", str(finished), "--prompt", "Rosa sold 59", "--temperature", temperature, "--max_new_tokens", "4"]) == 0
+
+
+@pytest.mark.parametrize(("argv", "why"), [
+    (["generate", "--temperature", "1e-300", "--prompt", "a"], "1e-300 is neither 0 nor at least 0.0001"), (["chat", "--temperature", "1e-5"], "is neither 0 nor"),
+    (["generate", "--seed", "99999999999999999999", "--prompt", "a"], "is not between 0 and 9223372036854775807")])
+def test_what_cannot_be_drawn_with_is_refused(argv, why, finished, capsys):
+    assert main([argv[0], str(finished), *argv[1:]]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_chat_answers_each_line(finished, capsys, monkeypatch):
@@ -190,11 +203,141 @@ def test_a_question_is_put_as_the_rows_put_theirs(form, style, asked, finished):
     assert run.asked("Why?") == asked
 
 
+@pytest.mark.parametrize(("others", "asked"), [(1, "### Human: say 3### Assistant: "), (2, "say 3")])
+def test_guanaco_is_asked_as_its_rows_are(others, asked, finished, tmp_path):
+    """Raw text in which the assistant speaks, beside text in which nobody does; where it is not most of them, it is chance."""
+    rows = [{"text": "### Human: Hi### Assistant: Ho"}] * 2 + [{"text": "Once upon a time."}] * others
+    report = data.prepare(data_fixtures.settings(data_fixtures.write(tmp_path / "rows.jsonl", *rows)), data_fixtures.byte_level()).report
+    run = read(finished)
+    assert Finished(run.directory, run.config, run.result, report).asked("say 3") == asked
+
+
 def test_the_next_commands_of_the_report_work(finished, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Rosa sold 59 green carpets in Thornbrook on Saturday. JSON:\n"))
     for command in next_commands(finished):
         assert main(shlex.split(command.split(" -m anyqlora ")[1])) == 0
     assert sampled(finished)[0]["answer"] in capsys.readouterr().out
+
+
+def test_a_run_without_held_out_rows_is_not_told_to_evaluate_them(unusual, capsys):
+    commands = next_commands(unusual)
+    assert [command.split(" -m anyqlora ")[1].split()[0] for command in commands] == ["chat", "generate"]
+    assert main(shlex.split(commands[1].split(" -m anyqlora ")[1])) == 0
+    assert main(["eval", str(unusual)]) == 2
+
+
+# ------------------------------------------------------------------------------------------------------ an unusual run
+
+
+@pytest.fixture(scope="module")
+def unusual(tmp_path_factory):
+    """A run of relative paths and a mixture, whose base has a token beyond its embedding and its own wishes about generating."""
+    import transformers
+
+    place = tmp_path_factory.mktemp("unusual")
+    shutil.copytree(DEMO_BASE, place / "base_m")
+    words = transformers.AutoTokenizer.from_pretrained(place / "base_m")
+    words.add_tokens(["<extra>"], special_tokens=True)
+    words.save_pretrained(place / "base_m")
+    (place / "base_m" / "generation_config.json").write_text(json.dumps({"num_beams": 3, "eos_token_id": 1}))
+    for name in "ab":
+        (place / f"{name}.jsonl").write_text(HELD_OUT.read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("MY_TOKEN", "base_m")  # a word that stands in a path is no secret there
+        runs.run(place / "runs", **{**SMALL, "model_name": "base_m", "dataset": "a.jsonl=2,b.jsonl=0.5", "samples": 0, "max_steps": 1, "exact_match": False,
+                                    "on_bad_row": "skip", "project_name": "of base_m"})
+    return place / "runs" / "run"
+
+
+def test_a_run_is_read_from_any_directory(unusual, tmp_path, monkeypatch, capsys):
+    """Its base and its rows were named from where it was started."""
+    monkeypatch.chdir(tmp_path)
+    run = read(unusual)
+    place = unusual.parent.parent
+    assert run.config.model_name == str(place / "base_m") and run.config.dataset == f"{place}/a.jsonl=2.0,{place}/b.jsonl=0.5"
+    assert run.config.project_name == "of ***"
+    assert main(["generate", str(unusual), "--prompt", "Rosa sold", "--max_new_tokens", "4"]) == 0
+    assert main(["eval", str(unusual), "--dataset", str(HELD_OUT), "--max_new_tokens", "4"]) == 0
+
+
+def test_held_out_rows_are_found_from_any_directory(unusual, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(unusual.parent.parent)
+    directory = runs.run(tmp_path, **{**SMALL, "model_name": "./base_m", "dataset": "a.jsonl", "eval_dataset": "b.jsonl", "samples": 0, "max_steps": 1, "exact_match": False})
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", str(directory), "--exact_match", "false"]) == 0
+    assert capsys.readouterr().out.count("as at the end of the run") == 2
+
+
+def test_a_token_beyond_the_embedding_is_refused_by_name(unusual, tmp_path, capsys, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a <extra>", "completion": "c"}\n')
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Rosa\nRosa <extra>\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say <extra>\nRosa\n"))
+    for argv, where in ((["generate", "--prompt", "<extra>"], "the question"), (["generate", "--file", str(prompts)], "question 2"),
+                        (["eval", "--dataset", str(rows)], f"{rows}:2"), (["chat", "--max_new_tokens", "4"], "the question")):
+        assert main([argv[0], str(unusual), *argv[1:]]) == 2
+        out = capsys.readouterr()
+        assert f"{where}: the tokenizer makes '<extra>' token 512, and the model's embedding has 512 rows" in out.err
+    assert len(out.out.splitlines()) > 1, "chat answers the next line, and does not ask for the model's three beams"
+
+
+def test_evaluating_on_rows_of_which_none_or_some_can_be_used(unusual, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": ""}\n' * 3)
+    assert main(["eval", str(unusual), "--dataset", str(rows)]) == 2
+    refusal = capsys.readouterr().err
+    assert f"{rows}: no row can be used" in refusal and f"cure: mend them; the first is {rows}:1: 'completion' is empty" in refusal
+    rows.write_text('{"prompt": "a", "completion": ""}\n{"prompt": "a", "completion": "b"}\n')
+    assert main(["eval", str(unusual), "--dataset", str(rows)]) == 0
+    out = capsys.readouterr()
+    assert f"warning: rows that cannot be used and are skipped: 1, the first is {rows}:1: 'completion' is empty" in out.err and "1 held-out rows of" in out.out
+
+
+def test_a_whole_model_needs_no_base(tmp_path, capsys):
+    base = tmp_path / "base"
+    shutil.copytree(DEMO_BASE, base)
+    settings = {name: value for name, value in SMALL.items() if name != "lora_rank"}
+    directory = runs.run(tmp_path, **{**settings, "train_type": "full", "model_name": str(base), "samples": 0, "max_steps": 1, "exact_match": False})
+    shutil.rmtree(base)
+    assert main(["generate", str(directory), "--prompt", "Rosa sold"]) == 0
+
+
+def test_a_held_out_prompt_that_fills_the_positions_counts_as_wrong_and_is_told(short, tmp_path, capsys):
+    """A dialogue that is cut: its first answer is evaluated, and its last question is too long to be asked."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"### Human: a### Assistant: b### Human: {'lamp ' * n}### Assistant: c"}) + "\n" for n in (300, 2, 400)))
+    assert main(["eval", str(short), "--dataset", str(rows), "--exact_match", "true"]) == 0
+    out = capsys.readouterr()
+    assert "exact match  0.0%" in out.out
+    assert out.err.count(f"warning: held-out prompts that fill the model's positions: 2, the first is {rows}:1; their answers are empty") == 1
+    assert out.err.count(f"warning: held-out rows cut to 256 tokens: 2, the first is {rows}:1") == 1
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A run of a model with a table of 256 positions, on rows that fit with hardly a token to spare."""
+    import tiny_models
+
+    place = tmp_path_factory.mktemp("short")
+    rows = [{"prompt": "lamp " * 80 + "x" * n, "completion": " y"} for n in range(4)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return runs.run(place, model_name=str(tiny_models.make(place / "base", "gpt2")), dataset=str(place / "rows.jsonl"), eval_dataset=str(place / "rows.jsonl"),
+                    max_steps=1, batch_size=2, samples=2, exact_match=True, max_new_tokens=200, precision="fp32", save_steps=0)
+
+
+def test_answers_end_with_the_positions_of_the_model(short, tmp_path, capsys, monkeypatch):
+    long = "lamp " * 300
+    assert len((short / "samples.jsonl").read_text().splitlines()) == 4
+    assert main(["eval", str(short)]) == 0 and "fill the model's positions" not in capsys.readouterr().err
+    assert main(["generate", str(short), "--prompt", "lamp " * 80, "--max_new_tokens", "400"]) == 0
+    assert main(["generate", str(short), "--prompt", long]) == 2
+    assert "the question: its" in (err := capsys.readouterr().err) and "leave no room for an answer" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{long}\nlamp\n"))
+    assert main(["chat", str(short), "--max_new_tokens", "400"]) == 2
+    out = capsys.readouterr()
+    assert "leave no room for an answer" in out.err and len(out.out.splitlines()) > 1
 
 
 # --------------------------------------------------------------------------------------------------- finding the run
@@ -239,7 +382,9 @@ def test_damaged_weights_are_refused(finished, tmp_path, capsys):
 WRONG = [
     ["eval", "--foo"], ["eval", "--lr", "1"], ["eval", "x", "y"], ["eval", "no_such_run"], ["generate"], ["generate", "--prompt"],
     ["generate", "--prompt", "a", "--file", "b"], ["generate", "--temperature", "warm", "--prompt", "a"],
-    ["generate", "--max_new_tokens", "0", "--prompt", "a"], ["generate", "--file", "no_such_file"], ["chat", "--temperature", "-1"], ["doctor", "--backend", "cpx"], ["doctor", "all"],
+    ["generate", "--max_new_tokens", "0", "--prompt", "a"], ["generate", "--file", "no_such_file"], ["chat", "--temperature", "-1"],
+    ["generate", "--temperature", "1e-300", "--prompt", "a"], ["chat", "--temperature", "1e-5"], ["generate", "--seed", "99999999999999999999", "--prompt", "a"],
+    ["doctor", "--backend", "cpx"], ["doctor", "all"],
     ["config", "explian"], ["config", "explain", "--lrr", "1"], ["train", "--lrr", "1"], ["train", "--lr", "fast"], ["tain"],
 ]
 

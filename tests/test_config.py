@@ -118,10 +118,18 @@ def test_flags_that_are_refused(argv, message):
     ({"warmup_steps": "1", "warmup_ratio": "0.1", "dataset": "d"}, "both state the warm-up"), ({"eval_steps": "5"}, "needs held-out rows"),
     ({"eval_fraction": "0.1", "eval_dataset": "x"}, "both say what is held out"), ({"early_stopping": "2", "eval_fraction": "0.1"}, "needs eval_steps"),
     ({"use_gradient_checkpointing": "false", "reentrant_checkpointing": "true"}, "nothing to recompute"), ({"keep": "best"}, "needs evaluations"),
-    ({"profile": "true", "active_steps": "20"}, "longer than profiling_frequency")])
+    ({"profile": "true", "active_steps": "20"}, "longer than profiling_frequency"),
+    ({"seed": "99999999999999999999"}, "seed: '99999999999999999999' is not between 0 and 9223372036854775807"),
+    ({"seed": "9223372036854775808"}, "between 0 and"), ({"lora_alpha": "0"}, "lora_alpha: '0' is not greater than 0"),
+    ({"lora_alpha": "-1"}, "greater than 0"), ({"lora_dropout": "1"}, "between 0 and 0.999")])
 def test_values_that_are_refused(given, message):
     with pytest.raises(UsageError, match=message):
         settings(**given)
+
+
+@pytest.mark.parametrize("text, value", [("9223372036854775807", 2**63 - 1), ("9007199254740993", 2**53 + 1), ("1e3", 1000), ("4.0", 4), ("1_000", 1000)])
+def test_whole_numbers_keep_every_digit(text, value):
+    assert settings(seed=text).seed == value
 
 
 @pytest.mark.parametrize("given, name", [

@@ -1,8 +1,12 @@
 """The data verb: what it shows of the first rows, and what it finds in all of them."""
 
+import json
 import re
 
+import local_hub
 import pytest
+import runs
+import tiny_models
 from data_fixtures import CHATML, byte_level, metaspace, settings, write
 
 from anyqlora import __main__ as program
@@ -65,6 +69,14 @@ def test_the_audit_counts_what_hand_made_rows_hold(tmp_path):
     assert report["rows"] == report["train"]["examples"] == sum(report["train"]["lengths"].values()) == 4 and report["train"]["longest"] == 64
 
 
+def test_a_file_that_is_named_twice_is_full_of_duplicates(tmp_path):
+    """The reference is one file that holds the rows twice; turns that a template splits are no duplicates of each other."""
+    tokens, rows = byte_level(), [{"prompt": f"{n}", "completion": " x"} for n in range(8)]
+    once, twice = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows, *rows)
+    found = [data.prepare(settings(spec), tokens).report["duplicates"]["count"] for spec in (twice, f"{once},{once}", f"{once}=2", once)]
+    assert found == [8, 8, 0, 0]
+
+
 def test_double_begin_tokens_and_masked_rows_are_found():
     """On examples made by hand, for nothing that the data layer makes has them."""
     import numpy as np
@@ -81,6 +93,28 @@ def test_the_histogram_is_by_powers_of_two(length, name):
     import numpy as np
 
     assert audit.histogram(np.array([length, length])) == {name: 2}
+
+
+def test_rows_are_shown_as_long_as_they_are_trained(tmp_path, capsys):
+    """A model with fewer positions than the default context; the reference is the report of a run."""
+    base = tiny_models.make(tmp_path / "base", "gpt2")
+    path = write(tmp_path / "a.jsonl", {"prompt": "x", "completion": " lamp" * 400}, {"prompt": "y", "completion": " z"})
+    code, out, _ = shown(capsys, "--model_name", str(base), "--dataset", str(path), "--show", "1")
+    assert code == 0 and "context_length: asked 512, got 256: the model has 256 positions" in out and "a.jsonl:1: 256 tokens, 255 trained, truncated" in out
+    trained = runs.run(tmp_path, model_name=str(base), dataset=str(path), max_steps=1, save_steps=0)
+    assert f"identity {json.loads((trained / 'data_report.json').read_text())['identity']}" in out
+    code, _, err = shown(capsys, "--model_name", str(base), "--dataset", str(path), "--context_length", "300")
+    assert code == 2 and "context_length 300: the model has 256 positions" in err
+
+
+def test_a_model_of_the_hub_says_its_positions_before_its_weights_are_here(tmp_path):
+    base = tiny_models.make(tmp_path / "base", "gpt2")
+    path = write(tmp_path / "a.jsonl", {"prompt": "x", "completion": " lamp" * 400})
+    files = {path.name: path.read_bytes() for path in base.iterdir()}
+    with local_hub.serving(kind="models", name="some/model", files=files) as (hub, endpoint):
+        out = local_hub.python("-m", "anyqlora", "data", "--model_name", "some/model", "--dataset", path, endpoint=endpoint, home=tmp_path / "home")
+    assert "got 256: the model has 256 positions" in out.stdout, out.stderr
+    assert not any("safetensors" in path for _, path, _ in hub.asked)
 
 
 def test_a_set_of_which_nothing_is_learned_is_refused(model, tmp_path, capsys):

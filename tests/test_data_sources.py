@@ -88,6 +88,26 @@ def test_weights_that_say_nothing_are_refused(spec, tmp_path, monkeypatch):
         data.prepare(settings(spec), byte_level())
 
 
+@pytest.mark.parametrize(("spec", "expected"), [
+    ("a.jsonl", "{here}/a.jsonl"), ("a.jsonl=2,b.jsonl=0.5", "{here}/a.jsonl=2.0,{here}/b.jsonl=0.5"), ("a.jsonl=3", "{here}/a.jsonl=3.0"),
+    ("sub", "{here}/sub"), ("../{name}/a.jsonl", "{here}/../{name}/a.jsonl"), ("demo", "DEMO"), ("alpaca", "ALPACA"), ("some/data", "SOME/DATA"),
+    ("a.jsonl,some/data=2", "{here}/a.jsonl=1.0,SOME/DATA=2.0"), ("a=2,b.jsonl", "{here}/a=2,b.jsonl"), ("", "")])
+def test_a_specification_for_whoever_stands_elsewhere(spec, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "a=2,b.jsonl", "demo"):
+        write(tmp_path / name, *ROWS)
+    about = {"here": tmp_path, "name": tmp_path.name}
+    assert sources.placed(spec.format(**about), str.upper) == expected.format(**about)
+
+
+def test_a_whole_path_with_a_comma_cannot_stand_among_others(tmp_path, monkeypatch):
+    (tmp_path / "a,b").mkdir()
+    monkeypatch.chdir(tmp_path / "a,b")
+    write(tmp_path / "a,b" / "a.jsonl", *ROWS)
+    assert sources.placed("a.jsonl", str) == f"{tmp_path}/a,b/a.jsonl" and sources.placed("a.jsonl=2,a.jsonl", str) == "a.jsonl=2,a.jsonl"
+
+
 def test_a_file_name_with_comma_and_equals_sign_is_one_file(tmp_path):
     assert len(data.prepare(settings(write(tmp_path / "a=2,b.jsonl", *ROWS)), byte_level()).train) == 6
 
@@ -99,6 +119,18 @@ def test_a_directory_gives_its_train_split_and_says_what_it_left_out(tmp_path):
     assert [example.prompt for example in read.train] == ["train-00000.jsonl", "train-00001.jsonl"]
     assert [example.prompt for example in read.held_out] == ["test.jsonl"]
     assert "test.jsonl" in read.report["sources"][0]["notes"][0]
+
+
+def test_a_directory_of_the_hub_has_descriptions_beside_its_rows(tmp_path):
+    """Left out where there are rows beside them; a directory in which nothing else is has rows of such a name."""
+    write(tmp_path / "data.jsonl", *ROWS)
+    for name in ("dataset_info.json", "dataset_infos.json", "state.json"):
+        (tmp_path / name).write_text('{"default": {"features": {}}}')
+    read = data.prepare(settings(tmp_path), byte_level())
+    assert len(read.train) == 6 and "dataset_infos.json" in read.report["sources"][0]["notes"][0]
+    (tmp_path / "alone").mkdir()
+    write(tmp_path / "alone" / "state.json", *ROWS)
+    assert len(data.prepare(settings(tmp_path / "alone"), byte_level()).train) == 6
 
 
 def test_files_of_different_formats_make_one_set(tmp_path):

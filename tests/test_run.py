@@ -13,9 +13,12 @@ import yaml
 from safetensors.numpy import load, save
 from safetensors.torch import load_file, save_file
 
-from anyqlora.checkpoint import Checkpoints, tensors_to_bytes
-from anyqlora.errors import NoCheckpoint, NonFinite, Stopped, UsageError
+import train
+from anyqlora.checkpoint import Checkpoints, Disk, tensors_to_bytes
+from anyqlora.config import resolve
+from anyqlora.errors import DiskFull, NoCheckpoint, NonFinite, RunError, Stopped, UsageError
 from anyqlora.layouts import DEMO_BASE
+from anyqlora.place import IDENTITY
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 2, "gradient_accumulation_steps": 2, "precision": "fp32",
@@ -76,6 +79,60 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bytes(whole, tmp_path):
     assert steps == list(range(1, 9))
     same = ("step", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "epoch")
     assert [[m[k] for k in same] for m in runs.metrics(directory)] == [[m[k] for k in same] for m in runs.metrics(whole)]
+
+
+def loop_of(monkeypatch, act):
+    """A loop that does something before its first step."""
+    monkeypatch.setitem(train.LOOPS, "torch", act)
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [RunError("on purpose"), UsageError("on purpose"), DiskFull("on purpose"), ZeroDivisionError("on purpose")], ids=lambda e: type(e).__name__)
+def test_what_fails_before_its_first_step_leaves_no_directory(error, tmp_path, monkeypatch):
+    loop_of(monkeypatch, lambda run: fail(error))
+    with pytest.raises(type(error), match="on purpose"):
+        train.train(resolve({**SMALL, "output_dir": str(tmp_path), "log_to": "none"}, environ={}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_described_is_not_left_half_written(tmp_path, monkeypatch):
+    write = Disk.write
+    monkeypatch.setattr(Disk, "write", lambda self, path, content: fail(OSError(28, "No space left")) if IDENTITY in path.name else write(self, path, content))
+    with pytest.raises(DiskFull):
+        runs.run(tmp_path, **SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_was_there_stays(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    loop_of(monkeypatch, lambda run: fail(RunError("on purpose")))
+    with pytest.raises(RunError):
+        train.train(resolve({**SMALL, "output_dir": str(tmp_path), "run_name": "run", "log_to": "none"}, environ={}))
+    assert (tmp_path / "run" / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_stopped_before_its_first_step_is_found_again(number, whole, tmp_path, monkeypatch):
+    loop_of(monkeypatch, lambda run: os.kill(os.getpid(), number))
+    with pytest.raises(Stopped, match="nothing is saved yet"):
+        train.train(resolve({**SMALL, "output_dir": str(tmp_path), "log_to": "none"}, environ={}))
+    monkeypatch.undo()
+    (directory,) = tmp_path.iterdir()
+    runs.run(tmp_path, name="", **SMALL)
+    assert list(tmp_path.iterdir()) == [directory] and adapter_bytes(directory) == adapter_bytes(whole)
+
+
+def test_a_failure_after_steps_leaves_what_was_trained(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        runs.run(tmp_path, during=lambda step: step == 4 and fail(ZeroDivisionError()), **SMALL)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3] and len(runs.metrics(tmp_path / "run")) == 4
+    with pytest.raises(ZeroDivisionError):
+        runs.run(tmp_path, during=lambda step: fail(ZeroDivisionError()), **SMALL)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_path, capfd):

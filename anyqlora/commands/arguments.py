@@ -10,6 +10,7 @@ from ..errors import UsageError
 from ..tables import nearest
 
 WHERE = "command line"
+COLDEST = 1e-4  # the lowest temperature but 0: far below, a logit divided by it is no float32 any more
 
 
 def read(argv: list[str], own: Mapping[str, type], settings: tuple[str, ...] = ()) -> tuple[str, dict]:
@@ -60,6 +61,15 @@ def _number(key: str, raw: str) -> float:
     if not (math.isfinite(number) and number >= 0):
         raise UsageError(f"{key}: {raw!r} is not a number of at least 0", where=f"{WHERE}: --{key}")
     return number
+
+
+def temperature(values: dict) -> float:
+    """Take the temperature out of `values`; 0 where none was given. Raises UsageError for one that logits cannot be divided by."""
+    found = values.pop("temperature", 0.0)
+    if 0 < found < COLDEST:
+        raise UsageError(f"temperature: {found:g} is neither 0 nor at least {COLDEST:g}", where=f"{WHERE}: --temperature",
+                         cure="0 takes the likeliest token each time")
+    return found
 
 
 def settings(argv: list[str]) -> dict[str, str]:

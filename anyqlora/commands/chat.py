@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
+from ..errors import UsageError
 from ..terminal import printable
 from . import arguments
 
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     name, values = arguments.read(argv, {"temperature": float}, SETTINGS)
-    temperature = values.pop("temperature", 0.0)
+    temperature = arguments.temperature(values)
 
     from ..finished import find
 
@@ -33,22 +34,32 @@ def main(argv: list[str]) -> int:
 
     tuned = load(run, values)
     print(printable(f"{run.directory} on {run.config.model_name}; an empty line starts anew, Ctrl-D ends"))
+    return converse(run, tuned, temperature)
+
+
+def converse(run, tuned, temperature: float) -> int:
+    """Answer each line. Returns 2 where one of them could not be asked, else 0."""
     talk: list[dict] = []
+    code = 0
     for line in questions():
         if not line:
             talk = []
             continue
-        asked = run.asked(line)
-        if isinstance(asked, list):
-            asked = talk + asked
         try:
+            asked = run.asked(line)
+            if isinstance(asked, list):
+                asked = talk + asked
             answer = tuned.answer([asked], temperature=temperature, streamer=streamer(tuned.tokenizer))[0]
         except KeyboardInterrupt:
             print("\n(stopped)")
             continue
+        except UsageError as error:  # the next question may be another one
+            print(error, file=sys.stderr)
+            code = error.exit_code
+            continue
         if isinstance(asked, list):
             talk = [*asked, {"role": "assistant", "content": answer}]
-    return 0
+    return code
 
 
 def questions():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import audit, config, data, tokenizer
+from .. import audit, config, data, plan, tokenizer
 from ..errors import UsageError
 from ..terminal import printable
 
@@ -24,11 +24,12 @@ def main(argv: list[str]) -> int:
     given = dict(word.removeprefix("--").split("=", 1) for word in config.spelled(flags))
     settings = config.resolve(given)
     tokens = tokenizer.load(settings.model_name, settings.trust_remote_code, settings.revision, settings.offline)
+    settings, changes = plan.fitted(settings)  # what a hub model says of itself came with its tokenizer
     found = data.prepare(settings, tokens)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for example in found.train[:show]:
         _print_example(console, example, tokens)
-    for line in report(found.report):
+    for line in [*changes, *report(found.report)]:
         console.print(printable(line))
     return 0
 

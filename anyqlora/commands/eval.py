@@ -26,10 +26,11 @@ def main(argv: list[str]) -> int:
     run = find(name)
     other = values.pop("dataset", "")
 
+    from ..log import Lines
     from ..on_torch.tuned import load
 
     tuned = load(run, {"samples": 0, **values})
-    rows = run.held_out(tuned.tokenizer, other)
+    rows = run.held_out(tuned.tokenizer, other, Lines(tuned.plan, 0).warn)
     found = tuned.evaluate(rows)
     print(printable(f"{run.directory}: {len(rows)} held-out rows{f' of {other}' if other else ''}"))
     print(*table(found, None if other else (run.result.get("eval") or {}).get("after")), sep="\n")

@@ -14,7 +14,7 @@ USAGE = """usage: python -m anyqlora generate [RUN] --prompt TEXT | --file PROMP
 
 RUN is a run directory, or a name in ./runs; without it the newest finished run is taken. A prompt is put as the run's rows put
 theirs. The answer to --prompt is printed as it is; PROMPTS has one prompt in each line, and its answers are printed as JSON lines.
-Temperature 0, the default, takes the likeliest token each time."""
+Temperature 0, the default, takes the likeliest token each time; a higher one (0.0001 at least) draws from all tokens."""
 SETTINGS = ("max_new_tokens", "seed", "backend", "model_name", "offline", "trust_remote_code")
 
 
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     name, values = arguments.read(argv, {"prompt": str, "file": str, "temperature": float}, SETTINGS)
-    temperature = values.pop("temperature", 0.0)
+    temperature = arguments.temperature(values)
     prompts = _prompts(values.pop("prompt", None), values.pop("file", None))
 
     from ..finished import find

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..config import AUTO
 from ..data import Example, batches
-from .generate import PAD, answers, evaluating, learned_ends
+from .generate import PAD, answers, evaluating, learned_ends, room
 from .loss import token_loss
 from .runtime import Runtime
 
@@ -30,7 +30,7 @@ def evaluate(model: nn.Module, tokenizer, examples: list[Example], runtime: Runt
             trained += batch.trained
     loss = total / trained
     found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": trained}
-    asked = [e for e in examples if e.answer is not None] if exact_match else [e for e in examples if e.answer is not None][:shown]
+    asked = questions(examples, exact_match, shown)
     if asked:
         with runtime.autocast():
             given = answers(model, tokenizer, [e.prompt_ids for e in asked], max_new_tokens=max_new_tokens, batch_size=batch_size,
@@ -42,6 +42,12 @@ def evaluate(model: nn.Module, tokenizer, examples: list[Example], runtime: Runt
     return found
 
 
+def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Example]:
+    """The rows whose prompts are answered."""
+    found = [e for e in examples if e.answer is not None]
+    return found if exact_match else found[:shown]
+
+
 def evaluator(run, model: nn.Module, runtime: Runtime):
     """() -> the evaluation of `run`'s held-out rows, as its settings say."""
     config, held_out = run.config, run.data.held_out
@@ -49,6 +55,11 @@ def evaluator(run, model: nn.Module, runtime: Runtime):
     exact = config.exact_match
     if exact == AUTO:  # worth its time where answers fit and are not essays
         exact = bool(lengths) and max(lengths) <= config.max_new_tokens and len(lengths) <= EXACT_MATCH_ROWS
+    fits = room(model, config.max_new_tokens)
+    mute = [e.where for e in questions(held_out, exact, config.samples) if not fits(e.prompt_ids)]
+    if mute:
+        run.console.warn(f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, "
+                         "which counts as wrong")
     return lambda: evaluate(model, run.tokenizer, held_out, runtime, batch_size=config.eval_batch_size, exact_match=exact,
                             max_new_tokens=config.max_new_tokens, shown=config.samples, ends=learned_ends(run.data.report),
                             between=run.interruptible)

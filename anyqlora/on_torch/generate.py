@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
+
+from ..layouts import position_table
 
 
 @contextlib.contextmanager
@@ -41,28 +45,55 @@ def stop_ids(model: nn.Module, tokenizer, ends: Sequence[str] = ()) -> list[int]
     return sorted({i for i in [tokenizer.eos_token_id, *named, *map(tokenizer.convert_tokens_to_ids, ends)] if i is not None})
 
 
+@contextlib.contextmanager
+def own_settings(model: nn.Module) -> Iterator[None]:
+    """Nothing that comes with the model says how it generates: transformers takes what is not stated from its generation_config."""
+    owner = next(module for module in model.modules() if "generation_config" in vars(module))  # beneath PEFT's wrappers
+    before, owner.generation_config = owner.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        owner.generation_config = before
+
+
+def room(model: nn.Module, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
+    """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of positions."""
+    table = position_table(model.config.to_dict())
+    return lambda prompt: max_new_tokens if table is None else min(max_new_tokens, max(table - len(prompt), 0))
+
+
 def answers(model: nn.Module, tokenizer, prompts: list, *, max_new_tokens: int, batch_size: int = 16, ends: Sequence[str] = (),
-            between=lambda: None, **sampling) -> list[str]:
-    """The text that follows each prompt (a list of token ids), greedily unless `sampling` says otherwise. `ends`: see learned_ends."""
+            between=lambda: None, streamer=None, **sampling) -> list[str]:
+    """The text that follows each prompt (a list of token ids), greedily unless `sampling` says otherwise. `ends`: see learned_ends.
+
+    A prompt that leaves no `room` has no answer. A `streamer` is told the tokens of one prompt as they come.
+    """
     texts: list[str] = [""] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    left = list(map(room(model, max_new_tokens), prompts))
     stops = stop_ids(model, tokenizer, ends)
     device = next(model.parameters()).device
-    options = {"do_sample": False, **sampling}
-    with evaluating(model):
-        for first in range(0, len(order), batch_size):
+    asked = {"do_sample": False, "eos_token_id": stops, "pad_token_id": PAD, "use_cache": True, **sampling}
+    with evaluating(model), own_settings(model):
+        for some in alike(prompts, left, batch_size):
             between()
-            some = order[first : first + batch_size]
             width = max(len(prompts[i]) for i in some)
             ids = torch.full((len(some), width), PAD, dtype=torch.long)
             mask = torch.zeros_like(ids)
             for row, i in enumerate(some):  # on the left, so that all answers begin in one column
                 ids[row, width - len(prompts[i]) :] = torch.as_tensor(prompts[i], dtype=torch.long)
                 mask[row, width - len(prompts[i]) :] = 1
-            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=max_new_tokens,
-                                 eos_token_id=stops, pad_token_id=PAD, use_cache=True, **options)
+            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), streamer=streamer,
+                                 generation_config=GenerationConfig(max_new_tokens=left[some[0]], **asked))
             for row, i in enumerate(some):
                 new = out[row, width:].tolist()
                 end = next((k for k, token in enumerate(new) if token in stops), len(new))
                 texts[i] = tokenizer.decode(new[:end], skip_special_tokens=True)
     return texts
+
+
+def alike(prompts: list, left: list[int], batch_size: int) -> Iterator[list[int]]:
+    """Numbers of prompts that are answered together: of about one length, and with as much room."""
+    order = sorted((i for i in range(len(prompts)) if left[i]), key=lambda i: len(prompts[i]))
+    for _, group in itertools.groupby(order, key=left.__getitem__):
+        numbers = list(group)
+        yield from (numbers[first:first + batch_size] for first in range(0, len(numbers), batch_size))

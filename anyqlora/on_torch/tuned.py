@@ -13,15 +13,16 @@ from backend_manager import BackendManager
 
 from .. import tokenizer
 from ..checkpoint import ADAPTER
-from ..data import Data
+from ..data import Data, check_tokens, tokens_of
 from ..errors import UsageError
 from ..examples import prompt_ids
 from ..finished import Finished
+from ..log import Lines
 from ..terminal import printable
 from .build import build
 from .device import set_deterministic
 from .evaluate import evaluator
-from .generate import answers, learned_ends
+from .generate import answers, learned_ends, room
 from .runtime import Runtime
 
 
@@ -36,19 +37,33 @@ class Tuned:
     runtime: Runtime
 
     def evaluate(self, rows: list) -> dict:
-        """As at the end of the run: see evaluate.evaluate."""
-        asked = _Asked(self.plan.config, Data([], rows, self.run.report, ""), self.tokenizer)
+        """As at the end of the run: see evaluate.evaluate. Raises UsageError for tokens that the model does not have."""
+        check_tokens(self.plan.config, self.tokenizer, tokens_of(rows))
+        asked = _Asked(self.plan.config, Data([], rows, self.run.report, ""), self.tokenizer, Lines(self.plan, 0))
         return evaluator(asked, self.model, self.runtime)()
 
     def answer(self, asked: list, *, temperature: float = 0.0, **options) -> list[str]:
-        """The answer to each question, as text or messages (Finished.asked makes them). Temperature 0 takes the likeliest token."""
+        """The answer to each question, as text or messages (Finished.asked makes them). Temperature 0 takes the likeliest token.
+
+        Raises UsageError for a question that has tokens which the model does not have, or leaves no room for an answer.
+        """
         style = {str: "plain", list: "chat"}
         prompts = [prompt_ids(self.tokenizer, question, style[type(question)]) for question in asked]
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+        self._check(prompts)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
         torch.manual_seed(self.plan.config.seed)
         with self.runtime.autocast():
             return answers(self.model, self.tokenizer, prompts, max_new_tokens=self.plan.config.max_new_tokens, ends=learned_ends(self.run.report),
                            **sampling, **options)
+
+    def _check(self, prompts: list[list[int]]) -> None:
+        named = [(ids, f"question {number}" if len(prompts) > 1 else "the question") for number, ids in enumerate(prompts, 1)]
+        check_tokens(self.plan.config, self.tokenizer, named)
+        fits = room(self.model, self.plan.config.max_new_tokens)
+        for ids, where in named:
+            if not fits(ids):
+                raise UsageError(f"its {len(ids)} tokens fill the model's positions and leave no room for an answer", where=where,
+                                 cure="a shorter one")
 
 
 @dataclass
@@ -58,6 +73,7 @@ class _Asked:
     config: object
     data: Data
     tokenizer: object
+    console: Lines
 
     def interruptible(self) -> None:
         """Nothing has to be saved: Ctrl-C ends it."""
@@ -69,13 +85,13 @@ def load(run: Finished, changed: dict) -> Tuned:
     Raises UsageError for a base or a backend that is not here and for an adapter that does not fit the base.
     """
     plan = plan_here(run, changed)
-    config, is_whole = plan.config, plan.adapter == "full"
+    config = plan.config
     set_deterministic(config.deterministic)
     words = tokenizer.load(str(run.folder), config.trust_remote_code, config.revision, offline=True)
     runtime = Runtime(plan)
-    built = build(config.with_(model_name=str(run.folder)) if is_whole else config, runtime)
+    built = build(config, runtime)
     model, _ = runtime.prepare(built.model, built.trainable, lambda parameters: None)
-    if not is_whole:
+    if plan.adapter != "full":
         saved = load_file(run.folder / ADAPTER)
         strange = sorted(saved.keys() ^ built.trainable.keys())
         if strange:
@@ -88,7 +104,8 @@ def load(run: Finished, changed: dict) -> Tuned:
 
 def plan_here(run: Finished, changed: dict):
     """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is said."""
-    config = run.config.with_(strict=False, **changed)
+    own = {"model_name": str(run.folder)} if run.config.adapter == "full" else {}  # a whole model needs no base
+    config = run.config.with_(strict=False, **{**changed, **own})
     if "backend" not in changed and config.backend not in BackendManager().available():
         print(f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers", file=sys.stderr)
         config = config.with_(backend="auto")
