@@ -100,7 +100,7 @@ def test_rows_are_shown_as_long_as_they_are_trained(tmp_path, capsys):
     base = tiny_models.make(tmp_path / "base", "gpt2")
     path = write(tmp_path / "a.jsonl", {"prompt": "x", "completion": " lamp" * 400}, {"prompt": "y", "completion": " z"})
     code, out, _ = shown(capsys, "--model_name", str(base), "--dataset", str(path), "--show", "1")
-    assert code == 0 and "context_length: asked 512, got 256: the model has 256 positions" in out and "a.jsonl:1: 256 tokens, 255 trained, truncated" in out
+    assert code == 0 and "rows have up to 256 tokens: the model has no more positions" in out and "a.jsonl:1: 256 tokens, 255 trained, truncated" in out
     trained = runs.run(tmp_path, model_name=str(base), dataset=str(path), max_steps=1, save_steps=0)
     assert f"identity {json.loads((trained / 'data_report.json').read_text())['identity']}" in out
     code, _, err = shown(capsys, "--model_name", str(base), "--dataset", str(path), "--context_length", "300")
@@ -113,7 +113,7 @@ def test_a_model_of_the_hub_says_its_positions_before_its_weights_are_here(tmp_p
     files = {path.name: path.read_bytes() for path in base.iterdir()}
     with local_hub.serving(kind="models", name="some/model", files=files) as (hub, endpoint):
         out = local_hub.python("-m", "anyqlora", "data", "--model_name", "some/model", "--dataset", path, endpoint=endpoint, home=tmp_path / "home")
-    assert "got 256: the model has 256 positions" in out.stdout, out.stderr
+    assert "rows have up to 256 tokens: the model has no more positions" in out.stdout, out.stderr
     assert not any("safetensors" in path for _, path, _ in hub.asked)
 
 

@@ -77,8 +77,7 @@ def test_kill_at_random_moments(job, whole, tmp_path, full):
         trial = Trial(output, job)
         trial.wait_until(lambda: trial.lines() >= line)
         if in_save:
-            trial.wait_until(trial.is_saving)
-            time.sleep(part * 0.03)
+            trial.hold_in_save(part)
         else:
             time.sleep(part * 0.1)
         trial.signal(signal.SIGKILL)
@@ -106,12 +105,12 @@ def test_signals_at_random_moments(job, whole, tmp_path, full):
         trial = Trial(output, job)
         trial.wait_until(lambda: (trial.directory / "metrics.jsonl").exists() if line == 0 else trial.lines() >= line)
         if in_save:
-            trial.wait_until(trial.is_saving)
-            saving.append(trial.is_saving())
+            saving.append(trial.hold_in_save(part))
         else:
             time.sleep(part * 0.1)
         sent = time.monotonic()
         trial.signal(which)
+        trial.signal(signal.SIGCONT)
         trial.wait()
         waits.append(time.monotonic() - sent)
         expected = 130 if which == signal.SIGINT else 75

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -117,6 +118,16 @@ class Trial:
 
     def is_saving(self) -> bool:
         return any((self.directory / "checkpoints").glob(f"step-*{STAGED}"))
+
+    def hold_in_save(self, part: float) -> bool:
+        """Stop the process inside a save, some `part` (0..1) of a few milliseconds after it began; False when the run ended before."""
+        while self.wait_until(self.is_saving):
+            time.sleep(part * 0.005)
+            self.signal(signal.SIGSTOP)
+            if self.is_saving():
+                return True
+            self.signal(signal.SIGCONT)  # it was over already: the next one
+        return False
 
 
 def _child(log: str, settings: dict, fault, arguments) -> None:
