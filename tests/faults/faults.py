@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+import time
 
 import torch
 
@@ -40,6 +41,15 @@ def record_calls(path: str) -> None:
     def act(number, name, paths, content, do):
         with open(path, "a") as file:
             file.write(json.dumps([number, name, paths[0].name, paths[0].parent.name]) + "\n")
+        return do()
+
+    each_call(act)
+
+
+def slow_disk(seconds: float) -> None:
+    """Every call takes so much longer, so that a signal finds the run inside a save."""
+    def act(number, name, paths, content, do):
+        time.sleep(seconds)
         return do()
 
     each_call(act)

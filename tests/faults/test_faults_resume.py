@@ -12,6 +12,7 @@ from counts import quick_and_full
 from trials import SAVED_EVERY, STEPS, Trial
 
 ONE_STEP_AND_SAVE = 10.0  # seconds: a step takes a twentieth of a second, but the cores may be shared
+SLOW_DISK = (faults.slow_disk, 0.005)  # seconds a call: a save takes long enough to be hit
 
 
 @quick_and_full
@@ -74,7 +75,7 @@ def test_kill_at_random_moments(job, whole, tmp_path, full):
     def kill_and_go(trial_of):
         number, in_save, line, part = trial_of
         output = tmp_path / str(number)
-        trial = Trial(output, job)
+        trial = Trial(output, job, *SLOW_DISK * in_save)
         trial.wait_until(lambda: trial.lines() >= line)
         if in_save:
             trial.hold_in_save(part)
@@ -102,7 +103,7 @@ def test_signals_at_random_moments(job, whole, tmp_path, full):
     def stop_and_go(trial_of):
         number, which, in_save, line, part = trial_of
         output = tmp_path / str(number)
-        trial = Trial(output, job)
+        trial = Trial(output, job, *SLOW_DISK * in_save)
         trial.wait_until(lambda: (trial.directory / "metrics.jsonl").exists() if line == 0 else trial.lines() >= line)
         if in_save:
             saving.append(trial.hold_in_save(part))

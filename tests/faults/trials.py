@@ -120,9 +120,9 @@ class Trial:
         return any((self.directory / "checkpoints").glob(f"step-*{STAGED}"))
 
     def hold_in_save(self, part: float) -> bool:
-        """Stop the process inside a save, some `part` (0..1) of a few milliseconds after it began; False when the run ended before."""
+        """Stop the process inside a save, a `part` (0..1) of 30 ms after it began; False when the run ended before."""
         while self.wait_until(self.is_saving):
-            time.sleep(part * 0.005)
+            time.sleep(part * 0.03)
             self.signal(signal.SIGSTOP)
             if self.is_saving():
                 return True
