@@ -12,19 +12,37 @@ from anyqlora.errors import explained
 
 
 def train(config: TrainConfig) -> dict:
-    """One run, from its configuration to the finished adapter. Returns the content of result.json."""
-    from anyqlora import data, place, tokenizer, trackers, views
-    from anyqlora.hub import base_directory
-    from anyqlora.run import Run
+    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns the content of result.json."""
+    from anyqlora import place, trackers
+    from anyqlora.launch import launch
+    from anyqlora.world import World
     from backend_manager import BackendManager
 
     trackers.check(config)
-    with place.find(config) as found:  # refuses what cannot be continued before anything heavy is imported
+    world = World.here(config)
+    config = world.stated(config)
+    with place.find(config) if world.is_first else place.elsewhere() as found:  # refuses before anything heavy is imported
         plan = BackendManager(config.backend, verbose=config.verbose).plan(config)
-        views.announce(plan)
-        words = tokenizer.load(str(base_directory(plan.config)), config.trust_remote_code)
+        if plan.world_size == world.size:
+            return work(found, plan, world)
+    return launch(config.with_(world_size=plan.world_size))
+
+
+def work(found, plan, world) -> dict:
+    """What each process of a run does: meet the others, read the rows, and train."""
+    from anyqlora import data, meeting, tokenizer, views
+    from anyqlora.follower import Follower
+    from anyqlora.hub import base_directory
+    from anyqlora.run import Run
+
+    with meeting.of(plan, world) as ranks:
+        plan = meeting.agreed(ranks, found, plan)
+        views.announce(plan, ranks)
+        words = tokenizer.load(str(base_directory(plan.config)), plan.config.trust_remote_code)
         rows = data.prepare(plan.config, words)
-        with Run(found, plan, rows, data.stream_of(plan, rows.train), words) as run:
+        meeting.same_rows(ranks, rows)
+        kind = Run if ranks.is_first else Follower
+        with kind(found, plan, rows, data.stream_of(plan, rows.train, ranks.rank), words, ranks) as run:
             return run.already_finished() if run.finished else LOOPS[plan.framework](run)
 
 
@@ -57,9 +75,9 @@ def torch_loop(run) -> dict:
         run.evaluate(run.first_step, evaluation)
 
     def gradients(step: int, batches: list) -> float | None:
-        """Accumulate the step's gradients. Returns its loss, or None when memory ran out."""
+        """Accumulate the step's gradients. Returns the sum of this process's token losses, or None when memory ran out."""
         seed_everything(run.seed(step))
-        trained = sum(batch.trained for batch in batches)  # of the whole step: every token weighs the same
+        trained = run.trained(step)  # of the whole step: every token weighs the same
         total = torch.zeros((), device=runtime.device)
         try:
             for number, batch in enumerate(batches, 1):
@@ -73,18 +91,18 @@ def torch_loop(run) -> dict:
             if not is_out_of_memory(error):
                 raise
             return None
-        return float(total) / trained
+        return float(total)
 
     for step, lr in run.steps():
         batches = run.batches(step)
-        while (loss := gradients(step, batches)) is None:
+        while (loss := run.agreed(step, gradients(step, batches))) is None:
             runtime.forget()
             batches = run.halved(step)
         if step == run.first_step:
             check_gradients(built.trainable)
         with watched.phase("step"):
             result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
-        run.report(step, loss, result, lr, batches, memory.used())
+        run.report(step, loss, result, lr, memory.used())
         watched.step_done()
 
         if run.due("evaluate", step):

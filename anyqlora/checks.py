@@ -104,9 +104,6 @@ _REFUSED = {  # setting -> the one value that says what happens anyway, why ther
     "sharding_strategy": (None, "FSDP is not built yet; one process only"),
     "deepspeed_zero_stage": (None, "DeepSpeed is not built yet; one process only"),
     "find_unused_parameters": (None, "DDP is not built yet; one process only"),
-    "master_addr": (None, "one process only, so there is nobody to meet"),
-    "master_port": (None, "one process only, so there is nobody to meet"),
-    "no_sync": (None, "one process only, so there are no gradients to synchronise"),
     "low_memory": (True, "weights are always streamed; there is no other way of loading"),
     "loading_workers": (1, "weights are streamed one tensor at a time, so that memory stays small"),
 }
@@ -119,6 +116,8 @@ _ONLY_WITH = (  # settings, the setting that they depend on, when they do someth
     (("cosine_min_lr_ratio",), "lr_scheduler", lambda c: c.lr_scheduler != "constant", "a constant rate has no floor"),
     (("grad_norm",), "apply_gradient_clipping", lambda c: c.apply_gradient_clipping, "nothing is clipped"),
     (("double_quant",), "quantizer", lambda c: c.quantizer in ("nf4", "fp4"), "only nf4 and fp4 have scales that are quantized too"),
+    (("master_addr", "master_port", "dist_timeout", "max_restarts"), "world_size", lambda c: c.world_size != 1, "one process has nobody to meet"),
+    (("no_sync",), "world_size", lambda c: c.world_size != 1, "one process has no gradients to synchronise"),
     (("dataset_samples",), "dataset", lambda c: any(name in c.dataset for name in ("alpaca_sample", "dummy")), "only alpaca_sample and dummy are cut"),
 )
 

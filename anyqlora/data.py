@@ -68,6 +68,8 @@ class Stream:
         self.global_batch = batch_size * gradient_accumulation_steps * world_size
         self.steps_per_epoch = -(-len(self.sequences) // self.global_batch)
         self.total_steps = max_steps if max_steps > 0 else num_epochs * self.steps_per_epoch
+        self._trained = np.array([sum(int(e.trained[1:].sum()) for e in sequence) for sequence in self.sequences], np.int64)
+        self._tokens = np.array([sum(len(e.ids) for e in sequence) for sequence in self.sequences], np.int64)
         self._order = (-1, np.empty(0, np.int64))  # the last epoch's permutation, kept only because it is slow to make
 
     def __len__(self) -> int:
@@ -83,25 +85,39 @@ class Stream:
         """Epochs behind us after `step` steps."""
         return step / self.steps_per_epoch
 
+    def counts(self, step: int) -> tuple[int, int]:
+        """(trained tokens, tokens that are not padding) of the whole step, over all ranks."""
+        chosen = self._chosen(step)
+        return int(self._trained[chosen].sum()), int(self._tokens[chosen].sum())
+
+    def rows(self, step: int) -> list[str]:
+        """"file:line" of every document of the whole step, over all ranks."""
+        return [example.where for i in self._chosen(step) for example in self.sequences[i]]
+
     def __getitem__(self, step: int) -> list[Batch]:
-        if not 0 <= step < self.total_steps:
-            raise IndexError(f"step {step} of {self.total_steps}")
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if self._order[0] != epoch:
-            self._order = (epoch, shuffled(len(self.sequences), self.seed, epoch))
-        chosen = self._order[1][place * self.global_batch:(place + 1) * self.global_batch]
+        chosen = self._chosen(step)
         slot = self.batch_size * self.world_size  # sequences of one micro-batch over all ranks
         first = self.rank * self.batch_size
         shares = [chosen[start:start + slot][first:first + self.batch_size] for start in range(0, len(chosen), slot)]
         return [padded([self.sequences[i] for i in share], self.pad_id) for share in shares]
 
+    def _chosen(self, step: int) -> np.ndarray:
+        """The sequences of a step, in their order."""
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} of {self.total_steps}")
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._order[0] != epoch:
+            self._order = (epoch, shuffled(len(self.sequences), self.seed, epoch))
+        return self._order[1][place * self.global_batch:(place + 1) * self.global_batch]
 
-def stream_of(plan, rows: list[Example]) -> Stream:
-    """The plan's batches of the training rows."""
+
+def stream_of(plan, rows: list[Example], rank: int = 0) -> Stream:
+    """The plan's batches of the training rows, for the process `rank`: processes along a model axis see the same rows."""
     config = plan.config
     return Stream(rows, batch_size=plan.batch_size, gradient_accumulation_steps=plan.gradient_accumulation_steps,
                   num_epochs=config.num_epochs, max_steps=config.max_steps, seed=config.seed, packing=plan.packing,
-                  context_length=config.context_length, pad_id=0)  # the tokenizer's own pad token may lie beyond the embedding
+                  context_length=config.context_length, rank=rank * plan.data_processes // plan.world_size,
+                  world_size=plan.data_processes, pad_id=0)  # the tokenizer's own pad token may lie beyond the embedding
 
 
 def batches(rows: list[Example], batch_size: int, pad_id: int | None) -> list[Batch]:

@@ -54,6 +54,12 @@ class DiskFull(RunError):
     exit_code = 5
 
 
+class PeerLost(RunError):
+    """Another process of the run is gone, or does not answer."""
+
+    exit_code = 70
+
+
 class Stopped(RunError):
     """A signal ended the run after its state was saved; the same command continues it."""
 

@@ -131,6 +131,16 @@ class Silent(Lines):
         pass
 
 
+class Mute(Silent):
+    """Nothing at all: of several processes the first one speaks."""
+
+    def announce(self) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        pass
+
+
 def evaluated(record: dict) -> str:
     """One evaluation in words."""
     exact = f"  exact match {100 * record['exact_match']:.1f} %" if "exact_match" in record else ""

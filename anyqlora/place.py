@@ -22,6 +22,7 @@ from .config import TrainConfig
 from .errors import NoCheckpoint, Stopped, UsageError
 from .hub import base_directory
 from .plan import global_batch
+from .world import Alone
 
 RESULT, IDENTITY = "result.json", "identity.json"
 # What makes two runs the same run. Change one of these and resuming would not continue what was started.
@@ -64,6 +65,26 @@ class Place:
             except OSError:  # a file system without locks
                 self.leave()
 
+    def check(self, config: TrainConfig, global_batch: int) -> None:
+        """Compare the plan's global batch, which the number of devices decides. Raises UsageError."""
+        there = self.identity.get("global_batch")
+        self.identity["global_batch"] = global_batch
+        if self.restored and config.resume != "force" and there != global_batch:
+            raise UsageError(f"{self.directory} holds a run of {there} rows to a step, and with these devices it would be {global_batch}",
+                             cure="--gradient_accumulation_steps, --batch_size or --world_size so that the global batch stays; or another --run_name")
+
+    def share(self, ranks: Alone) -> None:
+        """All processes hear from the first one where the run lies and what it goes on from."""
+        restored = self.restored
+        said = ranks.told({"directory": str(self.directory), "identity": self.identity, "finished": self.finished,
+                           "restored": {"step": restored.step, "path": str(restored.path), "state": restored.state, "machine": restored.machine}
+                           if restored else None})
+        if said["restored"]:
+            adapter, moments = ranks.told_arrays(restored and restored.adapter), ranks.told_arrays(restored and restored.moments)
+            loaded = {**said["restored"], "path": Path(said["restored"]["path"])}
+            self.restored = restored or Loaded(adapter=adapter, moments=moments, **loaded)
+        self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
+
     def leave(self) -> None:
         if self.handle is not None:
             os.close(self.handle)
@@ -103,6 +124,11 @@ def find(config: TrainConfig) -> Place:
     return found
 
 
+def elsewhere() -> Place:
+    """The place of a run on a process that is not the first: it will hear where that is."""
+    return Place(Path(), {})
+
+
 def _take_up(found: Place, identity: dict | None) -> None:
     """Find the checkpoint that the run goes on from, and clear away what a killed process left half done. Raises NoCheckpoint."""
     checkpoints = Checkpoints(found.directory / "checkpoints")
@@ -126,6 +152,8 @@ def _named(config: TrainConfig, root: Path, identity: dict) -> Path:
     if directory.resolve().parent != root.resolve():
         raise UsageError(f"{directory} leads out of {root}", where=where, cure="another --run_name, or remove the link")
     old = read_json(directory / IDENTITY)
+    if old is not None:
+        identity = _as_many_processes(config, identity, old)
     if config.resume == "never" and (old is not None or Checkpoints(directory / "checkpoints").steps()):
         raise UsageError(f"{directory} already holds a run", where=where, cure="another --run_name, or leave out --resume never")
     if old is not None and old != identity and config.resume != "force":
@@ -140,8 +168,25 @@ def _unfinished(config: TrainConfig, root: Path, identity: dict) -> Path | None:
     if config.resume == "never" or not root.is_dir():
         return None
     runs = [path for path in root.iterdir() if (path / IDENTITY).exists() and read_json(path / RESULT) is None]
-    same = [path for path in runs if path.resolve().parent == root.resolve() and read_json(path / IDENTITY) == identity]
+    same = [path for path in runs if path.resolve().parent == root.resolve() and _is_same(config, identity, read_json(path / IDENTITY))]
     return max(same, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+
+
+def _is_same(config: TrainConfig, identity: dict, old: dict | None) -> bool:
+    return old is not None and old == _as_many_processes(config, identity, old)
+
+
+def _as_many_processes(config: TrainConfig, identity: dict, old: dict) -> dict:
+    """`identity` with the global batch of `old`, where only the machine can tell how many processes there will be: the plan will know,
+    and `Place.check` compares then."""
+    there, here = old.get("global_batch"), identity["global_batch"]
+    is_open = config.world_size == -1 and may_have_several_gpus() and isinstance(there, int) and there % here == 0
+    return {**identity, "global_batch": there} if is_open else identity
+
+
+def may_have_several_gpus() -> bool:
+    """Whether this machine may start a process for each of several GPUs: a look at Linux's device files, since torch takes seconds."""
+    return any(len(list(Path("/dev").glob(pattern))) > 1 for pattern in ("nvidia[0-9]*", "dri/renderD*"))
 
 
 def _new(config: TrainConfig, root: Path) -> Path:

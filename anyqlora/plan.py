@@ -11,6 +11,8 @@ from .errors import NotBuilt, UsageError
 GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
 HEADROOM = 0.9          # of the free memory that a plan fills: allocators fragment, and the prediction is not exact
+GPUS = ("cuda", "rocm", "xpu")  # of which each process takes one
+LAUNCHERS = ("the launcher", "srun")  # where a world_size comes from that counts several machines
 PRECISION_OF = {"bf16": "bf16", "fp16": "fp16_autocast", "fp32": "fp32"}  # dtype -> the precision that auto chooses for it
 DTYPE_OF = {"fp32": "fp32", "bf16": "bf16", "bf16_autocast": "bf16", "bf16_buffers_autocast": "bf16", "fp16_autocast": "fp16"}
 
@@ -53,9 +55,14 @@ class RunPlan:
     packing = _planned("packing")
 
     @property
+    def data_processes(self) -> int:
+        """Processes that read rows of their own: all but those along the model axis of a mesh."""
+        return self.world_size
+
+    @property
     def global_batch(self) -> int:
         """Rows per optimizer step, over all micro-batches and processes."""
-        return self.batch_size * self.gradient_accumulation_steps * self.world_size
+        return self.batch_size * self.gradient_accumulation_steps * self.data_processes
 
     def explain(self) -> list[str]:
         """The plan in words, a line each."""
@@ -63,10 +70,11 @@ class RunPlan:
         trained = "all weights" if self.adapter == "full" else f"{self.adapter} rank {c.lora_rank} on {c.lora_target_modules} linears"
         saved = ", gradient checkpointing" * self.use_gradient_checkpointing + ", activations offloaded" * self.use_activation_cpu_offload
         where = f"{self.backend} ({self.framework}, device {self.device})"
-        lines = [f"backend     {where}, strategy {self.strategy}, {self.world_size} process",
+        lines = [f"backend     {where}, strategy {self.strategy}, {self.world_size} process{'es' * (self.world_size > 1)}",
                  f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
                  f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}",
-                 f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches = "
+                 f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
+                 f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
                  f"{self.global_batch} rows of up to {c.context_length} tokens per step"]
         if self.memory is None:
             lines.append("memory      unknown: the model's shapes are not known on this machine")
@@ -155,16 +163,25 @@ def _refuse(config, name: str, backend: str, row_has: bool, found, offered) -> N
 
 
 def _processes(draft, backend, row, found) -> None:
-    config = draft.config
-    if config.world_size not in (-1, 1):
-        raise NotBuilt(f"world_size {config.world_size}: only one process is built yet", where=config.sources.get("world_size", ""),
-                       cure="--world_size 1")
+    """How many processes, and the strategy they share the work by."""
+    config, devices = draft.config, len(found.devices)
+    several = [strategy for strategy in row.strategies if strategy != "single"] if found.collective else []
     if config.world_size == -1:
-        draft.choose("world_size", 1)
-        if len(found.devices) > 1:
-            draft.warnings.append(f"this machine has {len(found.devices)} devices and one is used: only strategy single is built yet")
+        draft.choose("world_size", devices if several and config.strategy != "single" else 1)
+    elif config.world_size < 1:
+        raise UsageError(f"world_size: {config.world_size} is neither -1 nor at least 1", where=config.sources.get("world_size", ""),
+                         cure="--world_size 2, or leave it out: one process for each device")
+    elif 1 <= devices < config.world_size and backend in GPUS and config.sources.get("world_size") not in LAUNCHERS:
+        draft.adjust("world_size", devices, f"this machine has {devices} {backend} devices")
+    size = draft.config.world_size
+    if size > 1 and config.strategy == "single":
+        raise UsageError(f"strategy single is one process, and world_size is {size}", where=config.sources.get("strategy", ""),
+                         cure=f"--world_size 1, or a strategy for several: {', '.join(several) or 'none here'}")
+    if size > 1 and not several:
+        why = found.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
+        raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
     if config.strategy == AUTO:
-        draft.choose("strategy", "single")
+        draft.choose("strategy", "single" if size == 1 else several[0])
     if draft.config.strategy not in row.strategies:
         _refuse(draft.config, "strategy", backend, False, found, row.strategies)
 

@@ -12,7 +12,7 @@ from statistics import median
 
 from .audit import findings
 from .card import card
-from .checkpoint import Content, Disk, Loaded, replace, size_and_hash, to_json, write_directory
+from .checkpoint import Content, Disk, replace, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream
 from .describe import described, environment
 from .errors import DiskFull, NonFinite, RunError
@@ -26,6 +26,7 @@ from .signals import Interrupted, Signals
 from .spikes import Spikes
 from .trackers import Trackers
 from .views import view
+from .world import Alone
 
 NON_FINITE_LIMIT = 3
 
@@ -33,12 +34,13 @@ NON_FINITE_LIMIT = 3
 class Run:
     """One run: its directory, its position, and its cadence."""
 
-    def __init__(self, place: Place, plan, data: Data, stream: Stream, tokenizer):
+    def __init__(self, place: Place, plan, data: Data, stream: Stream, tokenizer, ranks: Alone | None = None):
         self.place, self.plan, self.config, self.data, self.stream, self.tokenizer = place, plan, plan.config, data, stream, tokenizer
         self.directory, self.restored, self.finished = place.directory, place.restored, place.finished
         self.total_steps = stream.total_steps
+        self.ranks = ranks or Alone()
         self.disk = Disk()
-        self.console = view(plan, self.total_steps)
+        self.console = self._view()
         self.opened = contextlib.ExitStack()  # closed on every way out, the last first
         self.opened.callback(self.console.close)
         if self.finished:
@@ -51,17 +53,13 @@ class Run:
         self._describe()
         for finding in findings(data.report):
             self.console.warn(finding)
-        warn, lines = self.console.warn, self.progress.lines
-        trackers = Trackers(self.config, self.directory, self.restored is not None, warn)
-        self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
-        self.metrics = self.closing(Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn))
-        self.saves = Saves(place, self.config, self.machine, self.disk, warn)
+        self._open()
         self.started = self.step_started = time.perf_counter()
         self.recent_seconds: deque[float] = deque(maxlen=20)
         self.loop_seconds = 0.0
         self.first_step_at: float | None = None
         self.spiked = False
-        self.signals = self.closing(Signals(lambda: self.saves.said(self.last_step)))
+        self.signals = self.closing(Signals(lambda: self.saves.said(self.last_step), is_alone=self.ranks.size == 1))
 
     def __enter__(self) -> Run:
         return self
@@ -73,6 +71,17 @@ class Run:
         """`thing`, which is closed when the run ends, however it ends."""
         self.opened.callback(thing.close)
         return thing
+
+    def _view(self):
+        return view(self.plan, self.total_steps)
+
+    def _open(self) -> None:
+        """The files that grow with the run, and its checkpoints."""
+        warn, lines = self.console.warn, self.progress.lines
+        trackers = Trackers(self.config, self.directory, self.restored is not None, warn)
+        self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
+        self.metrics = self.closing(Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn))
+        self.saves = Saves(self.place, self.config, self.machine, self.disk, warn)
 
     def _compare(self) -> None:
         """Say what was passed over to find the checkpoint that the run goes on from, and what ends byte-identity with it."""
@@ -131,8 +140,22 @@ class Run:
         self.signals.check()
 
     def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of a step."""
+        """This process's micro-batches of a step."""
         return self.stream[step]
+
+    def trained(self, step: int) -> int:
+        """Trained tokens of the whole step, over all micro-batches and processes."""
+        return self.stream.counts(step)[0]
+
+    def agreed(self, step: int, total: float | None) -> float | None:
+        """The step's loss per trained token, from each process's sum over its own tokens; None when one of them ran out of memory.
+
+        The processes also agree here on the signals that came to any of them.
+        """
+        share = self.plan.data_processes / self.plan.world_size  # processes with the same rows have the same sum
+        sums = self.ranks.total(total or 0.0, float(total is None), *self.signals.asked_numbers())
+        self.signals.agree(sums[2:])
+        return None if sums[1] else sums[0] * share / self.trained(step)
 
     def halved(self, step: int) -> list[Batch]:
         """The same step in micro-batches of half the size, from now on; the rows, their order and the global batch stay.
@@ -147,8 +170,9 @@ class Run:
         self.console.warn(f"out of memory in step {step + 1}: micro-batches of {size // 2} rows instead of {size} from here on, and the step again")
         return self.stream[step]
 
-    def seed(self, step: int, rank: int = 0) -> int:
-        return seed_at(self.config.seed, step, rank)
+    def seed(self, step: int) -> int:
+        """The seed of dropout: processes with the same rows draw the same."""
+        return seed_at(self.config.seed, step, self.stream.rank)
 
     def unusable(self, loss: float) -> bool:
         """Whether the step with this loss is to be skipped: not finite, or a spike."""
@@ -168,9 +192,9 @@ class Run:
             return bool(every or best or last or self.signals.save or self.signals.stop is not None or self.stops_early)
         return last or done % self.config.log_every_n_steps == 0
 
-    def report(self, step: int, loss: float, result, lr: float, batches: list[Batch], memory_bytes: int) -> None:
+    def report(self, step: int, loss: float, result, lr: float, memory_bytes: int) -> None:
         """Record a finished step. Raises NonFinite when the third step in a row could not be used."""
-        trained, seen = sum(b.trained for b in batches), sum(b.tokens for b in batches)
+        trained, seen = self.stream.counts(step)
         seconds = time.perf_counter() - self.step_started
         self.recent_seconds.append(seconds)
         self.loop_seconds += seconds
@@ -189,7 +213,7 @@ class Run:
             "tokens_per_second": seen / seconds, "trained_tokens_per_second": trained / seconds, "memory_bytes": memory_bytes,
         }
         if result.skipped:
-            record["rows"] = redacted(", ".join(row for batch in batches for row in batch.rows))
+            record["rows"] = redacted(", ".join(self.stream.rows(step)))
             why = ("its loss is a spike" if self.spiked else "fp16 overflowed and the loss scale shrinks" if scaler_mends
                    else "loss or gradient is not finite")
             self.console.warn(f"step {step + 1} is skipped: {why}; its rows: {record['rows']}")
@@ -198,7 +222,7 @@ class Run:
             self.console.step({**record, "eta_seconds": median(self.recent_seconds) * (self.total_steps - step - 1)})
         if progress.non_finite >= NON_FINITE_LIMIT:
             raise NonFinite(f"{NON_FINITE_LIMIT} steps in a row were not finite; the last was step {step + 1}",
-                            where=batches[0].rows[0], cure="a smaller --lr, --precision fp32 or bf16, or look at the rows named above")
+                            where=self.stream.rows(step)[0], cure="a smaller --lr, --precision fp32 or bf16, or look at the rows named above")
 
     def evaluate(self, step: int, evaluation: Callable[[], dict]) -> None:
         """Evaluate after `step` finished steps; keeps the best and counts towards early stopping.
@@ -258,10 +282,13 @@ class Run:
         return DiskFull(f"{name} cannot be written: {error.strerror or error}", where=str(self.directory),
                         cure="make room; the same command goes on from the last checkpoint")
 
-    def best_checkpoint(self) -> Loaded | None:
-        """The checkpoint that `keep best` ends with, unless it is the last one anyway."""
+    def best_adapter(self) -> dict | None:
+        """What was learned at the step that `keep best` ends with, {name: array}; None where that is the last step anyway."""
         best = self.progress.best
-        return self.saves.best(best["step"]) if self.config.keep == "best" and best and best["step"] != self.last_step else None
+        if self.config.keep != "best" or not best or best["step"] == self.last_step:
+            return None
+        loaded = self.saves.best(best["step"])
+        return self.ranks.told_arrays(loaded and loaded.adapter)
 
     def already_finished(self) -> dict:
         """A finished run is reported and left as it is."""

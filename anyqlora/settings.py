@@ -102,6 +102,8 @@ class TrainConfig:
     world_size: int = setting(-1, "processes; -1: one for each device", also=("num_processes",))
     master_addr: str = setting("localhost", "address of the first process", also=("main_process_ip",))
     master_port: str = setting("12355", "port of the first process", also=("main_process_port",))
+    dist_timeout: float = setting(600.0, "seconds that processes wait for one another before the run ends", also=("ddp_timeout",), above=0)
+    max_restarts: int = setting(0, "times that the processes started here are started again, from the last checkpoint, when one is lost", low=0)
     no_sync: bool = setting(False, "communicate gradients at step boundaries only (always so here)")
     strict: bool = setting(False, "any adjustment of the plan is an error")
     offline: bool = setting(False, "open no connection: use what is on disk")

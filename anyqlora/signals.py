@@ -25,9 +25,10 @@ class Signals:
     A second SIGINT ends the process at once, wherever it is.
     """
 
-    def __init__(self, saved: Callable[[], str]):
-        """`saved()` says what a stop leaves on disk."""
+    def __init__(self, saved: Callable[[], str], is_alone: bool = True):
+        """`saved()` says what a stop leaves on disk. Where there are other processes, a signal counts in the loop once all know of it."""
         self.saved, self.stop, self.save, self.in_loop = saved, None, False, False
+        self.is_alone, self.asked = is_alone, dict.fromkeys(NUMBERS, False)
         self.handlers, self.pipe = {}, ()
         if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
             self.handlers = {number: signal.signal(number, self._on_signal) for number in NUMBERS}
@@ -45,6 +46,17 @@ class Signals:
         if self.stop is not None:
             raise Interrupted
 
+    def asked_numbers(self) -> list[float]:
+        """Whether each of NUMBERS came here and the others do not know of it yet."""
+        return [float(self.asked[number]) for number in NUMBERS]
+
+    def agree(self, counts: list[float]) -> None:
+        """Take up what came to any process, from the sums of `asked_numbers` over all of them."""
+        for number, count in zip(NUMBERS, counts, strict=True):
+            if count:
+                self.asked[number] = False
+                self._take(number)
+
     def close(self) -> None:
         """Leave signals to whom they belonged before."""
         for number, handler in self.handlers.items():
@@ -55,6 +67,12 @@ class Signals:
         self.handlers, self.pipe = {}, ()
 
     def _on_signal(self, number: int, _frame) -> None:
+        if self.is_alone or not self.in_loop:
+            self._take(number)
+        else:
+            self.asked[number] = True
+
+    def _take(self, number: int) -> None:
         if number == getattr(signal, "SIGUSR1", None):
             self.save = True
             return

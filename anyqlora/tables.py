@@ -68,6 +68,10 @@ OPTIMIZERS = {
     "paged_adamw_8bit": "bitsandbytes.optim:PagedAdamW8bit",
 }
 
+RANKS = {  # framework -> how the processes of a run meet and talk
+    "torch": "anyqlora.on_torch.ranks:Ranks",
+}
+
 VIEWS = {  # log_to: what is shown; none of them named is auto
     "auto": "",  # a panel on a terminal, else lines
     "stdout": "anyqlora.log:Lines",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import tables
 from .log import Lines
 from .panel import Panel, is_interactive
+from .world import Alone
 
 
 def view(plan, total_steps: int) -> Lines:
@@ -15,6 +16,7 @@ def view(plan, total_steps: int) -> Lines:
     return kind(plan, total_steps)
 
 
-def announce(plan) -> None:
-    """Say what the plan is."""
-    view(plan, 0).announce()
+def announce(plan, ranks: Alone) -> None:
+    """Say what the plan is, once."""
+    if ranks.is_first:
+        view(plan, 0).announce()

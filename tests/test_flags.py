@@ -308,13 +308,13 @@ def test_what_the_plan_decides(plain):
     with pytest.raises(UsageError, match="strict: .*bf16"):
         planned("t4", precision="bf16", strict=True)
     assert planned("h200", world_size=1, strategy="single").world_size == 1
-    for settings in ({"world_size": 2}, {"strategy": "ddp"}, {"use_cpu_offload": True}):
+    for settings in ({"strategy": "ddp"}, {"use_cpu_offload": True}):
         with pytest.raises(NotBuilt, match=next(iter(settings))):
             planned("h200", **settings)
 
 
-OTHER = {**dict.fromkeys(("llama_pro_path", "strategy_config", "strategy_opt", "mesh", "layout", "master_addr"), "x"), "hqq_group_size": 32, "master_port": "1",
-         "sharding_strategy": "ddp", "deepspeed_zero_stage": 2, "find_unused_parameters": True, "no_sync": True, "low_memory": False, "loading_workers": 2}
+OTHER = {**dict.fromkeys(("llama_pro_path", "strategy_config", "strategy_opt", "mesh", "layout"), "x"), "hqq_group_size": 32,
+         "sharding_strategy": "ddp", "deepspeed_zero_stage": 2, "find_unused_parameters": True, "low_memory": False, "loading_workers": 2}
 
 
 @shows(*OTHER)
@@ -328,6 +328,18 @@ def test_what_is_not_built_is_refused_by_name(name):
         assert refused.value.exit_code == 2 and refused.value.cure
     if only is not None:
         assert getattr(resolve({**TINY, name: only}, environ={}, said="test"), name) == only
+
+
+BETWEEN = {"master_addr": "h", "master_port": "1", "dist_timeout": 5, "max_restarts": 2, "no_sync": True}
+
+
+@shows(*BETWEEN)
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_is_between_processes_needs_several(name):
+    """What they do for several is shown where several train: tests/distributed."""
+    with pytest.raises(UsageError, match=f"test: {name} = .* contradicts world_size = 1"):
+        resolve({**TINY, "world_size": 1, name: BETWEEN[name]}, environ={}, said="test")
+    assert getattr(resolve({**TINY, "world_size": 2, name: BETWEEN[name]}, environ={}), name) == BETWEEN[name]
 
 
 @pytest.mark.parametrize("useless", [

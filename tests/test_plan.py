@@ -220,12 +220,14 @@ def test_what_cannot_fit_is_warned_of_not_refused():
 
 
 def test_one_process():
-    several = plan("h200")
-    assert several.world_size == 1
-    assert any("8 devices and one is used" in warning for warning in several.warnings)
-    assert ledger(several) == {}
-    with pytest.raises(NotBuilt, match="only one process is built yet"):
-        plan("h200", world_size=8)
+    alone = plan("h200", strategy="single")
+    assert (alone.world_size, alone.strategy) == (1, "single") and ledger(alone) == {}
+    with pytest.raises(UsageError, match="strategy single is one process, and world_size is 8"):
+        plan("h200", strategy="single", world_size=8)
+    with pytest.raises(UsageError, match="neither -1 nor at least 1"):
+        plan("h200", world_size=0)
+    with pytest.raises(UsageError, match="has no way for processes to talk"):
+        plan("m3", world_size=2)
 
 
 def test_offload_where_there_is_no_other_memory():

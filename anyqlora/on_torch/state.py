@@ -46,9 +46,9 @@ def restore(runtime: Runtime, loaded: Loaded) -> None:
 
 def restore_best(runtime: Runtime, run) -> None:
     """With `keep best`, what was learned is what the best evaluation saw."""
-    best = run.best_checkpoint()
+    best = run.best_adapter()
     if best:
-        runtime.strategy.load_trainable({name: torch.from_numpy(array) for name, array in best.adapter.items()})
+        runtime.strategy.load_trainable({name: torch.from_numpy(array) for name, array in best.items()})
 
 
 def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:

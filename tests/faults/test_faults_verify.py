@@ -18,7 +18,7 @@ def test_verify_says_equal(whole, tmp_path):
     done = subprocess.run([sys.executable, "-m", "anyqlora", "verify", "--resume", str(whole)], capture_output=True, text=True, cwd=tmp_path,
                           env={**trials.os.environ, "PYTHONPATH": str(trials.ROOT), "TMPDIR": str(tmp_path)})
     assert done.returncode == 0 and "are equal, byte for byte" in done.stdout, done.stdout + done.stderr
-    assert not list(tmp_path.iterdir())
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]  # a cache that torch makes when it is imported
 
 
 @pytest.mark.parametrize("damaged", ["adapter/adapter_model.safetensors", "checkpoints/adapter_model.safetensors", "checkpoints/optimizer.safetensors", "metrics.jsonl"])

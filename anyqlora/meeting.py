@@ -1,0 +1,63 @@
+"""How the processes of a run meet, and what they make sure of before the first step: that they were asked for the same."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from . import tables
+from .config import SETTINGS
+from .data import Data
+from .errors import UsageError
+from .launch import free_port
+from .place import Place
+from .world import Alone, World
+
+OWN = ("output_dir", "run_name", "log_to", "verbose")  # only the first process acts on these
+
+
+@contextlib.contextmanager
+def of(plan, world: World) -> Iterator[Alone]:
+    """The processes of the run; one alone has nobody to meet, unless its strategy works on a group of one."""
+    if world.size == 1 and plan.strategy == "single":
+        yield Alone()
+        return
+    if world.size == 1:
+        world = World(launcher="itself", address="localhost", port=free_port())
+    ranks = tables.load(tables.RANKS[plan.framework])(plan, world)
+    with contextlib.closing(ranks), ranks.noticing():
+        yield ranks
+
+
+def agreed(ranks: Alone, found: Place, plan):
+    """The plan of all: what machines decide otherwise, such as free memory, is as on the first.
+
+    Raises UsageError when a process was asked for something else.
+    """
+    found.check(plan.config, plan.global_batch)
+    if ranks.size == 1:
+        return plan
+    asked = {name: getattr(plan.config, name) for name in SETTINGS if name not in OWN and plan.config.sources.get(name) != "plan"}
+    for rank, other in enumerate(ranks.every(asked)):
+        for name in sorted({*asked, *other}):
+            if rank and asked.get(name) != other.get(name):
+                _refuse(ranks, f"rank {rank} has {name} {other.get(name)!r}, rank {ranks.rank} {asked.get(name)!r}", "the same command on every process")
+    found.share(ranks)
+    ranks.write_stacks(found.directory / "stacks")
+    return replace(plan, config=plan.config.with_(**ranks.told(plan.config.settings())))
+
+
+def same_rows(ranks: Alone, rows: Data) -> None:
+    """Raises UsageError when a process has read other rows."""
+    others = [rank for rank, identity in enumerate(ranks.every(rows.identity)) if identity != rows.identity]
+    if others:
+        _refuse(ranks, f"rank {others[0]} has read other rows than rank {ranks.rank}", "the same files on every machine")
+
+
+def _refuse(ranks: Alone, why: str, cure: str) -> None:
+    """All processes end; the first one says why."""
+    if ranks.is_first:
+        raise UsageError(why, where="between processes", cure=cure)
+    sys.exit(UsageError.exit_code)

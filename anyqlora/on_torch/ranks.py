@@ -1,0 +1,115 @@
+"""The processes of a run on torch: they meet, tell each other small things, and notice when one is gone."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import PeerLost
+from ..world import Alone, World
+
+MEETING = timedelta(minutes=5)  # a process may take so long to start: torch is read from a slow disk
+COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+
+
+class Ranks(Alone):
+    """torch.distributed's default group; what is told here goes through host memory."""
+
+    def __init__(self, plan, world: World):
+        """Meet the others. `plan.config.dist_timeout` seconds is how long anybody waits for them afterwards. Raises PeerLost."""
+        self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
+        os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
+        os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=world.port)  # DeepSpeed reads them
+        self.stacks = None
+        kind = torch.device(plan.device).type
+        backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
+        with self.noticing():
+            store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
+            store = dist.PrefixStore("anyqlora", store)
+            store.set(f"here/{world.rank}", "1")
+            store.wait([f"here/{rank}" for rank in range(world.size)], MEETING)  # so that starting is not under the short timeout
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
+                                    timeout=timedelta(seconds=plan.config.dist_timeout))
+
+    def told(self, value):
+        return json.loads(self._bytes(json.dumps(value).encode() if self.is_first else b""))
+
+    def told_arrays(self, arrays):
+        shapes = self.told({name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()} if arrays is not None and self.is_first else None)
+        if shapes is None:
+            return None
+        heard = {}
+        for name, (dtype, shape) in shapes.items():
+            array = np.ascontiguousarray(arrays[name]) if self.is_first else np.empty(shape, dtype)
+            # a tensor of no dimension has no bytes to view; torch has no unsigned 16 bits on every backend
+            dist.broadcast(torch.from_numpy(array.reshape(-1).view(np.uint8)), src=0)
+            heard[name] = array
+        return heard
+
+    def every(self, value):
+        mine = json.dumps(value).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]))
+        longest = max(int(size) for size in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, torch.tensor(list(mine.ljust(longest)), dtype=torch.uint8))
+        return [json.loads(bytes(part[:int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+
+    def total(self, *values):
+        summed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(summed)
+        return summed.tolist()
+
+    def _bytes(self, mine: bytes) -> bytes:
+        """The first process's bytes, on all."""
+        size = torch.tensor([len(mine)])
+        dist.broadcast(size, src=0)
+        content = torch.tensor(list(mine), dtype=torch.uint8) if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, src=0)
+        return bytes(content.tolist())
+
+    def write_stacks(self, directory: Path) -> None:
+        """From now on SIGUSR2, and the loss of another process, write where each thread of this one is, to stacks/rank-N.txt."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.stacks = open(directory / f"rank-{self.rank}.txt", "w")  # noqa: SIM115 - a signal handler writes to it while the process lives
+        faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
+
+    def noticing(self):
+        """A context in which an error of the group becomes a PeerLost, after the stacks are written."""
+        return _Noticing(self)
+
+    def close(self) -> None:
+        """Leave the group; one that has lost a member cannot be left in order, and ends with the process."""
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+class _Noticing:
+    """What gloo and NCCL raise has no type of its own on every version, so its words decide."""
+
+    WORDS = ("gloo", "NCCL", "Connection closed by peer", "Timed out", "timed out", "timeout", "Connection reset", "Broken pipe",
+             "Socket", "TCPStore", "wait timeout")
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        is_lost = isinstance(error, (dist.DistError, RuntimeError)) and any(word in str(error) for word in self.WORDS)
+        if not is_lost:
+            return
+        if self.ranks.stacks is not None:
+            faulthandler.dump_traceback(self.ranks.stacks, all_threads=True)
+        raise PeerLost(f"rank {self.ranks.rank} lost another process of the run: {str(error).strip().splitlines()[0]}",
+                       cure="the same command continues from the last checkpoint") from None

@@ -1,0 +1,118 @@
+"""Which process of a run this one is, as its launcher says, and what the processes say to each other."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .config import TrainConfig
+from .errors import UsageError
+
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+PORTS = 20000  # SLURM's jobs meet at port 20000 + job % 20000, so that two of them on one node do not
+
+
+@dataclass(frozen=True)
+class World:
+    """One of `size` processes. `launcher` names who started them ("" when nobody did), `address` and `port` are where they meet."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    launcher: str = ""
+    address: str = ""
+    port: str = ""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def here(cls, config: TrainConfig, environ: Mapping[str, str] = os.environ) -> World:
+        """This process, from the environment that torchrun, `srun` or train.py itself made. Raises UsageError for half of one."""
+        if any(environ.get(name) for name in OF_TORCHRUN[:3]):
+            world = cls._of_torchrun(environ)
+        elif environ.get("SLURM_JOB_ID"):
+            world = cls._of_slurm(config, environ)
+        else:
+            return cls()
+        if config.asked("world_size") and config.world_size not in (-1, world.size) and world.launcher:
+            raise UsageError(f"world_size {config.world_size} contradicts {world.launcher}, which started {world.size} processes",
+                             where=config.sources.get("world_size", ""), cure="leave out world_size: the launcher says it")
+        return world
+
+    @classmethod
+    def _of_torchrun(cls, environ: Mapping[str, str]) -> World:
+        missing = [name for name in OF_TORCHRUN if not environ.get(name)]
+        if missing:
+            there = ", ".join(name for name in OF_TORCHRUN if environ.get(name))
+            raise UsageError(f"half of a launcher's environment: {there} is set and {', '.join(missing)} is not", where="environment",
+                             cure=f"unset {there} for one process, or start with torchrun, which sets all of them")
+        rank, size, local = (_number(environ, name) for name in OF_TORCHRUN[:3])
+        if not 0 <= rank < size:
+            raise UsageError(f"RANK {rank} is not one of WORLD_SIZE {size}", where="environment", cure="start with torchrun, which sets both")
+        return cls(rank, size, local, "the launcher", environ["MASTER_ADDR"], environ["MASTER_PORT"])
+
+    @classmethod
+    def _of_slurm(cls, config: TrainConfig, environ: Mapping[str, str]) -> World:
+        """`srun` starts a process for each task; the batch script itself is none of them, though it sees the same variables."""
+        is_task = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
+        size = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
+        if size == 1:
+            return cls()
+        if not is_task:
+            if config.asked("world_size"):
+                return cls()
+            raise UsageError(f"this SLURM job has {size} tasks, and its batch script alone would train in one process", where="environment",
+                             cure="srun python train.py ..., or --world_size N for N processes on this node alone")
+        rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        address = environ.get("MASTER_ADDR") or first_host(nodes)
+        own = config.master_port if config.asked("master_port") else str(PORTS + _number(environ, "SLURM_JOB_ID") % PORTS)
+        return cls(rank, size, local, "srun", address, environ.get("MASTER_PORT") or own)
+
+    def stated(self, config: TrainConfig) -> TrainConfig:
+        """`config` with the number of processes that the launcher started."""
+        if not self.launcher or config.world_size == self.size:
+            return config
+        return config.with_(world_size=self.size, sources={**config.sources, "world_size": self.launcher})
+
+
+def first_host(nodes: str) -> str:
+    """The first host of SLURM's list: node[03-05,9],gpu1 -> node03."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
+    if not found:
+        raise UsageError(f"SLURM's node list {nodes!r} names no host", where="environment", cure="set MASTER_ADDR to the first node")
+    return found[1] + (found[2] or "")
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.isdigit():
+        raise UsageError(f"{name} is {text!r}, not a number", where="environment", cure="start with torchrun or srun, which set it")
+    return int(text)
+
+
+class Alone:
+    """What the processes of a run tell each other, when there is one: what it says is what it hears."""
+
+    rank, size, is_first = 0, 1, True
+
+    def told(self, value: dict | None) -> dict | None:
+        """The first process's JSON-able `value`, on all."""
+        return value
+
+    def told_arrays(self, arrays: dict | None) -> dict | None:
+        """The first process's {name: numpy array}, on all."""
+        return arrays
+
+    def every(self, value: object) -> list:
+        """Each process's JSON-able `value`, in the order of ranks."""
+        return [value]
+
+    def total(self, *values: float) -> list[float]:
+        """Each value summed over all processes, in float64."""
+        return list(values)
+

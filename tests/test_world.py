@@ -1,0 +1,64 @@
+"""Which process this is, from what launchers say."""
+
+import pytest
+
+from anyqlora.config import resolve
+from anyqlora.errors import UsageError
+from anyqlora.world import World, first_host
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+
+
+def config(**given):
+    return resolve(given, environ={})
+
+
+def test_alone():
+    assert World.here(config(), {}) == World(0, 1, 0)
+    assert World.here(config(), {"MASTER_ADDR": "somewhere"}) == World()  # clusters export it for everybody
+
+
+def test_torchrun():
+    world = World.here(config(), TORCHRUN)
+    assert world == World(3, 4, 1, "the launcher", "10.0.0.1", "29500") and not world.is_first
+    stated = world.stated(config())
+    assert stated.world_size == 4 and stated.sources["world_size"] == "the launcher"
+
+
+@pytest.mark.parametrize("missing", TORCHRUN)
+def test_half_a_launcher_is_an_error(missing):
+    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(UsageError, match=f"{missing} is not"):
+        World.here(config(), environ)
+
+
+@pytest.mark.parametrize(("changed", "reason"), [({"RANK": "4"}, "RANK 4 is not one of WORLD_SIZE 4"), ({"WORLD_SIZE": "four"}, "not a number")])
+def test_a_launcher_that_errs(changed, reason):
+    with pytest.raises(UsageError, match=reason):
+        World.here(config(), TORCHRUN | changed)
+
+
+def test_a_world_size_that_the_launcher_contradicts():
+    with pytest.raises(UsageError, match="started 4 processes"):
+        World.here(config(world_size=2), TORCHRUN)
+    assert World.here(config(world_size=4), TORCHRUN).size == 4
+
+
+def test_srun():
+    assert World.here(config(), SRUN) == World(3, 4, 1, "srun", "gpu07", str(20000 + 70001 % 20000))
+    assert World.here(config(master_port="444"), SRUN).port == "444"
+    assert World.here(config(), SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "5"}).address == "head"
+    assert World.here(config(), SRUN | {"SLURM_STEP_NUM_TASKS": "1"}) == World()  # srun --ntasks=1 inside a larger job
+
+
+def test_the_batch_script_itself_is_no_task():
+    environ = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+    with pytest.raises(UsageError, match="srun python train.py"):
+        World.here(config(), environ)
+    assert World.here(config(world_size=2), environ) == World()  # asked for by name: train.py starts them on this node
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("a1", "a1"), ("node[03-05,9],gpu1", "node03"), ("x,y", "x"), ("rack-2-n[7]", "rack-2-n7")])
+def test_node_lists(nodes, first):
+    assert first_host(nodes) == first
