@@ -179,7 +179,7 @@ def prepare(config: TrainConfig, tokenizer) -> Data:
 def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Example], dict]:
     """The rows of `spec` as held-out rows of `config`, and what was found in them. Raises UsageError as `prepare` does."""
     part = examples.read(config, spec, tokenizer, held_out=True)
-    bad = examples.skipped(config, part)
+    bad = examples.skipped(config, part, can_skip=False)
     rows = [example for example, _ in part.found]
     return rows, {"context_length": config.context_length, "skipped": audit.skipped(bad), "held_out": audit.survey(rows, tokenizer)}
 

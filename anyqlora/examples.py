@@ -60,11 +60,14 @@ def read(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> Part:
     return part
 
 
-def skipped(config: TrainConfig, *parts: Part) -> list[BadRow]:
-    """The bad rows of all parts, which are passed over. Raises UsageError where they are not to be, and for a part that has no others."""
+def skipped(config: TrainConfig, *parts: Part, can_skip: bool = True) -> list[BadRow]:
+    """The bad rows of all parts, which are passed over. Raises UsageError where they are not to be, and for a part that has no others.
+
+    `can_skip` is whether the one who reads the error has --on_bad_row.
+    """
     bad = [row for part in parts for row in part.bad]
     if bad and config.on_bad_row == "error":
-        raise refusal(bad)
+        raise refusal(bad, "; or --on_bad_row skip" if can_skip else "")
     for part in parts:
         if part.spec and not part.found:
             raise UsageError("no row can be used", where=part.spec,
@@ -86,13 +89,13 @@ def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
     return found.ids[:found.prompt]
 
 
-def refusal(bad: list[BadRow]) -> UsageError:
+def refusal(bad: list[BadRow], way_out: str) -> UsageError:
     """The error that names the bad rows."""
     if len(bad) == 1:
-        return UsageError(printable(bad[0].reason), where=printable(bad[0].where), cure=f"{bad[0].cure}; or --on_bad_row skip")
+        return UsageError(printable(bad[0].reason), where=printable(bad[0].where), cure=f"{bad[0].cure}{way_out}")
     lines = [printable(f"{row.where}: {row.reason} (cure: {row.cure})") for row in bad[:LISTED]]
     more = [f"and {len(bad) - LISTED} more"] if len(bad) > LISTED else []
-    return UsageError("\n  ".join([f"{len(bad)} rows cannot be used", *lines, *more]), cure="mend them, or --on_bad_row skip")
+    return UsageError("\n  ".join([f"{len(bad)} rows cannot be used", *lines, *more]), cure=f"mend them{way_out}")
 
 
 def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[list[Example], dict]:

@@ -134,24 +134,35 @@ def shapes(config: dict) -> Shapes | None:
     return replace(base, linears=_LINEARS[family.style](base, has_bias, config))
 
 
+# RoBERTa and its kin: the first token's position is the one after the padding token's number.
+COUNTED_FROM_PAD = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "roberta-prelayernorm"}
 # Architectures in which a position is a row of a table, learned or computed once: one beyond the last is an error.
 POSITION_TABLES = {
     "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "opt", "openai-gpt", "biogpt", "ctrl", "mpt", "bart", "mbart", "marian", "pegasus",
     "bigbird_pegasus", "blenderbot", "blenderbot-small", "plbart", "mvp", "trocr", "xlm", "bert", "bert-generation", "big_bird", "electra",
     "ernie", "megatron-bert", "rembert", "roformer",
-}
+} | COUNTED_FROM_PAD
+ENCODERS = {"bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert", "roformer"}
 
 
 def positions(config: dict) -> int | None:
     """How many positions a parsed config.json says that the model has; None where it does not say."""
     config = _of_text(config)
     found = config.get("max_position_embeddings") or config.get("n_positions") or config.get("max_seq_len")
-    return found if isinstance(found, int) else None
+    if not isinstance(found, int):
+        return None
+    return found - (config.get("pad_token_id") or 0) - 1 if config.get("model_type") in COUNTED_FROM_PAD else found
 
 
 def position_table(config: dict) -> int | None:
     """How many positions the model has a table for; None where it computes them, and one beyond the last is only unfamiliar to it."""
     return positions(config) if _of_text(config).get("model_type") in POSITION_TABLES else None
+
+
+def sees_ahead(config: dict) -> bool:
+    """Whether it is a model of BERT's kind that reads a text from both ends: trained on next tokens it would copy them."""
+    config = _of_text(config)
+    return config.get("model_type") in ENCODERS | COUNTED_FROM_PAD and not config.get("is_decoder")
 
 
 def vocabulary(config: dict) -> int | None:

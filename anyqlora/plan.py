@@ -239,7 +239,11 @@ def _described(draft) -> dict | None:
     directory = layouts.model_directory(draft.config)
     if directory is None:
         draft.warnings.append(f"{draft.config.model_name} is not on this machine, so the memory it needs is unknown")
-    return directory and layouts.read_config(directory)
+    described = directory and layouts.read_config(directory)
+    if described and layouts.sees_ahead(described):
+        raise UsageError(f"model_type {described['model_type']!r} sees the tokens that it would have to predict",
+                         where=str(directory / "config.json"), cure='"is_decoder": true there, or a causal language model')
+    return described
 
 
 def _positions(draft, described: dict) -> None:

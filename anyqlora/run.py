@@ -98,7 +98,7 @@ class Run:
 
     def _describe(self) -> None:
         """Write what was asked, what was planned, and where it runs."""
-        files = {**described(self.plan, self.machine, self.data.report), IDENTITY: to_json(self.place.identity)}
+        files = {IDENTITY: to_json(self.place.identity), **described(self.plan, self.machine, self.data.report)}  # by the first one it is found again
         is_new = not self.directory.exists()
         try:
             self.disk.make_directory(self.directory)

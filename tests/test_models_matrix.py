@@ -69,7 +69,7 @@ def test_what_makes_the_architecture_different_matters(started, tmp_path):
     """Switched off, it changes the logits: so a reader that ignored it would be seen above."""
     off = SWITCHED_OFF.get(started.architecture)
     if off is None:
-        pytest.skip("nothing of it is a setting")
+        pytest.skip("what makes it different is its code, not a setting")
     ids = torch.arange(5, 45).reshape(1, 40) * 7 % 500
     model = tiny_models.plain(started.directory)
     with torch.no_grad():
@@ -84,4 +84,6 @@ SWITCHED_OFF = {
     "gemma3_text": {"layer_types": ["full_attention"] * 2}, "phi3": {"sliding_window": None}, "starcoder2": {"sliding_window": None},
     "granite": {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 0.25, "logits_scaling": 1.0},
     "smollm3": {"no_rope_layers": [1, 1]}, "llama": {"attention_bias": False},
+    "gpt_neox": {"use_parallel_residual": False}, "gpt_oss": {"layer_types": ["full_attention"] * 2}, "granitemoe": {"residual_multiplier": 1.0},
+    **{mixture: {"num_experts_per_tok": 1} for mixture in ("mixtral", "qwen2_moe", "olmoe")},
 }

@@ -219,6 +219,16 @@ def test_what_cannot_fit_is_warned_of_not_refused():
     assert any("expect to run out of memory" in warning for warning in planned.warnings)
 
 
+@pytest.mark.parametrize("model_type", ["bert", "roberta"])
+def test_a_model_that_sees_ahead_is_refused(model_type, tmp_path):
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **shape}))
+    with pytest.raises(UsageError, match="sees the tokens that it would have to predict"):
+        plan(model_name=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "is_decoder": True, **shape}))
+    assert plan(model_name=str(tmp_path)).world_size == 1
+
+
 def test_one_process():
     alone = plan("h200", strategy="single")
     assert (alone.world_size, alone.strategy) == (1, "single") and ledger(alone) == {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import audit, config, data, plan, tokenizer
+from .. import audit, config, data, plan, sources, tokenizer
 from ..errors import UsageError
 from ..terminal import printable
 
@@ -23,6 +23,9 @@ def main(argv: list[str]) -> int:
     show, flags = _show(argv)
     given = dict(word.removeprefix("--").split("=", 1) for word in config.spelled(flags))
     settings = config.resolve(given)
+    for spec, held_out in ((settings.dataset, False), (settings.eval_dataset, True)):
+        for name, _ in sources.weighted(spec) if spec else ():
+            sources.files(name, held_out=held_out, offline=settings.offline)  # one that is not there is told before anything is imported
     tokens = tokenizer.load(settings.model_name, settings.trust_remote_code, settings.revision, settings.offline)
     settings, changes = plan.fitted(settings)  # what a hub model says of itself came with its tokenizer
     found = data.prepare(settings, tokens)

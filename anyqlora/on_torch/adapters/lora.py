@@ -13,6 +13,7 @@ from torch import nn
 
 from ...config import TrainConfig
 from ...errors import NotBuilt, RunError, UsageError
+from ...layouts import DEMO_BASE
 from ...memory import BLOCK
 from ...schedule import uniform_start
 from .._compat import refused_targets, rerouted_targets
@@ -79,7 +80,8 @@ class Lora:
         return trainable
 
     def describe(self) -> dict:
-        return plain({**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": self.config.model_name})
+        base = str(DEMO_BASE) if self.config.is_demo else self.config.model_name  # what PEFT itself can load
+        return plain({**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": base})
 
 
 class RankStabilisedLora(Lora):

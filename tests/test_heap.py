@@ -1,0 +1,43 @@
+"""The heap of a real process: what was freed inside it goes back to the system when the process outgrows its plan."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HOARD = """
+import json, sys
+import torch
+from anyqlora.on_torch.device import Memory
+from anyqlora.on_torch.heap import Heap
+
+memory = Memory(torch.device("cpu"))
+heap = Heap(planned=int(sys.argv[1]))
+before = memory.in_use()
+blocks = [torch.zeros(16_000) for _ in range(6_000)]  # 64 kB each, from the heap and not mapped by themselves
+kept = blocks[::2]
+del blocks  # every other one is a hole that stays resident
+holes = memory.in_use() - before
+heap.give_back(holes)
+print(json.dumps({"holes": holes, "after": memory.in_use() - before, "kept": sum(b.nbytes for b in kept), "can_tell": heap.can_tell}))
+"""
+
+
+def resident(planned: int) -> dict:
+    done = subprocess.run([sys.executable, "-c", HOARD, str(planned)], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_process_that_outgrows_its_plan_gives_back_what_it_hoards():
+    found = resident(planned=200 << 20)
+    if not found["can_tell"]:
+        pytest.skip("this C library does not tell what its heap holds")
+    assert found["holes"] > 1.6 * found["kept"]  # else there is nothing to see here
+    assert found["after"] < 1.25 * found["kept"]
+
+
+def test_a_process_within_its_plan_keeps_its_pages():
+    """Pages that are used again cost time."""
+    found = resident(planned=1 << 30)
+    assert found["after"] > 0.9 * found["holes"]
