@@ -16,16 +16,13 @@ from pathlib import Path
 
 from .config import TrainConfig
 from .describe import cores
-from .errors import PeerLost, RunError
+from .errors import PeerLost
+from .terminal import printable
 
 WATCHED = 0.05  # seconds between two looks at the processes
-GRACE = 5.0  # seconds that the others have to end by themselves once one has: to say why, and to take their run back
+GRACE = {True: 5.0, False: 2.0}  # seconds that the others have to end by themselves once one has explained itself, or was lost
 STACKS = 1.0  # seconds in which those that do not end write where they are
 FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
-
-
-class Failed(RunError):
-    """A process of the run has failed and has said why."""
 
 
 @dataclass
@@ -65,7 +62,7 @@ class Processes:
                     del self.running[rank]
                     if process.returncode and failed_at is None:
                         failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > GRACE:
+            if failed_at is not None and time.monotonic() - failed_at > GRACE[self.has_explained(self.culprit)]:
                 self.end()
             time.sleep(WATCHED)
 
@@ -86,11 +83,15 @@ class Processes:
         self.interrupts += number == signal.SIGINT
         self.send(signal.SIGKILL if self.interrupts > 1 else number)
 
+    def has_explained(self, rank: int) -> bool:
+        """Whether it ended by itself and said why, so that starting again would not help."""
+        return self.ends[rank] > 0 and self.ends[rank] != PeerLost.exit_code and rank not in self.silent
+
     @property
     def culprit(self) -> int | None:
         """The rank that failed, rather than noticed that another was gone; None when all is well."""
         failed = [rank for rank, code in self.ends.items() if code and rank not in self.silent]
-        own = [rank for rank in failed if self.ends[rank] != PeerLost.exit_code]
+        own = [rank for rank in failed if self.ends[rank] != PeerLost.exit_code]  # the others have noticed that it was gone
         if own:
             return 0 if 0 in own and self.ends[0] == self.ends[own[0]] else own[0]  # where all found the same, the first has said it
         return next(iter(self.silent or failed), None)
@@ -99,20 +100,27 @@ class Processes:
 def launch(config: TrainConfig) -> dict:
     """Train in `config.world_size` processes of this machine. Returns the content of result.json.
 
-    Raises RunError, with the exit code of the process that failed. One that was killed or does not answer is named, and the run is
-    started again from its last checkpoint up to `max_restarts` times.
+    Exits as the process that failed, once what it said is shown. Raises PeerLost for one that was killed or does not answer, unless the
+    run can be started again from its last checkpoint, as it is up to `max_restarts` times.
     """
     for left in range(config.max_restarts, -1, -1):
         with tempfile.TemporaryDirectory(prefix="anyqlora-") as folder:
             processes = Processes(Path(folder))
             (processes.folder / "config.json").write_text(json.dumps({"settings": config.settings(), "sources": dict(config.sources)}))
             attend(processes, config)
+            if processes.interrupts > 1:
+                sys.exit(130)
             if processes.culprit is None:
                 return json.loads((processes.folder / "result.json").read_bytes())
-            failure = _failure(processes)
-        if isinstance(failure, Failed) or not left:
-            raise failure
-        print(f"{failure.message}; starting again from the last checkpoint", file=sys.stderr, flush=True)
+            rank, said = processes.culprit, processes.said(processes.culprit).read_text(errors="replace") if processes.culprit else ""
+            print(printable(said), end="", file=sys.stderr)
+            if processes.has_explained(rank):
+                sys.exit(processes.ends[rank])
+            how = ("did not answer any more and was ended" if rank in processes.silent else "lost the others" if processes.ends[rank] > 0
+                   else f"was killed by {signal.Signals(-processes.ends[rank]).name}")
+        if not left:
+            raise PeerLost(f"rank {rank} {how}", cure="the same command continues from the last checkpoint")
+        print(f"train.py: rank {rank} {how}; starting again from the last checkpoint", file=sys.stderr, flush=True)
     raise AssertionError("max_restarts is not negative")
 
 
@@ -127,22 +135,6 @@ def attend(processes: Processes, config: TrainConfig) -> None:
         processes.send(signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _failure(processes: Processes) -> RunError:
-    """The error that ended the run: `Failed` where the process has explained itself, so that starting again would not help."""
-    rank = processes.culprit
-    code = processes.ends[rank]
-    said = processes.said(rank).read_text(errors="replace").strip()
-    if rank in processes.silent:
-        return PeerLost(f"rank {rank} did not answer any more and was ended", cure="the same command continues from the last checkpoint")
-    if code < 0:
-        return PeerLost(f"rank {rank} was killed by {signal.Signals(-code).name}", cure="the same command continues from the last checkpoint")
-    if code == PeerLost.exit_code:
-        return PeerLost(f"rank {rank} lost the others" + (f":\n{said}" if said else ""), cure="the same command continues from the last checkpoint")
-    failed = Failed(f"rank {rank}: {said}" if said else "")
-    failed.exit_code = code
-    return failed
 
 
 def free_port() -> str:
