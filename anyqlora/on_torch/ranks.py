@@ -31,6 +31,8 @@ class Ranks(Alone):
         os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=world.port)  # DeepSpeed reads them
         self.stacks = None
         kind = torch.device(plan.device).type
+        if dist.is_initialized():  # by Ray, or by whoever calls train()
+            return
         backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
         with self.noticing():
             store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
