@@ -20,8 +20,8 @@ from .errors import PeerLost
 from .terminal import printable
 
 WATCHED = 0.05  # seconds between two looks at the processes
-GRACE = {True: 5.0, False: 2.0}  # seconds that the others have to end by themselves once one has explained itself, or was lost
-STACKS = 1.0  # seconds in which those that do not end write where they are
+GRACE = {True: 5.0, False: 1.0}  # seconds that the others have to end by themselves once one has explained itself, or was lost
+STACKS = 0.5  # seconds in which those that do not end write where they are
 FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
 
@@ -85,7 +85,7 @@ class Processes:
 
     def has_explained(self, rank: int) -> bool:
         """Whether it ended by itself and said why, so that starting again would not help."""
-        return self.ends[rank] > 0 and self.ends[rank] != PeerLost.exit_code and rank not in self.silent
+        return rank not in self.silent and self.ends[rank] > 0 and self.ends[rank] != PeerLost.exit_code
 
     @property
     def culprit(self) -> int | None:

@@ -40,10 +40,11 @@ def agreed(ranks: Alone, found: Place, plan):
     if ranks.size == 1:
         return plan
     asked = {name: getattr(plan.config, name) for name in SETTINGS if name not in OWN and plan.config.sources.get(name) != "plan"}
-    for rank, other in enumerate(ranks.every(asked)):
-        for name in sorted({*asked, *other}):
-            if rank and asked.get(name) != other.get(name):
-                _refuse(ranks, f"rank {rank} has {name} {other.get(name)!r}, rank {ranks.rank} {asked.get(name)!r}", "the same command on every process")
+    first, *others = ranks.every(asked)
+    for rank, other in enumerate(others, 1):
+        for name in sorted({*first, *other}):
+            if first.get(name) != other.get(name):
+                _refuse(ranks, f"rank {rank} has {name} {other.get(name)!r}, rank 0 {first.get(name)!r}", "the same command on every process")
     found.share(ranks)
     ranks.write_stacks(found.directory / "stacks")
     return replace(plan, config=plan.config.with_(**ranks.told(plan.config.settings())))
@@ -51,9 +52,10 @@ def agreed(ranks: Alone, found: Place, plan):
 
 def same_rows(ranks: Alone, rows: Data) -> None:
     """Raises UsageError when a process has read other rows."""
-    others = [rank for rank, identity in enumerate(ranks.every(rows.identity)) if identity != rows.identity]
-    if others:
-        _refuse(ranks, f"rank {others[0]} has read other rows than rank {ranks.rank}", "the same files on every machine")
+    first, *others = ranks.every(rows.identity)
+    for rank, identity in enumerate(others, 1):
+        if identity != first:
+            _refuse(ranks, f"rank {rank} has read other rows than rank 0", "the same files on every machine")
 
 
 def _refuse(ranks: Alone, why: str, cure: str) -> None:

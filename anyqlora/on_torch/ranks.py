@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..errors import PeerLost
+from ..config import TrainConfig
+from ..errors import PeerLost, UsageError
 from ..world import Alone, World
 
 MEETING = timedelta(minutes=5)  # a process may take so long to start: torch is read from a slow disk
@@ -35,7 +36,7 @@ class Ranks(Alone):
             return
         backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
         with self.noticing():
-            store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
+            store = meeting_place(plan.config, world)
             store = dist.PrefixStore("anyqlora", store)
             store.set(f"here/{world.rank}", "1")
             store.wait([f"here/{rank}" for rank in range(world.size)], MEETING)  # so that starting is not under the short timeout
@@ -93,6 +94,17 @@ class Ranks(Alone):
         """Leave the group; one that has lost a member cannot be left in order, and ends with the process."""
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def meeting_place(config: TrainConfig, world: World) -> dist.Store:
+    """The store at the first process's address. Raises UsageError when something else listens there."""
+    try:
+        return next(dist.rendezvous("env://", timeout=MEETING))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UsageError(f"port {world.port} of {world.address} is in use", where=config.sources.get("master_port", "").replace("default", ""),
+                         cure="another --master_port, or leave it out: a free one is taken") from None
 
 
 class _Noticing:

@@ -1,0 +1,133 @@
+"""What becomes of a run whose processes are killed, stopped, asked to stop, or asked for different things."""
+
+import hashlib
+import json
+import random
+import subprocess
+import time
+
+import psutil
+import pytest
+import runs
+from launched import KILL, STOP, TERM, Launched, command, environment
+
+
+def sha256(directory) -> str:
+    return hashlib.sha256((directory / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run of two processes that is left alone."""
+    with Launched(tmp_path_factory.mktemp("whole")) as run:
+        assert run.end() == 0, run.said()
+    return run.directory
+
+
+def killed(run: Launched, rank: int, step: int) -> float:
+    """Seconds from the death of a rank to the message that names it."""
+    run.reach(step)
+    run.ranks()[rank].send_signal(KILL)
+    return run.wait_for(f"rank {rank} was killed by SIGKILL", within=5)
+
+
+def test_train_py_starts_the_processes_and_one_of_them_writes(whole):
+    result = runs.result(whole)
+    assert (result["world_size"], result["strategy"], result["steps"]) == (2, "ddp", 30)
+    assert [line["step"] for line in runs.metrics(whole)] == list(range(1, 31))
+    assert json.loads((whole / "plan.json").read_text())["world_size"] == 2
+    assert not (whole / "stacks" / "rank-1.txt").read_text()  # nothing was lost
+
+
+def test_a_killed_rank_is_named_and_the_run_starts_again_by_itself(whole, tmp_path):
+    with Launched(tmp_path, max_restarts=1) as run:
+        assert killed(run, 1, 8) < 5
+        assert "starting again from the last checkpoint" in run.said()
+        assert run.end() == 0, run.said()
+    assert sha256(run.directory) == sha256(whole)
+    assert [line["step"] for line in runs.metrics(run.directory)] == list(range(1, 31))
+
+
+def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_all(tmp_path):
+    with Launched(tmp_path, dist_timeout=10) as run:
+        run.reach(4)
+        ranks = run.ranks()
+        ranks[1].send_signal(STOP)
+        began = time.monotonic()
+        assert run.end() == 70, run.said()
+        assert time.monotonic() - began < 15
+        assert "rank 1 did not answer any more and was ended" in run.said() and "Traceback" not in run.said()
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    for rank in (0, 1):
+        assert "train.py" in (run.directory / "stacks" / f"rank-{rank}.txt").read_text()
+
+
+def test_a_signal_to_one_rank_stops_all_of_them(whole, tmp_path):
+    with Launched(tmp_path) as run:
+        run.reach(5)
+        run.ranks()[1].send_signal(TERM)
+        assert run.end() == 75, run.said()
+        assert "stopped by SIGTERM" in run.said() and run.said().count("stopped by") == 1
+    again = subprocess.run(command(tmp_path), capture_output=True, text=True, env=environment())
+    assert again.returncode == 0, again.stderr
+    assert sha256(run.directory) == sha256(whole)
+
+
+def test_what_one_rank_was_asked_for_is_compared_before_the_first_step(tmp_path):
+    """Two processes as torchrun would start them, one with another learning rate: one message, exit 2, no hang, nothing written."""
+    from anyqlora.launch import free_port
+
+    shared = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    started = [subprocess.Popen(command(tmp_path, world_size="", lr=lr), env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank, lr in enumerate((1e-3, 2e-3))]
+    ended = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [2, 2], ended
+    assert "rank 1 has lr 0.002, rank 0 0.001" in ended[0][1] and ended[1][1] == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_told_once(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = subprocess.run(command(tmp_path, master_addr="127.0.0.1", master_port=taken.getsockname()[1]), capture_output=True, text=True,
+                              env=environment(), timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("is in use") == 1 and "--master_port" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_ten_kills_in_one_run(whole, tmp_path):
+    """Each at a random step of either rank; the run starts itself again after each."""
+    draw, slowest = random.Random(5), 0.0
+    with Launched(tmp_path, max_restarts=10) as run:
+        for kill in range(1, 11):
+            rank = draw.randrange(2)
+            run.reach(min(2 * kill + draw.randrange(4), 27))
+            while len(run.ranks()) < 2:
+                time.sleep(0.02)
+            before = run.said().count("was killed by SIGKILL")
+            began = time.monotonic()
+            run.ranks()[rank].send_signal(KILL)
+            while run.said().count("was killed by SIGKILL") == before:
+                assert time.monotonic() - began < 5, run.said()
+                time.sleep(0.02)
+            slowest = max(slowest, time.monotonic() - began)
+        assert run.end() == 0, run.said()
+    print(f"10 of 10 kills noticed, the slowest after {slowest:.1f} s")
+    assert sha256(run.directory) == sha256(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3, 6, 10, 14])
+def test_five_hangs(tmp_path, step):
+    with Launched(tmp_path, dist_timeout=10) as run:
+        run.reach(step)
+        run.ranks()[step % 2].send_signal(STOP)
+        began = time.monotonic()
+        assert run.end() == 70, run.said()
+        assert time.monotonic() - began < 15
+        assert f"rank {step % 2} did not answer any more and was ended" in run.said()
+    assert all((run.directory / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
