@@ -53,7 +53,6 @@ def torch_loop(run) -> dict:
     from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
     from anyqlora.on_torch.device import is_out_of_memory, seed_everything, set_deterministic
     from anyqlora.on_torch.evaluate import evaluator
-    from anyqlora.on_torch.loss import token_loss
     from anyqlora.on_torch.profiling import watch
     from anyqlora.on_torch.runtime import Runtime
     from anyqlora.on_torch.state import finished, restore, restore_best, snapshot
@@ -66,6 +65,8 @@ def torch_loop(run) -> dict:
     watched = run.closing(watch(run, memory))  # nothing, unless profiling is asked for
     with watched.phase("load"):
         built = build(config, runtime)
+    for note in built.notes:
+        run.console.warn(note)
     run.check_room(sum(p.numel() for p in built.trainable.values()))
     model, _ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
     if run.restored:
@@ -83,7 +84,7 @@ def torch_loop(run) -> dict:
             for number, batch in enumerate(batches, 1):
                 with runtime.micro_batch(is_final=number == len(batches)):
                     with watched.phase("forward"), runtime.forward():
-                        loss = token_loss(model, batch, runtime.device)
+                        loss = runtime.loss(model, batch, runtime.device)
                     with watched.phase("backward"):
                         runtime.backward(loss / trained)
                 total += loss.detach()

@@ -14,6 +14,7 @@ STORED = {"fp32": 4, "bf16": 2, "fp16_autocast": 4, "bf16_autocast": 4, "bf16_bu
 MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta": 8, "sgd": 0,  # bytes per trained parameter
            "adamw_8bit": 2 + 2 * 4 / 256, "paged_adamw_8bit": 2 + 2 * 4 / 256}  # 8-bit: one float32 scale per 256 values
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
+LOSS_BYTES, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 512 << 20, 128_000  # of the logits that are made at a time
 FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
 
 
@@ -262,23 +263,46 @@ def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def head_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """The head's cast weight, and its input where it learns."""
-    width = Widths.of(config)
+    """What the loss leaves for backward: the gradient of the head's input; with whole logits the head's cast weight and, where it
+    learns, its input."""
+    width, hidden = Widths.of(config), config.batch_size * config.context_length * shapes.hidden
+    if loss_rows(shapes, config):
+        return hidden * width.computed
     cast = shapes.vocab * shapes.hidden * width.computed if width.autocast and width.stored == FULL else 0
-    learns = config.batch_size * config.context_length * shapes.hidden * (width.computed + FULL) if config.adapter == "full" else 0
-    return cast + learns
+    return cast + (hidden * (width.computed + FULL) if config.adapter == "full" else 0)
 
 
 # -------------------------------------------------------------------------------------------------------- at the peaks
 
 
-def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Of float32 [B * T, V]: the log-softmax that autograd keeps, and in backward its gradient and the gradient of the logits.
+def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
+    """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a cache's size on a
+    CPU, and keep a GPU busy. 0: all of a micro-batch."""
+    if config.loss_rows != "auto":
+        return config.loss_rows
+    budget = LOSS_BYTES_ON_GPU if config.backend in FUSED_DROPOUT else LOSS_BYTES
+    rows = budget // ((shapes.vocab if shapes else UNKNOWN_VOCABULARY) * 2 * FULL)
+    return 1 << min(max(rows, 16), 4096).bit_length() - 1
 
-    Every token is taken to be trained. In forward it is no more: 16-bit logits, their selection and its float32 copy.
+
+def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Of the tokens that are looked at together, [N, V]: their logits, the float32 softmax and, in 16 bits, the gradient; all tokens'
+    inputs of the head, its weight where that is cast, and the weight's gradient where it learns.
+
+    With whole logits, of float32 [B * T, V]: the log-softmax that autograd keeps, and in backward its gradient and the gradient of
+    the logits. Every token is taken to be trained.
     """
-    capped = Widths.of(config).computed if shapes.capped_logits else 0
-    return config.batch_size * config.context_length * shapes.vocab * (3 * FULL + capped)
+    width, tokens, rows = Widths.of(config), config.batch_size * config.context_length, loss_rows(shapes, config)
+    if not rows:
+        return tokens * shapes.vocab * (3 * FULL + (width.computed if shapes.capped_logits else 0))
+    weight = shapes.vocab * shapes.hidden * ((width.computed if width.computed != width.stored else 0) + (FULL if config.adapter == "full" else 0))
+    return min(rows, tokens) * shapes.vocab * chunk_width(shapes, config) + tokens * shapes.hidden * width.computed + weight
+
+
+def chunk_width(shapes: Shapes, config: TrainConfig) -> int:
+    """Bytes per logit of the tokens that are looked at together."""
+    width = Widths.of(config)
+    return FULL + width.computed * (1 if width.computed == FULL else 2) + (2 * FULL if shapes.capped_logits else 0)
 
 
 def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -290,5 +314,10 @@ def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def evaluation_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Of float32 [rows * T, V] for eval_batch_size rows: the logits of trained tokens and their log-softmax."""
-    return config.eval_batch_size * config.context_length * shapes.vocab * 2 * FULL
+    """Of eval_batch_size rows: one layer's MLP, and the logits of the tokens that are looked at together; with whole logits those of
+    all trained tokens in float32, and their log-softmax."""
+    width, tokens, rows = Widths.of(config), config.eval_batch_size * config.context_length, loss_rows(shapes, config)
+    if not rows:
+        return tokens * shapes.vocab * 2 * FULL
+    layer = tokens * (3 * shapes.intermediate * width.inner + 2 * shapes.hidden * FULL)
+    return layer + min(rows, tokens) * shapes.vocab * chunk_width(shapes, config)

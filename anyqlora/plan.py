@@ -141,6 +141,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
+    draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if shapes is not None and found.memory_free is not None:
         _evaluation(draft, shapes, found.memory_free)
     _batch(draft, shapes, found.memory_free)
@@ -310,7 +311,8 @@ def _batch(draft, shapes, free: int | None) -> None:
     rows = global_batch(config) // steps if is_auto else config.batch_size
 
     def needed(micro: int, checkpointing: bool) -> int:
-        estimate = memory.estimate(shapes, config.with_(batch_size=micro, use_gradient_checkpointing=checkpointing))
+        trial = config.with_(batch_size=micro, use_gradient_checkpointing=checkpointing, gradient_accumulation_steps=-(-rows * steps // micro))
+        estimate = memory.estimate(shapes, trial)
         return max(estimate.needed(moment) for moment in TRAINING)
 
     def fits(micro: int, checkpointing: bool) -> bool:

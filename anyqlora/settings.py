@@ -81,6 +81,7 @@ class TrainConfig:
     precision: str = setting(AUTO, "arithmetic: auto is bf16 where the device has it", choices=(AUTO, *tables.PRECISIONS), also=("mixed_precision",))
     use_gradient_checkpointing: bool | str = setting(AUTO, "recompute activations in backward", choices=(AUTO, True, False), also=("gradient_checkpointing",))
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")
+    loss_rows: int | str = setting(AUTO, "trained tokens whose logits are made at a time; 0: those of a whole micro-batch", low=0)
     use_cpu_offload: bool | str = setting(AUTO, "keep frozen weights in host memory", choices=(AUTO, True, False))
     use_activation_cpu_offload: bool = setting(False, "keep saved activations in host memory")
     low_memory: bool = setting(True, "stream the weights: never hold the full-precision model", also=("cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading"))

@@ -13,6 +13,7 @@ import runs
 import torch
 from data_fixtures import write
 from safetensors.numpy import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from anyqlora import checks
@@ -61,7 +62,7 @@ def forwards(kind):
     """[(shape of the input, whether gradients are recorded)] of every forward pass of a module of this class."""
     seen = []
     def look(module, inputs):
-        if type(module).__name__ == kind:
+        if type(module).__name__ == kind and inputs[0].shape[1] > 2:  # two tokens go through a model when it is built
             seen.append((tuple(inputs[0].shape), torch.is_grad_enabled()))
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
     try:
@@ -159,6 +160,34 @@ def test_checkpointing_runs_each_block_twice_and_the_reentrant_form_first_withou
         run(tmp_path, "off", max_steps=1, deterministic=False, during=lambda step: deterministic.append(torch.are_deterministic_algorithms_enabled()))
     assert on == [True] * 6 and reentrant == [False] * 3 + [True] * 3 and len(blocks) == 3
     assert deterministic == [True, False]
+
+
+@shows("loss_rows")
+def test_logits_of_so_many_tokens_are_made_at_a_time(plain, tmp_path):
+    made = {}
+    for rows in (0, 4):
+        with logits_made() as sizes:
+            found = run(tmp_path, str(rows), loss_rows=rows)
+        assert losses(found) == pytest.approx(losses(plain), rel=1e-6)
+        made[rows] = max(sizes)
+    assert made[4] == 4 < made[0]
+    assert planned("a100", loss_rows=16).memory.needed("loss") < planned("a100", loss_rows=0).memory.needed("loss")
+
+
+@contextlib.contextmanager
+def logits_made():
+    """Rows of each product with the embedded base's vocabulary of 512, in training."""
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.mm.default and out.shape[1] == 512 and out.shape[0] != 128:  # hidden: the weight's own gradient
+                sizes.append(len(out))
+            return out
+
+    with Watch():
+        yield sizes
 
 
 @shows("use_activation_cpu_offload")

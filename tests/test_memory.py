@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from anyqlora import data, layouts, memory
 from anyqlora.config import TrainConfig
 from anyqlora.on_torch.build import build
-from anyqlora.on_torch.loss import token_loss
 from anyqlora.on_torch.quantizers.bnb import Fp4, Int8, Nf4
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
@@ -119,7 +118,7 @@ def kept_bytes(model, loss):
 
 
 def activations(model_type, **settings):
-    """(predicted, counted) bytes of one micro-batch's activations; the log-softmax, which is the loss's, is not among them."""
+    """(predicted, counted) bytes of one micro-batch's activations."""
     default = {"model_name": directory(model_type), "dataset": "none", "quantizer": "nf4", "adapter": "lora", "precision": "fp32",
                "batch_size": ROWS, "context_length": LENGTH, "lora_dropout": 0.0, "use_gradient_checkpointing": False}
     config = TrainConfig(**{**default, **settings})
@@ -131,9 +130,9 @@ def activations(model_type, **settings):
     batch = data.Batch(ids=ids, targets=ids.copy(), positions=positions, segments=np.zeros_like(ids), rows=("x:1", "x:2"))
     shapes = layouts.shapes(layouts.read_config(layouts.model_directory(plan.config)))
     with runtime.autocast():
-        counted = kept_bytes(built.model, lambda: token_loss(built.model, batch, runtime.device))
-    log_softmax = ROWS * LENGTH * shapes.vocab * (4 + (memory.Widths.of(plan.config).computed if shapes.capped_logits else 0))
-    return memory.activation_bytes(shapes, plan.config), counted - log_softmax
+        counted = kept_bytes(built.model, lambda: runtime.loss(built.model, batch, runtime.device))
+    becomes_a_gradient = 4 * shapes.vocab * shapes.hidden if plan.adapter == "full" else 0  # the head's, computed in the forward pass
+    return memory.activation_bytes(shapes, plan.config), counted - becomes_a_gradient
 
 
 @pytest.mark.parametrize("settings", [
@@ -180,10 +179,11 @@ def test_every_lever_moves_memory_the_way_it_should():
     for smaller in ({"batch_size": 1}, {"context_length": 512}, {"use_gradient_checkpointing": True}, {"lora_dropout": 0.0},
                     {"use_activation_cpu_offload": True}, {"lora_rank": 4}, {"optimizer": "sgd"}, {"optimizer": "adamw_8bit"}):
         assert estimate(**smaller).total < base, smaller
-    for larger in ({"quantizer": "int8"}, {"quantizer": "none"}, {"double_quant": False}, {"precision": "fp32"}, {"adapter": "dora"},
-                   {"gradient_accumulation_steps": 2}):
+    for larger in ({"quantizer": "int8"}, {"quantizer": "none"}, {"double_quant": False}, {"precision": "fp32"}, {"adapter": "dora"}):
         assert estimate(**larger).total > base, larger
-    assert estimate(eval_dataset="x", eval_batch_size=64).peak == "evaluation"
+    for larger in ({"gradient_accumulation_steps": 2}, {"loss_rows": 0}):
+        assert estimate(**larger).needed("loss") > estimate().needed("loss"), larger
+    assert estimate(eval_dataset="x", eval_batch_size=512).peak == "evaluation"
     assert estimate(adapter="full", quantizer="none", precision="fp32", batch_size=1, context_length=16).peak == "update"
 
 

@@ -206,8 +206,8 @@ def test_checkpointing_auto_only_when_it_does_not_fit_otherwise():
 
 def test_evaluation_takes_fewer_rows_where_memory_is_short_and_training_does_not_pay_for_it():
     without = plan("t4", context_length=2048)
-    planned = plan("t4", context_length=2048, eval_fraction=0.1)
-    assert ledger(planned) == {"eval_batch_size": (8, planned.config.eval_batch_size)}
+    planned = plan("t4", context_length=2048, eval_fraction=0.1, eval_batch_size=64)
+    assert ledger(planned) == {"eval_batch_size": (64, planned.config.eval_batch_size)}
     assert planned.memory.needed("evaluation") <= HEADROOM * planned.memory_free
     assert (planned.batch_size, planned.use_gradient_checkpointing) == (without.batch_size, without.use_gradient_checkpointing)
     assert plan("h200", context_length=2048, eval_fraction=0.1).adjustments == ()
@@ -354,7 +354,7 @@ def test_hub_id_is_looked_up_in_the_local_cache(tmp_path):
 
 
 def test_plan_verb_prints_memory_part_by_part(capsys):
-    stated = ["--model_name", LLAMA_8B, "--dataset", "alpaca_sample", "--batch-size", "2", "--use_gradient_checkpointing"]
+    stated = ["--model_name", LLAMA_8B, "--dataset", "alpaca_sample", "--batch-size", "2", "--context_length", "2048"]
     assert anyqlora(["plan", *stated]) == 0
     out = capsys.readouterr().out
     for word in ("backend     cpu", "linear weights", "adapter", "optimizer", "activations", "predicted", "free",

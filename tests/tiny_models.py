@@ -18,7 +18,6 @@ from anyqlora.config import resolve
 from anyqlora.layouts import DEMO_BASE
 from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
 from anyqlora.on_torch.generate import evaluating
-from anyqlora.on_torch.loss import token_loss
 from anyqlora.on_torch.quantizers.experts import PackedExperts
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.on_torch.state import finished
@@ -122,7 +121,7 @@ class Started:
     def loss(self, batch) -> torch.Tensor:
         """The sum over trained tokens, as train.py computes it."""
         with self.runtime.autocast():
-            return token_loss(self.model, batch, self.runtime.device)
+            return self.runtime.loss(self.model, batch, self.runtime.device)
 
     def step(self, number=0) -> float:
         """One optimizer step on the run's own batch; the loss per trained token before it."""

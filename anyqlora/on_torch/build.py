@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from ._compat import quietly
 from .generate import evaluating
 from .heap import unmapping
 from .linears import linears
+from .loss import loss_of
 from .quantizers.experts import PackedExperts, expert_parameters
 from .runtime import COMPUTE, STORED, Runtime
 
@@ -26,12 +27,14 @@ LEAK = 0.05  # of a document's influence on the next: far above 16-bit rounding,
 
 @dataclass
 class Built:
-    """model: with its adapter. trainable: {file name: Parameter}. adapter, quantizer: see their packages."""
+    """model: with its adapter. trainable: {file name: Parameter}. adapter, quantizer: see their packages. notes: fast paths that the
+    plan names and this model cannot take, and why."""
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]
     adapter: object
     quantizer: object
+    notes: list[str] = field(default_factory=list)
 
 
 @quietly()
@@ -72,6 +75,9 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
         assert_in_effect(built, whole=not already)
         with runtime.autocast():
             try_out(model, runtime.device, plan.packing)
+            if config.loss_rows:
+                runtime.loss, why = loss_of(model, config.loss_rows)
+                built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
     return built
 
 

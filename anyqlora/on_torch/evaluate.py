@@ -10,7 +10,6 @@ from torch import nn
 from ..config import AUTO
 from ..data import Example, batches
 from .generate import PAD, answers, evaluating, learned_ends, room
-from .loss import token_loss
 from .runtime import Runtime
 
 EXACT_MATCH_ROWS = 512
@@ -26,7 +25,7 @@ def evaluate(model: nn.Module, tokenizer, examples: list[Example], runtime: Runt
     with evaluating(model), runtime.autocast():
         for batch in batches(examples, batch_size, PAD):
             between()
-            total += float(token_loss(model, batch, runtime.device))
+            total += float(runtime.loss(model, batch, runtime.device))
             trained += batch.trained
     loss = total / trained
     found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": trained}

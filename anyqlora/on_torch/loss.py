@@ -1,12 +1,19 @@
-"""The loss: the sum of the trained tokens' negative log-likelihoods."""
+"""The loss: the sum of the trained tokens' negative log-likelihoods, and the same without logits of the tokens that are not."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..data import IGNORE, Batch
+from .generate import evaluating
+from .kernels.cross_entropy import After, cross_entropy
+
+PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
+NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest logit: how near they are; in 16 bits 0.03
 
 
 def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -15,11 +22,102 @@ def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Te
     Rows are padded on the right, so under causal attention padding reaches no trained token and no mask is needed: the
     fast causal kernel runs. Packed rows state their positions, from which transformers keeps documents apart.
     """
-    ids = torch.from_numpy(batch.ids).long().to(device)  # [B, T]
-    targets = torch.from_numpy(batch.targets).long().to(device).flatten()  # [B * T]
-    packed = int(batch.segments.max(initial=0)) > 0
-    positions = torch.from_numpy(batch.positions).long().to(device) if packed else None
+    ids, targets, positions = on_device(batch, device)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits  # [B, T, V]
     kept = (targets != IGNORE).nonzero().squeeze(1)  # [N]: only these rows need float32
     logits = logits.flatten(0, 1).index_select(0, kept).float()  # [N, V]
     return F.cross_entropy(logits, targets[kept], reduction="sum")
+
+
+def on_device(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(ids [B, T], targets [B * T], positions [B, T] or None where rows hold one document each)."""
+    ids = torch.from_numpy(batch.ids).long().to(device)
+    targets = torch.from_numpy(batch.targets).long().to(device).flatten()
+    packed = int(batch.segments.max(initial=0)) > 0
+    return ids, targets, torch.from_numpy(batch.positions).long().to(device) if packed else None
+
+
+class TrainedTokenLoss:
+    """`token_loss`, with the output head on trained tokens only and `rows` of them at a time.
+
+    A hook takes the head's input and gives it none, so that the model's own forward makes no logits; what the model does to logits
+    after its head is `after`.
+    """
+
+    def __init__(self, head: nn.Linear, after: After, rows: int):
+        self.head, self.after, self.rows = head, after, rows
+
+    def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+        ids, targets, positions = on_device(batch, device)
+        with _Watched(self.head) as watched:
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+        kept = (targets != IGNORE).nonzero().squeeze(1)  # [N]
+        hidden = watched.hidden.flatten(0, 1).index_select(0, kept)  # [N, H]
+        return cross_entropy(hidden, self.head.weight, self.head.bias, targets[kept], after=self.after, rows=self.rows)
+
+
+class _Watched:
+    """While it lasts, a head's input [B, T, H] is kept as `hidden`, and its output is `instead`, or that of no token at all."""
+
+    def __init__(self, head: nn.Linear, instead: torch.Tensor | None = None):
+        self.head, self.instead, self.hidden, self.given, self.calls = head, instead, None, None, 0
+
+    def __enter__(self) -> _Watched:
+        self.handles = [self.head.register_forward_pre_hook(self._take), self.head.register_forward_hook(self._give)]
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _take(self, head, arguments):
+        self.hidden, self.calls = arguments[0], self.calls + 1
+        return arguments[0][:, :0], *arguments[1:]
+
+    def _give(self, head, arguments, output):
+        self.given = output if self.instead is None else self.instead.to(output.dtype)
+        return self.given
+
+
+def loss_of(model: nn.Module, rows: int) -> tuple[Callable, str]:
+    """(the loss, why it is not the fast one or ""). Each architecture's own forward is asked what it does around its head."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return token_loss, f"its output head is {type(head).__name__}, not a plain linear layer"
+    with evaluating(model):
+        try:
+            after = what_follows(model, head)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            return token_loss, f"it cannot run without logits: {error}"
+    return (TrainedTokenLoss(head, after, rows), "") if after else (token_loss, "what it does to logits after its head is not known here")
+
+
+def what_follows(model: nn.Module, head: nn.Linear) -> After | None:
+    """What `model` does to its head's product: scales it, caps it by tanh, or nothing; None where it is anything else.
+
+    Its own forward is run on two tokens with known logits in place of the head's, and what comes out is compared.
+    """
+    device = head.weight.device
+    ids = torch.arange(2, device=device)[None]  # [1, 2]
+    known = torch.linspace(-PROBE, PROBE, head.out_features, device=device).expand(1, 2, -1)
+    with _Watched(head, known) as watched:
+        made = model(input_ids=ids, use_cache=False).logits
+    if watched.calls != 1 or made.shape != known.shape or watched.hidden.shape[:2] != ids.shape:
+        return None
+    given = watched.given.to(made.dtype)
+    return next((after for after in _candidates(model, given, made) if _near(after(given), made)), None)
+
+
+def _candidates(model: nn.Module, given: torch.Tensor, made: torch.Tensor) -> list[After]:
+    """What may follow: a cap that the model's configuration states, or the factor between what was given and what was made."""
+    text = model.config.get_text_config()
+    cap = getattr(text, "final_logit_softcapping", None)
+    scale = float(made[0, 0, -1].double() / given[0, 0, -1].double())
+    stated = [1 / value for name in ("logits_scaling", "logit_scale") if (value := getattr(text, name, None))]
+    exact = [s for value in stated for s in (value, 1 / value) if abs(s / scale - 1) < 0.02] if scale else []
+    return [After(), *([After(1.0, float(cap))] if cap else []), *map(After, exact)]
+
+
+def _near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    largest = float(theirs.abs().max().double())
+    return float((ours.double() - theirs.double()).abs().max()) <= NEAR.get(theirs.dtype, 0.03) * largest

@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import tables
 from .device import Memory
+from .loss import token_loss
 from .offload import offloaded
 from .strategies.single import StepResult
 
@@ -28,6 +29,7 @@ class Runtime:
         self.device = self.strategy.device
         self.memory = Memory(self.device, plan.memory.total if plan.memory else 0)
         self.is_main_process = self.strategy.rank == 0
+        self.loss = token_loss  # (model, batch, device) -> sum over trained tokens; `build` may put a faster one in its place
         self._is_final = True
         full_in_bf16 = plan.adapter == "full" and plan.precision == "bf16"  # float32 weights, computed in bf16
         self._autocast = torch.bfloat16 if full_in_bf16 else AUTOCAST.get(plan.precision)

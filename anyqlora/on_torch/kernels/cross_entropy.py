@@ -1,0 +1,104 @@
+"""The output head and the cross-entropy in one: a few rows of logits at a time, and their gradient while they are there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+LIFT = {torch.float16: 1024.0}  # probabilities lie below fp16's smallest normal number, 6e-5: the gradient is made so much greater
+
+
+class After(NamedTuple):
+    """What a model does to its head's product: z = scale * x, or with `cap` z = cap * tanh(scale * x / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        scaled = logits * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
+def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After(),
+                  rows: int) -> torch.Tensor:
+    """Sum of -log softmax(after(hidden W^T + bias))[target], float32, a scalar with gradient; equal to `defined`.
+
+    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. `rows` of the N are looked at together, so that of the logits
+    and their gradient [rows, V] are in memory and not [N, V]. The gradient is computed in the forward pass, where the logits are:
+    backward only multiplies it by what the loss is multiplied by (Hsu et al. 2024, Liger kernel) - that of a weight in place, so
+    that a second backward of the same graph is an error.
+    """
+    dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+    return _CrossEntropy.apply(hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled())
+
+
+def defined(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After()) -> torch.Tensor:
+    """What `cross_entropy` computes."""
+    logits = after(torch.nn.functional.linear(hidden, weight, bias))
+    return torch.nn.functional.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, targets, reduction="sum")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, after, rows, dtype, learns):
+        wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
+        exact = torch.promote_types(dtype, torch.float32)  # float64 stays
+        lift = LIFT.get(dtype, 1.0)
+        w = weight.to(dtype)
+        losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+        gradients = [torch.empty_like(hidden, dtype=dtype if lift == 1 else exact) if wanted[0] else None,
+                     torch.zeros_like(weight, dtype=exact) if wanted[1] else None,
+                     torch.zeros_like(bias, dtype=exact) if wanted[2] else None]
+        for first in range(0, len(hidden), rows):
+            some = slice(first, first + rows)
+            h = hidden[some].to(dtype)
+            logits = h @ w.T if bias is None else torch.addmm(bias.to(dtype), h, w.T)  # [rows, V]
+            losses[some], z = _losses(logits, targets[some], after, exact)
+            if any(wanted):
+                _add_gradients(gradients, some, z.mul_(lift).to(dtype), h, w)
+        ctx.lift = lift
+        ctx.save_for_backward(*gradients)
+        ctx.kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx, of_loss):
+        of_hidden, of_weight, of_bias = ctx.saved_tensors
+        factor = of_loss / ctx.lift
+        found = None if of_hidden is None else of_hidden * factor, *(None if g is None else g.mul_(factor) for g in (of_weight, of_bias))
+        return *(None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True)), *[None] * 5
+
+
+def _losses(logits: torch.Tensor, targets: torch.Tensor, after: After, exact: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each row [N], and the gradient of their sum by `logits` [N, V], in the dtype `exact`."""
+    z = logits.to(exact, copy=True)
+    slope = None
+    if after.scale != 1:
+        z.mul_(after.scale)
+    if after.cap is not None:
+        z.div_(after.cap).tanh_()
+        slope = 1 - z.square()
+        z.mul_(after.cap)
+    targets = targets.unsqueeze(1)
+    z.sub_(z.amax(1, keepdim=True))
+    chosen = z.gather(1, targets).squeeze(1)
+    total = z.exp_().sum(1)
+    z.div_(total.unsqueeze(1))  # softmax
+    z.scatter_add_(1, targets, z.new_full((1, 1), -1).expand_as(targets))
+    if slope is not None:
+        z.mul_(slope)
+    if after.scale != 1:
+        z.mul_(after.scale)
+    return total.log() - chosen, z
+
+
+def _add_gradients(gradients: list, some: slice, of_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    """Put what these rows' logits [rows, V] give into the gradients of hidden [N, H], weight [V, H] and bias [V]; None is not wanted."""
+    of_hidden, of_weight, of_bias = gradients
+    if of_hidden is not None:
+        of_hidden[some] = of_logits @ weight
+    if of_weight is not None:
+        of_weight += of_logits.T @ hidden
+    if of_bias is not None:
+        of_bias += of_logits.sum(0)
