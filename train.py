@@ -82,10 +82,11 @@ def torch_loop(run) -> dict:
         total = torch.zeros((), device=runtime.device)
         try:
             for number, batch in enumerate(batches, 1):
-                with runtime.micro_batch(is_final=number == len(batches)):
+                is_final = number == len(batches)
+                with runtime.micro_batch(is_final):
                     with watched.phase("forward"), runtime.forward():
                         loss = runtime.loss(model, batch, runtime.device)
-                    with watched.phase("backward"):
+                    with watched.phase("backward", is_final):
                         runtime.backward(loss / trained)
                 total += loss.detach()
         except RuntimeError as error:
@@ -95,7 +96,8 @@ def torch_loop(run) -> dict:
         return float(total)
 
     for step, lr in run.steps():
-        batches = run.batches(step)
+        with watched.part("data"):
+            batches = run.batches(step)
         while (loss := run.agreed(step, gradients(step, batches))) is None:
             runtime.forget()
             batches = run.halved(step)

@@ -72,6 +72,7 @@ def checked(config: TrainConfig) -> TrainConfig:
                          cure="--keep 2: one checkpoint alone would be the one that a damaged disk hits")
     _seen(config, where)
     _confined("run_name", config.run_name, where("run_name"))
+    _confined("timeline", config.timeline, where("timeline"))
     _confined("profiling_output", config.profiling_output, where("profiling_output"))
     return config
 

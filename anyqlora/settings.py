@@ -141,6 +141,7 @@ class TrainConfig:
     with_shapes: bool = setting(False, "record tensor shapes")
     export_trace: bool = setting(True, "write a Chrome trace")
     export_memory_timeline: bool = setting(False, "write a memory timeline")
+    timeline: str = setting("", "write the first steps' phases and collectives as a Chrome trace: a file name inside the run directory")
     wait_steps: int = setting(0, "profiler: steps waited in a cycle", low=0)
     profiler_warmup_steps: int = setting(0, "profiler: warm-up steps in a cycle", low=0)
     active_steps: int = setting(2, "profiler: recorded steps in a cycle", low=1)

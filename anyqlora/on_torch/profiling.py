@@ -24,14 +24,22 @@ def watch(run, memory: Memory) -> Unwatched:
     watches = [] if not run.config.profile_memory else [MemoryWatch(run, memory)]
     if run.config.profile:
         watches += profiler(run)
+    if run.config.timeline:
+        from .timeline import Timeline
+
+        watches.append(Timeline(run))
     return Watches(watches) if watches else Unwatched()
 
 
 class Unwatched:
     """Nothing is watched."""
 
-    def phase(self, name: str):
-        """A context around one phase of a run: load, forward, backward, step or evaluate."""
+    def phase(self, name: str, is_final: bool = True):
+        """A context around one phase of a run: load, forward, backward (`is_final`: of the step's last micro-batch), step or evaluate."""
+        return contextlib.nullcontext()
+
+    def part(self, name: str):
+        """A context around a part of a phase: data, and what an optimizer step is made of."""
         return contextlib.nullcontext()
 
     def evaluation(self, evaluate: Callable):
@@ -52,10 +60,17 @@ class Watches(Unwatched):
         self.watches = watches
 
     @contextlib.contextmanager
-    def phase(self, name: str):
+    def phase(self, name: str, is_final: bool = True):
         with contextlib.ExitStack() as stack:
             for one in self.watches:
-                stack.enter_context(one.phase(name))
+                stack.enter_context(one.phase(name, is_final))
+            yield
+
+    @contextlib.contextmanager
+    def part(self, name: str):
+        with contextlib.ExitStack() as stack:
+            for one in self.watches:
+                stack.enter_context(one.part(name))
             yield
 
     def evaluation(self, evaluate: Callable):
@@ -86,7 +101,7 @@ class MemoryWatch(Unwatched):
         self.entries = [entry for entry in before if entry["step"] <= run.first_step]  # later ones are done again
 
     @contextlib.contextmanager
-    def phase(self, name: str):
+    def phase(self, name: str, is_final: bool = True):
         yield
         step = self.run.last_step + (name in ("forward", "backward", "step"))
         self.entries.append({"step": step, "phase": name, "bytes": self.memory.used()})
@@ -119,7 +134,7 @@ class Profiler(Unwatched):
             record_shapes=config.with_shapes or timeline, with_stack=config.with_stack or timeline)
         self.is_started = False
 
-    def phase(self, name: str):
+    def phase(self, name: str, is_final: bool = True):
         if not self.is_started and name == "forward":  # of the first step: loading and the first evaluation are not profiled
             self.profile.start()
             self.is_started = True
