@@ -100,7 +100,7 @@ BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
 
 _GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
-                    collective="nccl", activation_offload=True)
+                    strategies=("single", "tp"), collective="nccl", activation_offload=True)
 CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.CUDA: replace(_GPU, notes="NVIDIA GPU"),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
@@ -110,8 +110,8 @@ CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "none"), TORCH_OPTIMIZERS,
                               notes="Apple silicon through torch; one process, no collective"),
     Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
-                              collective="gloo", notes="any CPU; slow", tested=frozenset((
-                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "none", *TORCH_OPTIMIZERS, "adamw_8bit", "single"))),
+                              strategies=("single", "tp"), collective="gloo", notes="any CPU; slow", tested=frozenset((
+                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "none", *TORCH_OPTIMIZERS, "adamw_8bit", "single", "tp"))),
 }
 
 

@@ -100,8 +100,6 @@ _REFUSED = {  # setting -> the one value that says what happens anyway, why ther
     "hqq_group_size": (None, "HQQ quantization is not built yet"),
     "strategy_config": (None, "strategy single has no options file"),
     "strategy_opt": (None, "strategy single has no options"),
-    "mesh": (None, "device meshes are not built yet; one process only"),
-    "layout": (None, "tensor layouts are not built yet; one process only"),
     "sharding_strategy": (None, "FSDP is not built yet; one process only"),
     "deepspeed_zero_stage": (None, "DeepSpeed is not built yet; one process only"),
     "find_unused_parameters": (None, "DDP is not built yet; one process only"),

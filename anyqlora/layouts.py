@@ -193,13 +193,13 @@ def _llama(s, has_bias, config):
 
 def _fused(s, has_bias, config):
     queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    # a fused output does not split evenly
-    return (Linear("self_attn.qkv_proj", queries + 2 * keys, s.hidden), Linear("self_attn.o_proj", s.hidden, queries, ROWS),
-            Linear("mlp.gate_up_proj", 2 * s.intermediate, s.hidden), Linear("mlp.down_proj", s.hidden, s.intermediate, ROWS))
+    # a slice of a fused output is not a slice of each part, so such outputs are gathered
+    return (Linear("self_attn.qkv_proj", queries + 2 * keys, s.hidden, COLUMNS), Linear("self_attn.o_proj", s.hidden, queries, ROWS),
+            Linear("mlp.gate_up_proj", 2 * s.intermediate, s.hidden, COLUMNS), Linear("mlp.down_proj", s.hidden, s.intermediate, ROWS))
 
 
 def _neox(s, has_bias, config):
-    return (Linear("attention.query_key_value", 3 * s.hidden, s.hidden, WHOLE, True),
+    return (Linear("attention.query_key_value", 3 * s.hidden, s.hidden, COLUMNS, True),
             Linear("attention.dense", s.hidden, s.hidden, ROWS, True),
             Linear("mlp.dense_h_to_4h", s.intermediate, s.hidden, COLUMNS, True),
             Linear("mlp.dense_4h_to_h", s.hidden, s.intermediate, ROWS, True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import layouts, memory, prequantized
+from . import layouts, memory, mesh, prequantized
 from .config import AUTO, TrainConfig, checked
 from .errors import NotBuilt, UsageError
 
@@ -57,7 +57,7 @@ class RunPlan:
     @property
     def data_processes(self) -> int:
         """Processes that read rows of their own: all but those along the model axis of a mesh."""
-        return self.world_size
+        return mesh.data_processes(self.config)
 
     @property
     def global_batch(self) -> int:
@@ -70,7 +70,7 @@ class RunPlan:
         trained = "all weights" if self.adapter == "full" else f"{self.adapter} rank {c.lora_rank} on {c.lora_target_modules} linears"
         saved = ", gradient checkpointing" * self.use_gradient_checkpointing + ", activations offloaded" * self.use_activation_cpu_offload
         where = f"{self.backend} ({self.framework}, device {self.device})"
-        lines = [f"backend     {where}, strategy {self.strategy}, {self.world_size} process{'es' * (self.world_size > 1)}",
+        lines = [f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
                  f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
                  f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}",
                  f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
@@ -130,6 +130,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         raise UsageError(f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
                          where=config.sources.get("backend", ""))
     draft.choose("backend", str(backend))
+    mesh.adopt(draft, len(found.devices))
     _processes(draft, backend, row, found)
     _precision(draft, backend, row, found)
     described = _described(draft)
@@ -141,6 +142,8 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
+    mesh.check(draft.config, shapes)
+    shapes = mesh.slice_of(shapes, draft.config)
     draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if shapes is not None and found.memory_free is not None:
         _evaluation(draft, shapes, found.memory_free)
@@ -166,7 +169,7 @@ def _refuse(config, name: str, backend: str, row_has: bool, found, offered) -> N
 def _processes(draft, backend, row, found) -> None:
     """How many processes, and the strategy they share the work by."""
     config, devices = draft.config, len(found.devices)
-    several = [strategy for strategy in row.strategies if strategy != "single"] if found.collective else []
+    several = [name for name in row.strategies if name not in ("single", "tp") or name == config.strategy == "tp"] if found.collective else []
     if config.world_size == -1:
         draft.choose("world_size", devices if several and config.strategy != "single" else 1)
     elif config.world_size < 1:
@@ -297,7 +300,7 @@ def global_batch(config: TrainConfig) -> int:
     steps = config.gradient_accumulation_steps
     if config.batch_size == AUTO:
         return steps << (max(1, GLOBAL_BATCH // steps).bit_length() - 1)  # times a power of two, so that it halves evenly
-    return steps * config.batch_size * max(config.world_size, 1)
+    return steps * config.batch_size * mesh.data_processes(config)
 
 
 def _batch(draft, shapes, free: int | None) -> None:

@@ -38,7 +38,7 @@ STRATEGIES = {
     "ddp": "!strategy ddp is not built yet; one process only: --strategy single",
     "fsdp": "!strategy fsdp is not built yet; one process only: --strategy single",
     "deepspeed": "!strategy deepspeed is not built yet; one process only: --strategy single",
-    "tp": "!strategy tp is not built yet; one process only: --strategy single",
+    "tp": "anyqlora.on_torch.strategies.tp:TensorParallel",
     "accelerate": "!strategy accelerate is not built yet; one process only: --strategy single",
     "mlx": "!strategy mlx comes with the MLX loop, which is not built yet",
     "pipeline": "!pipeline parallelism is not offered",

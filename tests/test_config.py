@@ -134,8 +134,8 @@ def test_whole_numbers_keep_every_digit(text, value):
 
 @pytest.mark.parametrize("given, name", [
     ({"train_type": t}, t) for t, row in tables.TRAIN_TYPES.items() if isinstance(row, str)] + [
-    ({"quantizer": "hqq"}, "hqq"), ({"adapter": "llama_pro"}, "llama_pro"), ({"strategy": "fsdp"}, "fsdp"), ({"mesh": "batch=2"}, "mesh"),
-    ({"layout": "default"}, "layout"), ({"low_memory": "false"}, "low_memory"), ({"n_bits": "3"}, "n_bits"),
+    ({"quantizer": "hqq"}, "hqq"), ({"adapter": "llama_pro"}, "llama_pro"), ({"strategy": "fsdp"}, "fsdp"),
+    ({"low_memory": "false"}, "low_memory"), ({"n_bits": "3"}, "n_bits"),
     ({"loading_workers": "4"}, "loading_workers"),
     ({"sharding_strategy": "ddp"}, "sharding_strategy"), ({"strategy_opt": "a=1"}, "strategy_opt"), ({"strategy_config": "f"}, "strategy_config"),
     ({"deepspeed_zero_stage": "2"}, "deepspeed_zero_stage"), ({"find_unused_parameters": "true"}, "find_unused_parameters"),

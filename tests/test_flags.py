@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import local_hub
+import numpy as np
 import pytest
 import runs
 import torch
@@ -342,7 +343,20 @@ def test_what_the_plan_decides(plain):
             planned("h200", **settings)
 
 
-OTHER = {**dict.fromkeys(("llama_pro_path", "strategy_config", "strategy_opt", "mesh", "layout"), "x"), "hqq_group_size": 32,
+@shows("mesh", "layout")
+def test_a_mesh_and_a_layout_split_the_model_over_processes(tmp_path):
+    """Two processes that train.py starts, by a layout in a file, against one."""
+    layout = tmp_path / "layout.yaml"
+    layout.write_text(".*mlp.(gate|up)_proj.weight: [model, null]\n.*mlp.down_proj.weight: [null, model]\n")
+    directory = run(tmp_path, "split", mesh="model=2", layout=str(layout), double_quant=False, train_type="qlora")
+    alone = run(tmp_path, "alone", double_quant=False, train_type="qlora")
+    plan = read(directory, "plan.json")
+    assert (plan["strategy"], plan["world_size"], plan["config"]["mesh"], plan["config"]["layout"]) == ("tp", 2, "batch=1,model=2", str(layout))
+    np.testing.assert_allclose(losses(directory), losses(alone), rtol=1e-5)
+    assert runs.distance(runs.adapter(directory), runs.adapter(alone), dict.fromkeys(runs.adapter(alone), torch.zeros(()))) < 1e-3
+
+
+OTHER = {**dict.fromkeys(("llama_pro_path", "strategy_config", "strategy_opt"), "x"), "hqq_group_size": 32,
          "sharding_strategy": "ddp", "deepspeed_zero_stage": 2, "find_unused_parameters": True, "low_memory": False, "loading_workers": 2}
 
 

@@ -65,7 +65,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     with unmapping():
         model = runtime.strategy.materialise(read, fill)
         model.requires_grad_(False)
-        model = adapter.attach(model)
+        model = runtime.strategy.adapt(adapter.attach(model))
         if plan.use_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
             if config.reentrant_checkpointing:

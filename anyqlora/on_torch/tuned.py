@@ -13,6 +13,7 @@ from backend_manager import BackendManager
 
 from .. import tokenizer
 from ..checkpoint import ADAPTER
+from ..config import SETTINGS
 from ..data import Data, check_tokens, tokens_of
 from ..errors import UsageError
 from ..examples import prompt_ids
@@ -24,6 +25,8 @@ from .device import set_deterministic
 from .evaluate import evaluator
 from .generate import answers, learned_ends, room
 from .runtime import Runtime
+
+OF_SEVERAL = ("mesh", "layout", "strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters")  # not here
 
 
 @dataclass
@@ -105,7 +108,9 @@ def load(run: Finished, changed: dict) -> Tuned:
 def plan_here(run: Finished, changed: dict):
     """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is said."""
     own = {"model_name": str(run.folder)} if run.config.adapter == "full" else {}  # a whole model needs no base
-    config = run.config.with_(strict=False, **{**changed, **own})
+    together = {name: SETTINGS[name].default for name in OF_SEVERAL}
+    sources = {**run.config.sources, **dict.fromkeys(OF_SEVERAL, "default")}
+    config = run.config.with_(strict=False, sources=sources, **{**together, "strategy": "single", "world_size": 1, **changed, **own})
     if "backend" not in changed and config.backend not in BackendManager().available():
         print(f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers", file=sys.stderr)
         config = config.with_(backend="auto")

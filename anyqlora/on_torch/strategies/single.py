@@ -35,6 +35,7 @@ class Strategy:
         self.plan = plan
         self.device = torch.device(plan.device)
         self.rank, self.world_size = 0, 1
+        self.data_rank, self.data_size = 0, 1  # which of how many shares of each micro-batch's rows this process sees
         fp16 = plan.precision == "fp16_autocast"
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**16, enabled=fp16)
 
@@ -49,6 +50,10 @@ class Strategy:
     def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
         """`build(quantise)` reads the model and calls `quantise(name, module, weight)` for each linear weight."""
         return build(quantise)
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """What `materialise` has split, its adapter is split like; before anything is run."""
+        return model
 
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:
         """Wrap the model, then make the optimizer over what is trained: `optimizer_factory(parameters)`."""
