@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +14,8 @@ from torch.profiler import ProfilerAction
 
 from ..config import TrainConfig
 from .device import Memory
+from .timeline import Timeline
+from .watches import Unwatched, Watches
 
 ROWS = 40  # operators in a profile's table
 
@@ -25,68 +26,8 @@ def watch(run, memory: Memory) -> Unwatched:
     if run.config.profile:
         watches += profiler(run)
     if run.config.timeline:
-        from .timeline import Timeline
-
         watches.append(Timeline(run))
     return Watches(watches) if watches else Unwatched()
-
-
-class Unwatched:
-    """Nothing is watched."""
-
-    def phase(self, name: str, is_final: bool = True):
-        """A context around one phase of a run: load, forward, backward (`is_final`: of the step's last micro-batch), step or evaluate."""
-        return contextlib.nullcontext()
-
-    def part(self, name: str):
-        """A context around a part of a phase: data, and what an optimizer step is made of."""
-        return contextlib.nullcontext()
-
-    def evaluation(self, evaluate: Callable):
-        """`evaluate`, of which each call is a phase."""
-        return evaluate
-
-    def step_done(self) -> None:
-        """The optimizer step and what is reported of it are over."""
-
-    def close(self) -> None:
-        """Write what is left to write. Called on every way out of the run."""
-
-
-class Watches(Unwatched):
-    """Several at once."""
-
-    def __init__(self, watches: list[Unwatched]):
-        self.watches = watches
-
-    @contextlib.contextmanager
-    def phase(self, name: str, is_final: bool = True):
-        with contextlib.ExitStack() as stack:
-            for one in self.watches:
-                stack.enter_context(one.phase(name, is_final))
-            yield
-
-    @contextlib.contextmanager
-    def part(self, name: str):
-        with contextlib.ExitStack() as stack:
-            for one in self.watches:
-                stack.enter_context(one.part(name))
-            yield
-
-    def evaluation(self, evaluate: Callable):
-        def watched():
-            with self.phase("evaluate"):
-                return evaluate()
-
-        return watched
-
-    def step_done(self) -> None:
-        for one in self.watches:
-            one.step_done()
-
-    def close(self) -> None:
-        for one in self.watches:
-            one.close()
 
 
 class MemoryWatch(Unwatched):

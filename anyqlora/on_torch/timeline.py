@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 
 from ..checkpoint import Disk, replace
-from .profiling import Unwatched
+from .watches import Unwatched
 
 STEPS = 10  # that are recorded: a profile of a whole run would not fit in memory
 PHASE, COLLECTIVES = "anyqlora::", ("c10d::", "_c10d_functional::")
