@@ -5,8 +5,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import secrets
 import signal
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from ..config import TrainConfig
 from ..errors import PeerLost, UsageError
 from ..world import Alone, World
 
-MEETING = timedelta(minutes=5)  # a process may take so long to start: torch is read from a slow disk
+MEETING = timedelta(hours=2)  # that processes wait for one another to start: the first may be downloading a model
+POLLED = 0.1  # seconds between two looks at the store: one long wait in it would keep signals out
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
@@ -36,10 +39,8 @@ class Ranks(Alone):
             return
         backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
         with self.noticing():
-            store = meeting_place(plan.config, world)
-            store = dist.PrefixStore("anyqlora", store)
-            store.set(f"here/{world.rank}", "1")
-            store.wait([f"here/{rank}" for rank in range(world.size)], MEETING)  # so that starting is not under the short timeout
+            store = dist.PrefixStore("anyqlora", meeting_place(plan.config, world))
+            store = dist.PrefixStore(meet(store, world), store)  # from here on the short timeout holds: all are there
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
                                     timeout=timedelta(seconds=plan.config.dist_timeout))
 
@@ -105,6 +106,34 @@ def meeting_place(config: TrainConfig, world: World) -> dist.Store:
             raise
         raise UsageError(f"port {world.port} of {world.address} is in use", where=config.sources.get("master_port", "").replace("default", ""),
                          cure="another --master_port, or leave it out: a free one is taken") from None
+
+
+def meet(store: dist.Store, world: World) -> str:
+    """Wait until all processes are there. Returns a name for their meeting.
+
+    torchrun keeps one store when it starts processes again, with all that those before them wrote. So each greets with a token of its
+    own, which only a first process that is alive can answer.
+    """
+    token, until = secrets.token_hex(8), time.monotonic() + MEETING.total_seconds()
+
+    def wait_for(key: str) -> None:
+        while not store.check([key]):
+            if time.monotonic() > until:
+                raise PeerLost(f"rank {world.rank} has waited two hours for the other processes", cure="look at what they say")
+            time.sleep(POLLED)
+
+    if not world.is_first:
+        store.set(f"hello/{world.rank}", token)
+        wait_for(f"answer/{token}")
+        name = store.get(f"answer/{token}").decode()
+        store.set(f"{name}/{world.rank}", "here")
+        return name
+    for rank in range(1, world.size):
+        wait_for(f"hello/{rank}")
+        while not store.check([f"{token}/{rank}"]):
+            store.set(f"answer/{store.get(f'hello/{rank}').decode()}", token)
+            time.sleep(POLLED)
+    return token
 
 
 class _Noticing:
