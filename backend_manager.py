@@ -95,12 +95,13 @@ class BackendUnavailable(UsageError, ValueError):
 
 LOOPS = {"torch": "", "mlx": "the MLX loop is not built yet"}  # framework -> why no loop runs it; "" where one does
 BNB_4BIT = ("nf4", "fp4")
+TORCH_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "tp", "accelerate")
 TORCH_OPTIMIZERS = ("adamw", "fused_adamw", "adam", "sgd", "adadelta")
 BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
 
 _GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
-                    strategies=("single", "tp"), collective="nccl", activation_offload=True)
+                    strategies=TORCH_STRATEGIES, collective="nccl", activation_offload=True)
 CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.CUDA: replace(_GPU, notes="NVIDIA GPU"),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
@@ -110,8 +111,8 @@ CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "none"), TORCH_OPTIMIZERS,
                               notes="Apple silicon through torch; one process, no collective"),
     Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
-                              strategies=("single", "tp"), collective="gloo", notes="any CPU; slow", tested=frozenset((
-                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "none", *TORCH_OPTIMIZERS, "adamw_8bit", "single", "tp"))),
+                              strategies=TORCH_STRATEGIES, collective="gloo", notes="any CPU; slow", tested=frozenset((
+                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES))),
 }
 
 

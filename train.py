@@ -68,10 +68,10 @@ def torch_loop(run) -> dict:
     for note in built.notes:
         run.console.warn(note)
     run.check_room(sum(p.numel() for p in built.trainable.values()))
-    model, _ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
+    model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
     if run.restored:
         restore(runtime, run.restored)
-    evaluation = watched.evaluation(evaluator(run, model, runtime))
+    evaluation = watched.evaluation(evaluator(run, runtime.unwrap_model(model), runtime))
     if run.data.held_out and (not run.restored or run.pending_evaluation):
         run.evaluate(run.first_step, evaluation)
 
@@ -102,7 +102,7 @@ def torch_loop(run) -> dict:
             runtime.forget()
             batches = run.halved(step)
         if step == run.first_step:
-            check_gradients(built.trainable)
+            check_gradients(runtime.strategy)
         with watched.phase("step"):
             result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
         run.report(step, loss, result, lr, memory.used())

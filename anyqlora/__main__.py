@@ -21,7 +21,7 @@ VERBS = {  # verb -> (late-bound main(argv), help)
     "report": ("", "the HTML report is not built yet; metrics.jsonl in the run directory has every step"),
     "runs": ("", "the local page of runs is not built yet"),
     "verify": ("anyqlora.commands.verify:main", "verify --resume RUN: proves that a stopped and resumed run ends like a whole one"),
-    "strategies": ("", "only strategy single is built yet"),
+    "strategies": ("anyqlora.commands.strategies:main", "how processes share the work: strategies list, strategies show NAME"),
     "quantize": ("", "writing quantized directories is not built yet"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from . import tables
+from . import plugins, tables
 from .errors import NotBuilt, UsageError
 from .settings import AUTO, SETTINGS, TrainConfig, parsed
 
@@ -38,7 +38,8 @@ def checked(config: TrainConfig) -> TrainConfig:
     for name in ("optimizer",):
         tables.choose(name, getattr(config, name), getattr(tables, name.upper() + "S"), where(name))
     if config.strategy != AUTO:
-        tables.choose("strategy", config.strategy, {**tables.STRATEGIES, **tables.plugins("strategies")}, where("strategy"))
+        tables.strategy_target(config.strategy, where("strategy"))
+        plugins.options(config)
     for name, (only, reason) in _REFUSED.items():
         if _is_said(config, name) and getattr(config, name) != only:
             raise NotBuilt(f"{name}: {reason}", where=where(name), cure=f"leave out {name}")
@@ -98,17 +99,16 @@ _OF_PROFILE = ("profiling_output", "overwrite_profiling_output", "with_stack", "
 _REFUSED = {  # setting -> the one value that says what happens anyway, why there is no other
     "llama_pro_path": (None, "block expansion (llama_pro) is not built yet"),
     "hqq_group_size": (None, "HQQ quantization is not built yet"),
-    "strategy_config": (None, "strategy single has no options file"),
-    "strategy_opt": (None, "strategy single has no options"),
-    "sharding_strategy": (None, "FSDP is not built yet; one process only"),
-    "deepspeed_zero_stage": (None, "DeepSpeed is not built yet; one process only"),
-    "find_unused_parameters": (None, "DDP is not built yet; one process only"),
     "low_memory": (True, "weights are always streamed; there is no other way of loading"),
     "loading_workers": (1, "weights are streamed one tensor at a time, so that memory stays small"),
 }
 _ONLY_WITH = (  # settings, the setting that they depend on, when they do something, why else not
     (OF_LORA, "adapter", lambda c: c.adapter != "full", "full fine-tuning has no adapter"),
     (("adam_beta1", "adam_beta2", "adam_eps"), "optimizer", lambda c: "adam" in c.optimizer, "that update rule has no such term"),
+    (("initial_loss_scale", "loss_scale_growth_interval"), "precision", lambda c: c.precision in (AUTO, "fp16_autocast"), "only fp16 scales the loss"),
+    (("sharding_strategy",), "strategy", lambda c: c.strategy in (AUTO, "fsdp") or (c.strategy, c.sharding_strategy) == ("ddp", "ddp"), "only fsdp shards"),
+    (("deepspeed_zero_stage",), "strategy", lambda c: c.strategy in (AUTO, "deepspeed"), "only deepspeed has stages"),
+    (("find_unused_parameters",), "strategy", lambda c: c.strategy in (AUTO, "ddp", "accelerate"), "only ddp looks for them"),
     (("lr_cycles",), "lr_scheduler", lambda c: c.lr_scheduler == "cosine_with_restarts", "only cosine_with_restarts has restarts"),
     (("lr_power",), "lr_scheduler", lambda c: c.lr_scheduler == "polynomial", "only polynomial has an exponent"),
     (("lr_decay",), "lr_scheduler", lambda c: c.lr_scheduler == "exponential", "only exponential decays by a factor"),

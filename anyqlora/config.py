@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
+from . import plugins
 from .checks import checked, superseded
 from .errors import UsageError
 from .settings import ALIASES, AUTO, SETTINGS, TrainConfig, canonical, kinds_of, parsed
@@ -69,13 +70,17 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
     found = {}
     if environ.get("FSDP_BACKEND"):
         found["backend"] = (environ["FSDP_BACKEND"], "FSDP_BACKEND")
+    of_strategies = plugins.of_environment(environ, ENV_PREFIX, {**SETTINGS, **ALIASES})
     for variable, raw in sorted(environ.items()):
-        if not variable.startswith(ENV_PREFIX):
+        if not variable.startswith(ENV_PREFIX) or variable in of_strategies:
             continue
         name = canonical(variable.removeprefix(ENV_PREFIX).lower(), variable)
         if SETTINGS[name].metadata["cli_only"] and name != "config":
             raise UsageError(f"{name} can only be given on the command line", where=variable, cure=f"--{name} {raw}")
         found[name] = (raw, variable)
+    if of_strategies:
+        own = found.get("strategy_opt", ("", ""))[0]
+        found["strategy_opt"] = (",".join(filter(None, [own, *of_strategies.values()])), ", ".join(of_strategies))
     return found
 
 

@@ -77,15 +77,44 @@ def shown(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+@dataclass(frozen=True)
+class Shards:
+    """Into how many parts a strategy splits what a process would else hold whole."""
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Shards:
+        n = max(config.world_size, 1)
+        if config.strategy == "fsdp":
+            return cls(1 if config.sharding_strategy.endswith("shard_grad_op") else n, n, n)
+        if config.strategy == "deepspeed":
+            stage = config.deepspeed_zero_stage if config.deepspeed_zero_stage >= 0 else 2
+            return cls(n if stage == 3 else 1, n if stage >= 2 else 1, n if stage >= 1 else 1)
+        return cls()
+
+
+def together_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """What a sharded model holds whole while it works: two layers, as the next one is fetched meanwhile, and what is in no layer."""
+    whole = weight_bytes(shapes, config)
+    outside = shapes.other_parameters * (FULL if config.adapter == "full" else STORED[config.precision])
+    return outside + 2 * max(sum(whole.values()) - outside, 0) // shapes.layers
+
+
 def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
     """Predicted bytes on the device for a config whose every auto is resolved. Rows are taken to be context_length long.
 
     Gradients are made in backward and cleared after the update, so they are there during the loss only when accumulating.
     """
-    weights = weight_bytes(shapes, config)
+    shards = Shards.of(config)
+    weights = {part: -(-count // shards.weights) for part, count in weight_bytes(shapes, config).items()}
     trained = trained_parameters(shapes, config)
-    optimizer = {"optimizer": round(trained * MOMENTS[config.optimizer])}
-    gradients = {"gradients": trained * FULL}
+    optimizer = {"optimizer": round(trained * MOMENTS[config.optimizer] / shards.optimizer)}
+    gradients = {"gradients": trained * FULL // shards.gradients}
+    if shards.weights > 1:
+        weights["layers put together"] = together_bytes(shapes, config)
     kept = {"activations": activation_bytes(shapes, config)}
     moments = {
         "loading": weights | {"tensor being read": largest_tensor(shapes) * FULL},

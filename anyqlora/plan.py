@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import layouts, memory, mesh, prequantized
+from . import layouts, memory, mesh, prequantized, tables
 from .config import AUTO, TrainConfig, checked
-from .errors import NotBuilt, UsageError
+from .errors import UsageError
 
 GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
@@ -146,6 +146,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     shapes = mesh.slice_of(shapes, draft.config)
     draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if shapes is not None and found.memory_free is not None:
+        _sharded(draft, shapes, found.memory_free)
         _evaluation(draft, shapes, found.memory_free)
     _batch(draft, shapes, found.memory_free)
     _warn(draft, backend, found)
@@ -185,9 +186,28 @@ def _processes(draft, backend, row, found) -> None:
         why = found.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
         raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
     if config.strategy == AUTO:
-        draft.choose("strategy", "single" if size == 1 else several[0])
-    if draft.config.strategy not in row.strategies:
+        draft.choose("strategy", _implied(config) or ("single" if size == 1 else several[0]))
+    chosen = draft.config.strategy
+    if chosen not in row.strategies and not (row.framework == "torch" and tables.is_third_party(chosen)):
         _refuse(draft.config, "strategy", backend, False, found, row.strategies)
+
+
+def _implied(config) -> str | None:
+    """The strategy that a stated option of one asks for."""
+    if config.asked("sharding_strategy"):
+        return "ddp" if config.sharding_strategy == "ddp" else "fsdp"
+    if config.asked("deepspeed_zero_stage") and config.deepspeed_zero_stage >= 0:
+        return "deepspeed"
+    return "ddp" if config.find_unused_parameters else None
+
+
+def _sharded(draft, shapes, free: int) -> None:
+    """Several processes each hold the whole model where it fits, and shards of it where not, unless somebody has said which."""
+    config = draft.config
+    if config.sources.get("strategy") == "plan" and config.strategy == "ddp" and not _implied(config):
+        trial = config.with_(batch_size=1 if config.batch_size == AUTO else config.batch_size, use_gradient_checkpointing=True)
+        if max(memory.estimate(shapes, trial).needed(moment) for moment in TRAINING) > HEADROOM * free:
+            draft.choose("strategy", "fsdp")
 
 
 def _precision(draft, backend, row, found) -> None:
@@ -224,9 +244,9 @@ def _optimizer(draft, backend, row, found) -> None:
 def _placement(draft, backend, row) -> None:
     """Where weights and activations stay."""
     config = draft.config
-    if config.use_cpu_offload is True:
-        raise NotBuilt("use_cpu_offload: parameter offload comes with the fsdp and deepspeed strategies, which are not built yet",
-                       where=config.sources.get("use_cpu_offload", ""), cure="--use_activation_cpu_offload true, or leave it out")
+    if config.use_cpu_offload is True and config.strategy not in ("fsdp", "deepspeed"):
+        raise UsageError(f"use_cpu_offload: strategy {config.strategy} keeps all weights on the device", where=config.sources.get("use_cpu_offload", ""),
+                         cure="--strategy fsdp or deepspeed, --use_activation_cpu_offload true, or leave it out")
     draft.choose("use_cpu_offload", False)
     if config.use_activation_cpu_offload and not row.activation_offload:
         raise UsageError(f"use_activation_cpu_offload: on backend {str(backend)!r} activations already are in host memory",

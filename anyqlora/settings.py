@@ -79,6 +79,8 @@ class TrainConfig:
     apply_gradient_clipping: bool = setting(True, "clip the gradient norm")
     grad_norm: float = setting(1.0, "largest gradient norm; 0 clips nothing", also=("max_grad_norm",), low=0)
     precision: str = setting(AUTO, "arithmetic: auto is bf16 where the device has it", choices=(AUTO, *tables.PRECISIONS), also=("mixed_precision",))
+    initial_loss_scale: float = setting(65536.0, "fp16: what the loss is first multiplied by", also=("init_scale",), low=1)
+    loss_scale_growth_interval: int = setting(2000, "fp16: steps without overflow after which the loss scale doubles", also=("growth_interval",), low=1)
     use_gradient_checkpointing: bool | str = setting(AUTO, "recompute activations in backward", choices=(AUTO, True, False), also=("gradient_checkpointing",))
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")
     loss_rows: int | str = setting(AUTO, "trained tokens whose logits are made at a time; 0: those of a whole micro-batch", low=0)

@@ -35,13 +35,15 @@ ADAPTERS = {
 
 STRATEGIES = {
     "single": "anyqlora.on_torch.strategies.single:Strategy",
-    "ddp": "!strategy ddp is not built yet; one process only: --strategy single",
-    "fsdp": "!strategy fsdp is not built yet; one process only: --strategy single",
-    "deepspeed": "!strategy deepspeed is not built yet; one process only: --strategy single",
+    "ddp": "anyqlora.on_torch.strategies.ddp:Ddp",
+    "fsdp": "anyqlora.on_torch.strategies.fsdp:Fsdp",
+    "deepspeed": "anyqlora.on_torch.strategies.deepspeed:DeepSpeed",
     "tp": "anyqlora.on_torch.strategies.tp:TensorParallel",
-    "accelerate": "!strategy accelerate is not built yet; one process only: --strategy single",
+    "accelerate": "anyqlora.on_torch.strategies.accelerate:Accelerate",
     "mlx": "!strategy mlx comes with the MLX loop, which is not built yet",
     "pipeline": "!pipeline parallelism is not offered",
+    "megatron": "!Megatron-LM is not offered; use tp or fsdp",
+    "tpu": "!TPUs are not offered",
 }
 
 TRAIN_TYPES = {  # fsdp_qlora's names -> (quantizer, adapter); a string is a refusal
@@ -98,6 +100,44 @@ def nearest(name: str, known) -> str:
 def plugins(group: str) -> dict[str, str]:
     """{name: "module:Object"} of the installed entry points of `anyqlora.<group>`; nothing is imported."""
     return {point.name: point.value for point in entry_points(group=f"anyqlora.{group}")}
+
+
+def points(group: str) -> list[tuple[str, str, str]]:
+    """(name, "module:Object", package) of every installed entry point of `anyqlora.<group>`, in the order of names."""
+    return sorted((point.name, point.value, point.dist.name if point.dist else "?") for point in entry_points(group=f"anyqlora.{group}"))
+
+
+def is_third_party(strategy: str) -> bool:
+    """Whether a strategy is given as module:Class or registered by an installed package."""
+    return ":" in strategy or strategy in plugins("strategies")
+
+
+def strategy_target(name: str, where: str = "") -> str:
+    """The "module:Class" of a strategy: built in, of an installed package, or given as such. Raises UsageError, NotBuilt."""
+    if ":" in name:
+        return name
+    packages = [(target, package) for found, target, package in points("strategies") if found == name]
+    if name in STRATEGIES:
+        packages.insert(0, (STRATEGIES[name], "anyqlora"))
+    if len(packages) > 1:
+        raise UsageError(f"strategy {name!r} is registered by {' and by '.join(package for _, package in packages)}", where=where,
+                         cure="uninstall one of them, or give it as --strategy module:Class")
+    return choose("strategy", name, {**STRATEGIES, **plugins("strategies")}, where)
+
+
+def strategy(name: str, where: str = "") -> type:
+    """The class of a strategy. Raises UsageError where it cannot be imported, saying why."""
+    target = strategy_target(name, where)
+    if name in STRATEGIES:
+        return load(target)
+    try:
+        found = load(target)
+    except Exception as error:  # somebody else's code: whatever is wrong with it is the finding
+        raise UsageError(f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}", where=where or target,
+                         cure="--strategy module:Class, importable from here") from error
+    if not isinstance(found, type) or not all(hasattr(found, part) for part in ("prepare", "backward", "step")):
+        raise UsageError(f"strategy {name!r} is no Strategy class", where=where or target, cure="a subclass of anyqlora.on_torch.strategies.single:Strategy")
+    return found
 
 
 def choose(kind: str, name: str, table: dict, where: str = "") -> object:

@@ -36,7 +36,7 @@ class Started:
         self.runtime = Runtime(self.plan)
         self.strategy = self.runtime.strategy
         self.built = build(config, self.runtime)
-        self.model, self.optimizer = self.runtime.prepare(self.built.model, self.built.trainable, optimizer_factory(config))
+        self.model, _, self.optimizer = self.runtime.prepare(self.built.model, self.built.trainable, optimizer_factory(config))
 
     def batches(self, step, count):
         """(this process's micro-batches, trained tokens of the step over all processes)."""
@@ -57,7 +57,7 @@ class Started:
                 self.runtime.backward(loss)
             total += loss.item()
         if number == 0:
-            check_gradients(self.built.trainable)
+            check_gradients(self.runtime.strategy)
         return total, self.runtime.step(self.config.lr, max_norm).grad_norm
 
     def adapter(self):

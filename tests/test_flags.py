@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from anyqlora import checks
+from anyqlora import checks, plugins
 from anyqlora.config import SETTINGS, resolve
 from anyqlora.describe import resolved_yaml
 from anyqlora.errors import DiskFull, NotBuilt, UsageError
@@ -338,9 +338,9 @@ def test_what_the_plan_decides(plain):
     with pytest.raises(UsageError, match="strict: .*bf16"):
         planned("t4", precision="bf16", strict=True)
     assert planned("h200", world_size=1, strategy="single").world_size == 1
-    for settings in ({"strategy": "ddp"}, {"use_cpu_offload": True}):
-        with pytest.raises(NotBuilt, match=next(iter(settings))):
-            planned("h200", **settings)
+    assert planned("h200", world_size=1, strategy="fsdp", use_cpu_offload=True).config.use_cpu_offload
+    with pytest.raises(UsageError, match="keeps all weights on the device"):
+        planned("h200", world_size=1, use_cpu_offload=True)
 
 
 @shows("mesh", "layout")
@@ -356,8 +356,7 @@ def test_a_mesh_and_a_layout_split_the_model_over_processes(tmp_path):
     assert runs.distance(runs.adapter(directory), runs.adapter(alone), dict.fromkeys(runs.adapter(alone), torch.zeros(()))) < 1e-3
 
 
-OTHER = {**dict.fromkeys(("llama_pro_path", "strategy_config", "strategy_opt"), "x"), "hqq_group_size": 32,
-         "sharding_strategy": "ddp", "deepspeed_zero_stage": 2, "find_unused_parameters": True, "low_memory": False, "loading_workers": 2}
+OTHER = {"llama_pro_path": "x", "hqq_group_size": 32, "low_memory": False, "loading_workers": 2}
 
 
 @shows(*OTHER)
@@ -371,6 +370,30 @@ def test_what_is_not_built_is_refused_by_name(name):
         assert refused.value.exit_code == 2 and refused.value.cure
     if only is not None:
         assert getattr(resolve({**TINY, name: only}, environ={}, said="test"), name) == only
+
+
+@shows("strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters")
+def test_options_of_strategies(tmp_path):
+    """What they do is shown where several train: tests/distributed."""
+    file = tmp_path / "options.yaml"
+    file.write_text("bucket_cap_mb: 7\n")
+    found = plugins.options(resolve({**TINY, "strategy": "ddp", "strategy_config": str(file), "strategy_opt": "overlap=true", "find_unused_parameters": True}, environ={}))
+    assert (found.bucket_cap_mb, found.overlap, found.find_unused_parameters) == (7, "true", True)
+    implied = {name: planned("h200", world_size=1, **{name: value}).strategy for name, value in
+               {"sharding_strategy": "shard_grad_op", "deepspeed_zero_stage": 0, "find_unused_parameters": True}.items()}
+    assert implied == {"sharding_strategy": "fsdp", "deepspeed_zero_stage": "deepspeed", "find_unused_parameters": "ddp"}
+    assert planned("h200", world_size=1, sharding_strategy="ddp").strategy == "ddp"
+    for settings in ({"strategy": "ddp", "sharding_strategy": "full_shard"}, {"strategy": "fsdp", "deepspeed_zero_stage": 1}, {"strategy": "fsdp", "find_unused_parameters": True}):
+        with pytest.raises(UsageError, match="contradicts strategy"):
+            resolve({**TINY, **settings}, environ={}, said="test")
+
+
+@shows("initial_loss_scale", "loss_scale_growth_interval")
+def test_the_loss_scale_starts_and_doubles_as_it_is_told(tmp_path):
+    directory = run(tmp_path, precision="fp16", max_steps=4, initial_loss_scale=64, loss_scale_growth_interval=2)
+    assert [m["loss_scale"] for m in runs.metrics(directory)] == [64, 64, 128, 128] and not any(m["skipped"] for m in runs.metrics(directory))
+    with pytest.raises(UsageError, match="only fp16 scales the loss"):
+        resolve({**TINY, "initial_loss_scale": 64}, environ={}, said="test")
 
 
 BETWEEN = {"master_addr": "h", "master_port": "1", "dist_timeout": 5, "max_restarts": 2, "no_sync": True}

@@ -116,7 +116,7 @@ class Started:
         self.plan, self.tokenizer = self.run.plan, self.run.tokenizer
         self.runtime = Runtime(self.plan)
         self.built = build(self.plan.config, self.runtime)
-        self.model, self.optimizer = self.runtime.prepare(self.built.model, self.built.trainable, optimizer_factory(self.plan.config))
+        self.model, _, self.optimizer = self.runtime.prepare(self.built.model, self.built.trainable, optimizer_factory(self.plan.config))
 
     def loss(self, batch) -> torch.Tensor:
         """The sum over trained tokens, as train.py computes it."""
@@ -129,7 +129,7 @@ class Started:
         loss = self.loss(batch) / batch.trained
         self.runtime.backward(loss)
         if number == 0:
-            check_gradients(self.built.trainable)
+            check_gradients(self.runtime.strategy)
         self.runtime.step(self.plan.config.lr, 1.0)
         return loss.item()
 

@@ -74,3 +74,37 @@ def quietly():
     finally:
         if shows:
             logging.enable_progress_bar()
+
+
+def without_shared_memory_operation() -> None:
+    """Keep DeepSpeed from compiling an operation for CPUs on one machine: it takes a minute, a C++ compiler and ninja, and gloo does the same.
+
+    deepspeed 0.19.8 offers no setting (deepspeed/comm/torch.py builds it wherever this table calls it compatible).
+    Can go when tests/distributed/test_deepspeed.py::test_deepspeed_still_has_no_switch_for_its_operation fails.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def link_moments(zero) -> None:
+    """Let a ZeRO-1 or 2 optimizer whose state was filled find each parameter's part of it, as it does after its own first step.
+
+    deepspeed 0.19.8 links them inside step() only (`_lazy_init_hp_params_optimizer_state`), so nothing could be loaded before.
+    Can go when tests/distributed/test_deepspeed.py::test_deepspeed_still_links_moments_in_its_step_only fails.
+    """
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def without_buffers() -> dict:
+    """How DistributedDataParallel is told not to send buffers at every forward: torch 2.13 has another word for it than 2.11.
+
+    Can go when torch 2.11 is no longer supported.
+    """
+    from inspect import signature
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    new = "forward_sync_buffers"
+    return {new if new in signature(DistributedDataParallel).parameters else "broadcast_buffers": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,10 +18,12 @@ from . import weights
 from ._compat import quietly
 from .generate import evaluating
 from .heap import unmapping
+from .kernels.cross_entropy import After
 from .linears import linears
-from .loss import loss_of
+from .loss import TrainedTokenLoss, loss_of, token_loss
+from .precision import COMPUTE, STORED
 from .quantizers.experts import PackedExperts, expert_parameters
-from .runtime import COMPUTE, STORED, Runtime
+from .runtime import Runtime
 
 LEAK = 0.05  # of a document's influence on the next: far above 16-bit rounding, far below one layer that does not keep them apart
 
@@ -35,6 +38,34 @@ class Built:
     adapter: object
     quantizer: object
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Base:
+    """The base model of a run. Called, it reads it; a process that is to receive it from another makes the `outlined` one."""
+
+    directory: str
+    quantizer: object
+    adapter: object
+    dtype: torch.dtype
+    device: torch.device
+    is_quantized: bool  # in its files
+    trust_remote_code: bool
+
+    def __call__(self, quantise, device: torch.device | None = None) -> nn.Module:
+        """Each linear weight goes through `quantise(name, module, weight)` and ends on `device`."""
+        options = {"dtype": self.dtype, "device": device or self.device, "trust_remote_code": self.trust_remote_code}
+        if self.is_quantized:
+            model = weights.read_quantized(self.directory, self.quantizer, **options)
+            self.adapter.choose(model, self.quantizer.module_type)
+            return model
+        return weights.read(self.directory, weights.Placing(self.quantizer, quantise, self.adapter.choose), **options)
+
+    def outline(self, model: nn.Module) -> dict:
+        return weights.outline(model, self.quantizer)
+
+    def outlined(self, about: dict) -> nn.Module:
+        return weights.outlined(self.directory, self.quantizer, self.adapter.choose, about, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
 
 
 @quietly()
@@ -53,17 +84,10 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
             adapter.observe(name, weight, quantizer.dequantize(module))
         return held
 
-    def read(quantise) -> nn.Module:
-        options = {"dtype": stored, "device": runtime.device, "trust_remote_code": config.trust_remote_code}
-        if already:
-            model = weights.read_quantized(str(directory), quantizer, **options)
-            adapter.choose(model, quantizer.module_type)
-            return model
-        return weights.read(str(directory), weights.Placing(quantizer, quantise, adapter.choose), **options)
-
+    base = Base(str(directory), quantizer, adapter, stored, runtime.device, bool(already), config.trust_remote_code)
     runtime.memory.start()
     with unmapping():
-        model = runtime.strategy.materialise(read, fill)
+        model = runtime.strategy.materialise(base, fill)
         model.requires_grad_(False)
         model = runtime.strategy.adapt(adapter.attach(model))
         if plan.use_gradient_checkpointing:
@@ -73,12 +97,25 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
         model.train()
         built = Built(model, adapter.trainable(model), adapter, quantizer)
         assert_in_effect(built, whole=not already)
-        with runtime.autocast():
-            try_out(model, runtime.device, plan.packing)
-            if config.loss_rows:
-                runtime.loss, why = loss_of(model, config.loss_rows)
-                built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
+        if not any(p.is_meta for p in model.parameters()):
+            with runtime.autocast():
+                try_out(model, next(model.parameters()).device, plan.packing)
+        if config.loss_rows:
+            with runtime.autocast():
+                runtime.loss, why = loss_for(model, config.loss_rows, runtime.strategy)
+            built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
     return built
+
+
+def loss_for(model: nn.Module, rows: int, strategy) -> tuple[Callable, str]:
+    """loss_of the process that has read the model, on all. (the loss, why it is not the fast one or "")."""
+    if strategy.needs_logits:
+        return token_loss, strategy.needs_logits
+    loss, why = (None, "") if any(p.is_meta for p in model.parameters()) else loss_of(model, rows)
+    said = strategy.told({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
+    if said["after"] is None:
+        return token_loss, said["why"]
+    return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows), ""
 
 
 def assert_in_effect(built: Built, whole: bool = True) -> None:
@@ -125,16 +162,16 @@ def try_out(model: nn.Module, device: torch.device, packing: bool) -> None:
                        "next one, were they one text, comes through", cure="--packing false")
 
 
-def check_gradients(trainable: dict[str, nn.Parameter]) -> None:
+def check_gradients(strategy) -> None:
     """After the first backward: every tensor got a gradient, and no lora_B's is all zero (lora_A's is then, as B is zero).
 
     Experts that are linear layers of their own are let off: the first step's tokens may have passed one by. Raises RunError naming
     those that a frozen, detached or unused path has cut off.
     """
-    dead = [name for name, p in trainable.items() if ".experts." not in name and (p.grad is None or (".lora_B." in name and not p.grad.any()))]
+    dead = [name for name, is_zero in strategy.without_gradient().items() if ".experts." not in name and (not is_zero or ".lora_B." in name)]
     if dead:
         layers = sorted({name.partition(".lora_")[0].removeprefix("base_model.model.") for name in dead})
-        raise RunError(f"{len(dead)} of {len(trainable)} trained tensors got no gradient, of {', '.join(layers[:5])}",
+        raise RunError(f"{len(dead)} of {len(strategy.trainable)} trained tensors got no gradient, of {', '.join(layers[:5])}",
                        cure="leave them out by lora_target_modules (a list or a regex) if text does not pass through them; "
                             "use_gradient_checkpointing false or reentrant_checkpointing false, if either is on")
 

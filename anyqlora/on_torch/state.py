@@ -55,10 +55,11 @@ def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Conten
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
     files = directory_files(run.tokenizer)
     if built.adapter.folder == "model":
-        model = runtime.strategy.unwrap()
+        model, learned = runtime.strategy.unwrap(), runtime.strategy.gather_trainable()
         dtype = getattr(torch, str(model.config.to_dict().get("dtype") or "float32"))
-        model = model.to(dtype)  # the run is over: the file has the base's own type
-        files |= directory_files(model, max_shard_size="1000GB")
+        if runtime.is_main_process:  # the run is over: the file has the base's own type
+            values = {name: tensor.to(dtype) for name, tensor in learned.items()}
+            files |= directory_files(model, max_shard_size="1000GB", state_dict=values)
     else:
         tensors = built.adapter.tensors(runtime.strategy.gather_trainable())
         files[ADAPTER] = tensors_to_bytes({name: t.numpy() for name, t in tensors.items()}, {"format": "pt"})

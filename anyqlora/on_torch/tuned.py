@@ -93,7 +93,7 @@ def load(run: Finished, changed: dict) -> Tuned:
     words = tokenizer.load(str(run.folder), config.trust_remote_code, config.revision, offline=True)
     runtime = Runtime(plan)
     built = build(config, runtime)
-    model, _ = runtime.prepare(built.model, built.trainable, lambda parameters: None)
+    model, *_ = runtime.prepare(built.model, built.trainable, lambda parameters: None)
     if plan.adapter != "full":
         saved = load_file(run.folder / ADAPTER)
         strange = sorted(saved.keys() ^ built.trainable.keys())

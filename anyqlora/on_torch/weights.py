@@ -171,6 +171,40 @@ def read(directory: str, placing: Placing, *, dtype: torch.dtype, device: torch.
     return model
 
 
+def outline(model: nn.Module, quantizer) -> dict:
+    """What another process must know of a model that was read to make the same without its values, JSON-able: which layers the quantizer
+    holds, and which experts."""
+    return {"layers": [name for name, module in linears(model, quantizer.module_type).items() if isinstance(module, quantizer.module_type)],
+            "experts": [[name, list(module.shape)] for name, module in model.named_modules() if isinstance(module, PackedExperts)]}
+
+
+def outlined(directory: str, quantizer, choose: Callable[[nn.Module], None], about: dict, *, dtype: torch.dtype,
+             trust_remote_code: bool = False) -> nn.Module:
+    """The causal LM of `directory` without values (on the meta device), its layers as `about`, an `outline`, says.
+
+    Parameters that stay as they are have the type that the reader gives them only once they are shared.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    eager = {"experts_implementation": "eager"} if quantizer.bits < 16 else {}
+    with torch.device("meta"), _without_reports():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **eager)
+    choose(model)
+    for name in about["layers"]:
+        module = model.get_submodule(name)
+        if isinstance(module, Conv1D):
+            module, bias = nn.Linear(module.nx, module.nf, device="meta"), module.bias
+            module.bias = bias
+        model.set_submodule(name, quantizer.empty(module))
+    for name, shape in about["experts"]:
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        del module._parameters[attribute]
+        setattr(module, attribute, PackedExperts(name, torch.Size(shape), quantizer))
+    model.name_or_path = directory
+    model.config.dtype = config.dtype
+    return model
+
+
 def exact_dtype(directory: str, dtype: torch.dtype) -> torch.dtype:
     """In what tensors are read: float32, or `dtype` itself where the files hold nothing wider, which takes half the memory on the way.
 

@@ -1,4 +1,4 @@
-"""The worlds' module is found by its name, as those of tests/ are."""
+"""What these tests share is found by its name, in the processes of worlds too."""
 
 import sys
 from pathlib import Path

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import WorldFailed, world
+
+from anyqlora.testing import WorldFailed, world
 
 
 def summed(number):

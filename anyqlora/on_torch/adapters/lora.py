@@ -64,7 +64,8 @@ class Lora:
             raise RunError(f"PEFT put adapters elsewhere than planned: {sorted(layers.keys() ^ self.chosen)[:3]}")
         with torch.no_grad():
             for name, module in layers.items():
-                self.start(PREFIX + name, module)
+                if not module.lora_A["default"].weight.is_meta:  # else it comes from the process that has read the base
+                    self.start(PREFIX + name, module)
         return model
 
     def start(self, name: str, module: LoraLayer) -> None:

@@ -66,13 +66,29 @@ class _FourBit:
         return F.dequantize_4bit(codes, flat).view(state.shape)
 
     def fill(self, module: bnb.nn.Linear4bit, weight: torch.Tensor) -> bnb.nn.Params4bit:
-        codes, state = self.quantize(weight)
-        module.quant_state = state
+        return self.parameter(module, *self.quantize(weight))
+
+    def parameter(self, module: bnb.nn.Linear4bit, codes: torch.Tensor, state: F.QuantState) -> bnb.nn.Params4bit:
+        """The module's weight, of codes and state."""
+        module.quant_state = state  # sharding takes it off the parameter
         return bnb.nn.Params4bit(codes, requires_grad=False, quant_state=state, blocksize=BLOCK, compress_statistics=self.double_quant,
                                  quant_type=self.kind, module=module, bnb_quantized=True)
 
+    @staticmethod
+    def state_of(module: bnb.nn.Linear4bit) -> F.QuantState:
+        return module.quant_state
+
+    @staticmethod
+    def state_tensors(state: F.QuantState) -> dict[str, torch.Tensor]:
+        """A state as tensors alone, from which `state_from` makes it again."""
+        return state.as_dict(packed=True)
+
+    @staticmethod
+    def state_from(tensors: dict[str, torch.Tensor]) -> F.QuantState:
+        return F.QuantState.from_dict(dict(tensors), device=tensors["absmax"].device)
+
     def dequantize(self, module: bnb.nn.Linear4bit) -> torch.Tensor:
-        return self.unpack(module.weight.data, module.weight.quant_state)
+        return self.unpack(module.weight.data, module.quant_state)
 
     def packed(self, module: bnb.nn.Linear4bit) -> torch.Tensor:
         return module.weight.data
@@ -87,7 +103,7 @@ class _RowsAcrossBlocks(bnb.nn.Linear4bit):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = product(x.to(self.compute_dtype), lambda: _FourBit.unpack(self.weight.data, self.weight.quant_state))
+        out = product(x.to(self.compute_dtype), lambda: _FourBit.unpack(self.weight.data, self.quant_state))
         return (out if self.bias is None else out + self.bias.to(out.dtype)).to(x.dtype)
 
 
@@ -136,12 +152,26 @@ class Int8:
         return F.int8_vectorwise_dequant(codes, scales).to(self.compute_dtype)
 
     def fill(self, module: bnb.nn.Linear8bitLt, weight: torch.Tensor) -> bnb.nn.Int8Params:
-        codes, scales = self.pack(weight)
+        return self.parameter(module, *self.pack(weight))
+
+    def parameter(self, module: bnb.nn.Linear8bitLt, codes: torch.Tensor, scales: torch.Tensor) -> bnb.nn.Int8Params:
         return bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
 
-    def dequantize(self, module: bnb.nn.Linear8bitLt) -> torch.Tensor:
+    @staticmethod
+    def state_of(module: bnb.nn.Linear8bitLt) -> torch.Tensor:
         # bitsandbytes moves the scales from the parameter to the layer's state at the first forward.
-        return self.unpack(module.weight.data, module.weight.SCB if module.weight.SCB is not None else module.state.SCB)
+        return module.weight.SCB if module.weight.SCB is not None else module.state.SCB
+
+    @staticmethod
+    def state_tensors(scales: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scales": scales}
+
+    @staticmethod
+    def state_from(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return tensors["scales"]
+
+    def dequantize(self, module: bnb.nn.Linear8bitLt) -> torch.Tensor:
+        return self.unpack(module.weight.data, self.state_of(module))
 
     def packed(self, module: bnb.nn.Linear8bitLt) -> torch.Tensor:
         return module.weight.data

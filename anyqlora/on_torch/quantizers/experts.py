@@ -33,6 +33,21 @@ class PackedExperts(nn.Module):
             self.codes[number] = codes
             self.states.append(state)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Codes and states as tensors alone."""
+        states = {f"{number}|{key}": value for number, state in enumerate(self.states) for key, value in self.quantizer.state_tensors(state).items()}
+        return {"codes": self.codes, **states}
+
+    def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take what another's `tensors` gave."""
+        self.register_buffer("codes", tensors["codes"], persistent=False)
+        kept: dict[str, dict] = {}
+        for name, value in tensors.items():
+            number, is_state, key = name.partition("|")
+            if is_state:
+                kept.setdefault(number, {})[key] = value
+        self.states = [self.quantizer.state_from(state) for state in kept.values()]
+
     def __getitem__(self, expert) -> _ExpertWeight:
         return _ExpertWeight(self, int(expert))
 

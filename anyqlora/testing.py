@@ -1,0 +1,304 @@
+"""For those who write a strategy: worlds of real processes, and `StrategyContract`, the tests that every built-in strategy passes.
+
+    from anyqlora.testing import StrategyContract
+
+    class TestMine(StrategyContract):
+        strategy = "my_package.strategy:Mine"
+        options = {"every": 4}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import wait
+
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "accelerate",
+             "deepspeed", "anyqlora.on_torch.build", "backend_manager"]
+GRACE = 2.0  # seconds that the other ranks have to end once one has failed
+
+
+class WorldFailed(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def world(size: int, function, *arguments, timeout: float = 120) -> list:
+    """`function(*arguments)` in `size` processes that talk over gloo and are set up as torchrun does it. Returns what each rank returned.
+
+    They are forked from a server that has imported the frameworks, so a world takes 0.1 to 0.6 s. The function stands in a module, and
+    what goes in and out can be pickled. Raises WorldFailed with the first rank's traceback.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.partition(".")[0])])
+    environ = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1,
+               "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": 1, "TOKENIZERS_PARALLELISM": "false"}
+    processes, pipes = [], []
+    for rank in range(size):
+        here, there = context.Pipe(duplex=False)
+        own = {key: str(value) for key, value in {**environ, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        process = context.Process(target=_rank, args=(there, own, list(sys.path), function, arguments), daemon=True)
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    try:
+        return _collected(pipes, time.monotonic() + timeout)
+    finally:
+        for process in processes:
+            process.join(GRACE)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collected(pipes: list, until: float) -> list:
+    found, failures, waiting = {}, {}, list(pipes)
+    while waiting and time.monotonic() < until:
+        for pipe in wait(waiting, timeout=0.2):
+            waiting.remove(pipe)
+            rank = pipes.index(pipe)
+            try:
+                is_good, value = pipe.recv()
+            except EOFError:
+                is_good, value = False, "ended without a word"
+            (found if is_good else failures)[rank] = value
+            if failures:
+                until = min(until, time.monotonic() + GRACE)
+    if failures:
+        rank = next((r for r in failures if "Connection closed by peer" not in failures[r]), next(iter(failures)))
+        raise WorldFailed(f"rank {rank} of {len(pipes)}:\n{failures[rank]}")
+    if waiting:
+        raise WorldFailed(f"ranks {sorted(pipes.index(pipe) for pipe in waiting)} did not answer in time")
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _rank(pipe, environ, path, function, arguments) -> None:
+    os.environ.update(environ)
+    sys.path[:] = path
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answer = True, function(*arguments)
+    except BaseException:
+        answer = False, traceback.format_exc()
+    pipe.send(answer)
+    if answer[0] and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ------------------------------------------------------------------------------------------------------------ the contract
+
+PLANS = (3, 1, 4, 2)  # micro-batches of each step
+DEALT = 4             # parts that the rows of a micro-batch are dealt in, whatever the number of processes
+VOCABULARY, WIDTH = 23, 12
+
+
+def tiny_model():
+    """Frozen blocks with a low-rank adapter each, embedding and head tied, and an adapter that nothing passes through."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen = nn.Linear(WIDTH, WIDTH)
+            self.a, self.b = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+
+        def forward(self, x):
+            return x + torch.tanh(self.frozen(x) + self.b(self.a(x)))
+
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.blocks = nn.ModuleList([Block(), Block()])
+            self.idle = nn.Linear(WIDTH, 2, bias=False)
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Tiny()
+    for name, p in model.named_parameters():
+        p.requires_grad_(".a." in name or ".b." in name or "idle" in name)
+    return model
+
+
+def ragged_rows(step: int, number: int, part: int):
+    """Token ids [2, T] and which of them count, [2, T]; T and the counts differ from one to the next."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 * step + 10 * number + part)
+    length = int(torch.randint(3, 9, (), generator=generator))
+    ids = torch.randint(0, VOCABULARY, (2, length), generator=generator)
+    counts = torch.arange(length) < torch.tensor([[length], [max(2, length // 2)]])
+    return ids, counts
+
+
+def contract_run(strategy: str, options: dict, *, optimizer: str = "AdamW", lr: float = 1e-2, form: str = "early", first: int = 0,
+                 last: int = len(PLANS), load: str = "", save: str = "", **settings) -> dict:
+    """Steps `first` to `last` of the contract's job in this world, as a loop of somebody's own: what each rank saw of them."""
+    import torch
+    import torch.nn.functional as F
+
+    from anyqlora.on_torch.runtime import Runtime
+
+    text = ",".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items())
+    runtime = Runtime.of(strategy=strategy, backend="cpu", precision="fp32", **({"strategy_opt": text} if text else {}), **settings)
+    model = tiny_model()
+    made = getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0)
+    made, model = runtime.prepare(made, model)
+    if load:
+        runtime.load_state(load)
+    start, norms, losses, unmoved, dead = gathered(runtime), [], [], [], []
+    for step in range(first, last):
+        mine = range(runtime.strategy.data_rank, DEALT, runtime.strategy.data_size)
+        micro_batches = [ragged_rows(step, number, part) for number in range(PLANS[step]) for part in mine]
+        everything = sum(int(ragged_rows(step, number, part)[1].sum()) for number in range(PLANS[step]) for part in range(DEALT))
+        total = 0.0
+        for number, (ids, counts) in enumerate(micro_batches, 1):
+            is_final = number == len(micro_batches)
+            if form == "setter":
+                runtime.set_gradient_accumulation_boundary(is_final)
+            with runtime.micro_batch(is_final) if form == "early" else contextlib.nullcontext():
+                losses_of = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="none")
+                loss = losses_of[counts.flatten()].sum() / everything
+                runtime.backward(loss, **({"is_final_micro_batch": is_final} if form == "late" else {}))
+            total += loss.item()
+            if is_final and step == first:
+                dead = sorted(runtime.strategy.without_gradient())
+            norm = runtime.optimizer_step_and_zero_grad(made, model, max_grad_norm=1.0)
+            unmoved.append(norm is None)
+        norms.append(norm)
+        losses.append(float(runtime.reduce(torch.tensor(total))))
+    if save:
+        runtime.save_state(save)
+    return {"start": start, "end": gathered(runtime), "norms": norms, "losses": losses, "unmoved": unmoved, "dead": dead, "name": runtime.strategy.name,
+            "size": runtime.num_processes, "trainable": sorted(runtime.strategy.trainable), "unwrapped": type(runtime.unwrap_model(model)).__name__}
+
+
+def gathered(runtime) -> dict:
+    """{name: array} of what is learned, on rank 0."""
+    return {name: tensor.numpy().copy() for name, tensor in runtime.strategy.gather_trainable().items()}
+
+
+@functools.cache
+def alone(last: int = len(PLANS), **settings) -> dict:
+    """The contract's job in one process."""
+    (found,) = world(1, _contract_run, {"strategy": "single", "options": {}, "last": last, **settings})
+    return found
+
+
+def _contract_run(settings: dict) -> dict:
+    return contract_run(**settings)
+
+
+class StrategyContract:
+    """Subclass it in a test module. Rows are ragged, embedding and head tied, one adapter gets no gradient, steps have 3, 1, 4 and 2
+    micro-batches, and the number of processes changes between saving and loading.
+
+    strategy: a name or module:Class. options: its options. settings: of train.py. sums_every_step: whether gradients are summed over
+    all processes in every step, so that the result is one process's; where not, only what does not follow from that is demanded.
+    """
+
+    strategy = ""
+    options: dict = {}
+    settings: dict = {}
+    sums_every_step = True
+
+    def run(self, size: int, **more) -> list[dict]:
+        return world(size, _contract_run, {"strategy": self.strategy, "options": self.options, **self.settings, **more})
+
+    @staticmethod
+    def far(a: dict, b: dict, start: dict) -> float:
+        """|a - b| / |a - start|, 2-norm over all tensors."""
+        assert a.keys() == b.keys() == start.keys()
+        return float((sum(((a[k] - b[k]) ** 2).sum() for k in a) / sum(((a[k] - start[k]) ** 2).sum() for k in a)) ** 0.5)
+
+    def agrees(self, ranks: list[dict], expected: dict, *, adapter: float) -> None:
+        assert all(rank["norms"] == ranks[0]["norms"] and rank["losses"] == ranks[0]["losses"] for rank in ranks), "ranks differ"
+        assert all(isinstance(norm, float) and norm > 0 for norm in ranks[0]["norms"])
+        if self.sums_every_step:
+            assert all(abs(a / b - 1) < 1e-5 for a, b in zip(ranks[0]["norms"], expected["norms"], strict=True)), (ranks[0]["norms"], expected["norms"])
+            assert all(abs(a / b - 1) < 1e-5 for a, b in zip(ranks[0]["losses"], expected["losses"], strict=True))
+            assert self.far(expected["end"], ranks[0]["end"], expected["start"]) < adapter
+        else:
+            assert ranks[0]["losses"][0] == expected["losses"][0] or abs(ranks[0]["losses"][0] / expected["losses"][0] - 1) < 1e-5
+
+    def test_what_was_asked_for_is_in_effect(self):
+        for size in (1, 2):
+            ranks = self.run(size, last=1)
+            assert {rank["size"] for rank in ranks} == {size}
+            assert len({rank["name"] for rank in ranks}) == 1 and ranks[0]["name"] != "single"
+            assert len({tuple(rank["trainable"]) for rank in ranks}) == 1 and len(ranks[0]["trainable"]) == 5
+            assert all(rank["dead"] == ["idle.weight"] for rank in ranks), "an adapter without a gradient goes unseen"
+
+    def test_adamw_equals_one_process(self):
+        self.agrees(self.run(2), alone(), adapter=1e-4)
+
+    def test_sgd_equals_one_process(self):
+        self.agrees(self.run(2, optimizer="SGD", lr=0.1), alone(optimizer="SGD", lr=0.1), adapter=1e-5)
+
+    def test_boundaries_that_are_known_in_backward_only(self):
+        self.agrees(self.run(2, form="late"), alone(), adapter=1e-4)
+
+    def test_boundaries_that_are_set_by_hand(self):
+        self.agrees(self.run(2, form="setter"), alone(), adapter=1e-4)
+
+    def test_four_processes(self):
+        self.agrees(self.run(4), alone(), adapter=1e-4)
+
+    def test_off_a_boundary_nothing_steps(self):
+        for rank in self.run(2, last=2):
+            parts = DEALT // 2
+            assert rank["unmoved"] == [True] * (3 * parts - 1) + [False] + [True] * (parts - 1) + [False]
+
+    def test_the_first_process_gathers_whole_tensors_and_an_idle_adapter_stays(self):
+        first, *others = self.run(2)
+        expected = alone(last=1)["start"]
+        assert {name: value.shape for name, value in first["end"].items()} == {name: value.shape for name, value in expected.items()}
+        assert all(first["start"][name].tobytes() == value.tobytes() for name, value in expected.items())
+        assert not any(other["end"] for other in others)
+        assert first["end"]["idle.weight"].tobytes() == expected["idle.weight"].tobytes()
+        assert all((first["end"][name] != value).any() for name, value in expected.items() if name != "idle.weight")
+
+    def test_a_saved_state_goes_on_with_another_number_of_processes(self, tmp_path):
+        expected = alone()
+        for before, after in ((2, 1), (2, 4), (4, 2)):
+            state = str(tmp_path / f"{before}-{after}")
+            saved = self.run(before, last=2, save=state)[0]
+            loaded = self.run(after, first=2, load=state)
+            assert all(loaded[0]["start"][name].tobytes() == value.tobytes() for name, value in saved["end"].items())
+            joined = [{**rank, "norms": saved["norms"] + rank["norms"], "losses": saved["losses"] + rank["losses"]} for rank in loaded]
+            self.agrees(joined, expected, adapter=1e-4)
+
+    def test_options_go_to_a_dictionary_and_back(self):
+        from anyqlora import plugins
+
+        cls = plugins.plugin_class(self.strategy)
+        if cls is None:
+            assert not self.options
+            return
+        made = cls.from_dict(self.options)
+        assert cls.from_dict(made.to_dict()) == made
+        assert all(str(made.to_dict()[key]).lower() == str(value).lower() for key, value in self.options.items())

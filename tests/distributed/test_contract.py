@@ -1,0 +1,31 @@
+"""The contract of strategies, on every built-in one."""
+
+from anyqlora.testing import StrategyContract
+
+
+class TestDdp(StrategyContract):
+    strategy = "ddp"
+
+
+class TestOverlappingDdp(StrategyContract):
+    strategy, options = "ddp", {"overlap": "true", "find_unused_parameters": True}
+
+
+class TestFsdp(StrategyContract):
+    strategy = "fsdp"
+
+
+class TestDeepSpeed0(StrategyContract):
+    strategy, options = "deepspeed", {"zero_stage": 0}
+
+
+class TestDeepSpeed1(StrategyContract):
+    strategy, options = "deepspeed", {"zero_stage": 1}
+
+
+class TestDeepSpeed2(StrategyContract):
+    strategy, options = "deepspeed", {"zero_stage": 2}
+
+
+class TestDeepSpeed3(StrategyContract):
+    strategy, options = "deepspeed", {"zero_stage": 3}

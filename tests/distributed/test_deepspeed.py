@@ -1,0 +1,67 @@
+"""What DeepSpeed does that anyqlora/on_torch/_compat.py steps round, still there; and its engine under our settings."""
+
+import inspect
+
+import pytest
+import torch
+
+from anyqlora.on_torch._compat import link_moments, without_shared_memory_operation
+from anyqlora.on_torch.runtime import Runtime
+from anyqlora.testing import world
+
+pytest.importorskip("deepspeed")
+
+
+def test_deepspeed_still_has_no_switch_for_its_operation():
+    from deepspeed.comm import torch as comm
+
+    source = inspect.getsource(comm.build_shm_op)
+    assert "__compatible_ops__" in source and "environ" not in source and "config" not in source
+
+
+def loading_before_the_first_step(linked):
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    runtime = Runtime.of(strategy="deepspeed", strategy_opt="zero_stage=1", backend="cpu", precision="fp32")
+    model = torch.nn.Linear(4, 4, bias=False)
+    runtime.prepare(model, torch.optim.Adam(model.parameters()))
+    strategy = runtime.strategy
+    flat = strategy._flat(model.weight)
+    strategy.optimizer.state[flat] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+    if linked:
+        link_moments(strategy.zero)
+    try:
+        safe_set_full_optimizer_state(model.weight, torch.ones(4, 4), "exp_avg")
+    except (TypeError, AttributeError, ValueError) as error:
+        return type(error).__name__
+    return strategy.gather_moments()["weight|exp_avg"].sum().item()
+
+
+def test_deepspeed_still_links_moments_in_its_step_only():
+    assert world(1, loading_before_the_first_step, False)[0] in ("TypeError", "AttributeError", "ValueError")
+    assert world(1, loading_before_the_first_step, True)[0] == 16
+
+
+def test_the_operation_is_off():
+    import deepspeed.ops
+
+    before = deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm")
+    try:
+        without_shared_memory_operation()
+        assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] is False
+    finally:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = before
+
+
+def engine_of(options):
+    runtime = Runtime.of(strategy="deepspeed", strategy_opt=options, backend="cpu", precision="fp32")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    runtime.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    strategy = runtime.strategy
+    return strategy.engine.zero_optimization_stage(), type(strategy.engine.optimizer).__name__, hasattr(model[0].weight, "ds_tensor")
+
+
+@pytest.mark.parametrize("stage, optimizer, sharded", [(0, "SGD", False), (1, "DeepSpeedZeroOptimizer", False), (2, "DeepSpeedZeroOptimizer", False),
+                                                        (3, "DeepSpeedZeroOptimizer_Stage3", True)])
+def test_the_engine_has_the_stage_that_was_asked_for(stage, optimizer, sharded):
+    assert world(2, engine_of, f"zero_stage={stage}") == [(stage, optimizer, sharded)] * 2
