@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
 import traceback
 from multiprocessing.connection import wait
 
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "accelerate", "deepspeed"]
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "accelerate", "deepspeed",
+             "keras", "steps_on_ranks"]
 GRACE = 2.0  # seconds that the other ranks have to end once one has failed
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "torch")
 
 
 class WorldFailed(AssertionError):
@@ -86,8 +90,9 @@ def _rank(pipe, environ, path, function, arguments) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
+    """A port that nobody listens on, below those that the system hands to whoever connects: one of these may be gone again when it is used."""
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
