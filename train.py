@@ -25,7 +25,7 @@ def train(config: TrainConfig) -> dict:
         plan = BackendManager(config.backend, verbose=config.verbose).plan(config)
         if plan.world_size == world.size:
             return work(found, plan, world)
-    return launch(config.with_(world_size=plan.world_size))
+    return launch(config, plan)
 
 
 def work(found, plan, world) -> dict:
@@ -92,6 +92,7 @@ def torch_loop(run) -> dict:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            run.out_of_memory(step)
             return None
         return float(total)
 

@@ -60,6 +60,12 @@ class PeerLost(RunError):
     exit_code = 70
 
 
+class OutOfMemory(RunError):
+    """One of several processes ran out of memory, while the others wait for it."""
+
+    exit_code = 71
+
+
 class Stopped(RunError):
     """A signal ended the run after its state was saved; the same command continues it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from .config import TrainConfig
 from .describe import cores
-from .errors import PeerLost
+from .errors import OutOfMemory, PeerLost
 from .terminal import printable
 
 WATCHED = 0.05  # seconds between two looks at the processes
@@ -97,13 +98,16 @@ class Processes:
         return next(iter(self.silent or failed), None)
 
 
-def launch(config: TrainConfig) -> dict:
-    """Train in `config.world_size` processes of this machine. Returns the content of result.json.
+def launch(config: TrainConfig, plan) -> dict:
+    """Train in as many processes of this machine as the plan of `config` says. Returns the content of result.json.
 
     Exits as the process that failed, once what it said is shown. Raises PeerLost for one that was killed or does not answer, unless the
-    run can be started again from its last checkpoint, as it is up to `max_restarts` times.
+    run can be started again from its last checkpoint, as it is up to `max_restarts` times. One that ran out of memory makes all start
+    again with half the rows at a time.
     """
-    for left in range(config.max_restarts, -1, -1):
+    config, left = config.with_(world_size=plan.world_size), config.max_restarts
+    rows, steps = plan.batch_size, plan.gradient_accumulation_steps
+    while True:
         with tempfile.TemporaryDirectory(prefix="anyqlora-") as folder:
             processes = Processes(Path(folder))
             (processes.folder / "config.json").write_text(json.dumps({"settings": config.settings(), "sources": dict(config.sources)}))
@@ -114,14 +118,19 @@ def launch(config: TrainConfig) -> dict:
                 return json.loads((processes.folder / "result.json").read_bytes())
             rank, said = processes.culprit, processes.said(processes.culprit).read_text(errors="replace") if processes.culprit else ""
             print(printable(said), end="", file=sys.stderr)
+            if processes.ends[rank] == OutOfMemory.exit_code and rows % 2 == 0:
+                rows, steps = rows // 2, steps * 2
+                config = config.with_(batch_size=rows, gradient_accumulation_steps=steps)
+                print(f"train.py: micro-batches of {rows} rows from here on, and from the last checkpoint", file=sys.stderr, flush=True)
+                continue
             if processes.has_explained(rank):
                 sys.exit(processes.ends[rank])
             how = ("did not answer any more and was ended" if rank in processes.silent else "lost the others" if processes.ends[rank] > 0
                    else f"was killed by {signal.Signals(-processes.ends[rank]).name}")
         if not left:
             raise PeerLost(f"rank {rank} {how}", cure="the same command continues from the last checkpoint")
+        left -= 1
         print(f"train.py: rank {rank} {how}; starting again from the last checkpoint", file=sys.stderr, flush=True)
-    raise AssertionError("max_restarts is not negative")
 
 
 def attend(processes: Processes, config: TrainConfig) -> None:
@@ -138,7 +147,9 @@ def attend(processes: Processes, config: TrainConfig) -> None:
 
 
 def free_port() -> str:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the system hands to whoever connects: one of these may be gone when it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return str(port)

@@ -15,7 +15,7 @@ from .card import card
 from .checkpoint import Content, Disk, replace, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream
 from .describe import described, environment
-from .errors import DiskFull, NonFinite, RunError
+from .errors import DiskFull, NonFinite, OutOfMemory, RunError
 from .log import JsonLines, Metrics
 from .place import IDENTITY, RESULT, Place, read_json
 from .progress import Progress
@@ -156,6 +156,12 @@ class Run:
         sums = self.ranks.total(total or 0.0, float(total is None), *self.signals.asked_numbers())
         self.signals.agree(sums[2:])
         return None if sums[1] else sums[0] * share / self.trained(step)
+
+    def out_of_memory(self, step: int) -> None:
+        """Raises OutOfMemory where there are other processes: they are in the middle of the step, and wait for this one."""
+        if self.ranks.size > 1:
+            raise OutOfMemory(f"rank {self.ranks.rank} ran out of memory in step {step + 1}",
+                              cure=f"a --batch_size below {self.stream.batch_size}, and as many more --gradient_accumulation_steps")
 
     def halved(self, step: int) -> list[Batch]:
         """The same step in micro-batches of half the size, from now on; the rows, their order and the global batch stay.

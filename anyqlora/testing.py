@@ -14,11 +14,12 @@ import functools
 import importlib.util
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
 from multiprocessing.connection import wait
+
+from .launch import free_port
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "accelerate",
              "deepspeed", "anyqlora.on_torch.build", "backend_manager"]
@@ -93,12 +94,6 @@ def _rank(pipe, environ, path, function, arguments) -> None:
     pipe.send(answer)
     if answer[0] and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # ------------------------------------------------------------------------------------------------------------ the contract

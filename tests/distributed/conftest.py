@@ -1,6 +1,11 @@
 """What these tests share is found by its name, in the processes of worlds too."""
 
+import os
 import sys
 from pathlib import Path
 
+from anyqlora import testing
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.setdefault("KERAS_BACKEND", "torch")
+testing.PRELOADED += ["keras", "steps_on_ranks"]
