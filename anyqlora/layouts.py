@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,23 @@ class Linear:
     @property
     def parameters(self) -> int:
         return self.count * self.outputs * self.inputs
+
+
+SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # last parts of the names of linears that read one tensor
+
+
+def source_of(name: str) -> tuple[str, ...]:
+    """Which linears of a layer read the tensor that the one called `name` reads: q, k and v; gate and up; else itself alone."""
+    last = name.rpartition(".")[2]
+    return next((group for group in SHARING if last in group), (last,))
+
+
+def sharing(names: Iterable[str]) -> list[list[str]]:
+    """The names of a model's linear layers in groups that read one tensor."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in names:
+        groups.setdefault((name.rpartition(".")[0], source_of(name)), []).append(name)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .config import TrainConfig
-from .layouts import Linear, Shapes
+from .layouts import Linear, Shapes, source_of
+from .tables import FUSED_ADAPTERS, FUSED_QUANTIZERS
 
 FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
 STORED = {"fp32": 4, "bf16": 2, "fp16_autocast": 4, "bf16_autocast": 4, "bf16_buffers_autocast": 2}  # of an unquantized frozen weight
@@ -228,34 +229,35 @@ def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
 def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """Per token and layer: what linears keep because something in them learns: inputs, dropout's masks, the adapters' middles.
 
-    In float32 without dropout linears of one input share it, and o_proj's is attention's output, which is there already;
-    otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
+    Fused, or in float32 without dropout, linears of one input share it (and a mask), and o_proj's is attention's output, which is
+    there already; otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
     """
     width = Widths.of(config)
-    is_full = config.adapter == "full"
-    mask = 0 if is_full or not config.lora_dropout else 1 if config.backend in FUSED_DROPOUT else FULL
-    is_shared = config.precision == "fp32" and not mask
-    kept, seen = 0, {("o_proj",)} if is_shared and not (shapes.eager_attention or shapes.fused_qkv) else set()
+    is_full, fused = config.adapter == "full", is_fused(config)
+    mask = 0 if is_full or not config.lora_dropout else 1 if fused or config.backend in FUSED_DROPOUT else FULL
+    copied = width.computed if fused else width.copied
+    is_shared = fused or (config.precision == "fp32" and not mask)
+    kept, seen, is_there = 0, set(), is_shared and not (shapes.eager_attention or shapes.fused_qkv)
     for linear in shapes.linears if is_full else targets(shapes, config):
-        if _source(linear) not in seen:
-            kept += linear.inputs * (width.copied + mask)
+        source = source_of(linear.name)
+        if source not in seen:
+            kept += linear.inputs * ((0 if is_there and source == ("o_proj",) else copied) + mask)
         if is_shared:
-            seen.add(_source(linear))
-        kept += 0 if is_full else config.lora_rank * width.copied
+            seen.add(source)
+        kept += 0 if is_full else config.lora_rank * copied
         kept += linear.outputs * (width.inner + width.copied) if config.adapter == "dora" else 0
     return kept
 
 
-def _source(linear: Linear) -> tuple[str, ...]:
-    """Which linears of a layer read the same tensor: q, k and v; gate and up."""
-    name = linear.name.rpartition(".")[2]
-    return next((group for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if name in group), (name,))
+def is_fused(config: TrainConfig) -> bool:
+    """Whether LoRA runs in one function with its frozen weight: as stated, else wherever it can."""
+    return config.fused is True or (config.fused == "auto" and config.adapter in FUSED_ADAPTERS and config.quantizer in FUSED_QUANTIZERS)
 
 
 def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """16-bit copies of a layer's float32 weights, which autocast makes for forward and autograd keeps for backward."""
+    """16-bit copies of a layer's float32 weights, which autocast makes for forward and autograd keeps for backward (fused: neither)."""
     width = Widths.of(config)
-    if not width.autocast:
+    if not width.autocast or is_fused(config):
         return 0
     adapters = 0 if config.adapter == "full" else adapter_parameters(shapes, config) // shapes.layers
     frozen = sum(linear.parameters for linear in shapes.linears) if config.quantizer == "none" and width.stored == FULL else 0

@@ -144,6 +144,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     shapes = _shapes(draft, described)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
+    draft.choose("fused", memory.is_fused(draft.config))
     draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if shapes is not None and found.memory_free is not None:
         _evaluation(draft, shapes, found.memory_free)

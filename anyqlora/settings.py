@@ -81,6 +81,7 @@ class TrainConfig:
     precision: str = setting(AUTO, "arithmetic: auto is bf16 where the device has it", choices=(AUTO, *tables.PRECISIONS), also=("mixed_precision",))
     use_gradient_checkpointing: bool | str = setting(AUTO, "recompute activations in backward", choices=(AUTO, True, False), also=("gradient_checkpointing",))
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")
+    fused: bool | str = setting(AUTO, "LoRA in one function with its frozen weight; auto: wherever that is the same", choices=(AUTO, True, False))
     loss_rows: int | str = setting(AUTO, "trained tokens whose logits are made at a time; 0: those of a whole micro-batch", low=0)
     use_cpu_offload: bool | str = setting(AUTO, "keep frozen weights in host memory", choices=(AUTO, True, False))
     use_activation_cpu_offload: bool = setting(False, "keep saved activations in host memory")

@@ -175,6 +175,13 @@ def test_logits_of_so_many_tokens_are_made_at_a_time(plain, tmp_path):
     assert planned("a100", loss_rows=16).memory.needed("loss") < planned("a100", loss_rows=0).memory.needed("loss")
 
 
+@shows("fused")
+def test_fused_layers_compute_what_pefts_own_do(plain, tmp_path):
+    """No product that LoRA's narrow matrices are in is autograd's own; the numbers are the same."""
+    unfused = run(tmp_path, fused=False)
+    assert losses(unfused) == pytest.approx(losses(plain), rel=1e-6) and losses(unfused) != losses(plain)
+
+
 @contextlib.contextmanager
 def logits_made():
     """Rows of each product with the embedded base's vocabulary of 512, in training."""

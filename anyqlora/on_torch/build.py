@@ -15,6 +15,7 @@ from ..layouts import read_config
 from ..prequantized import quantized_as
 from . import weights
 from ._compat import quietly
+from .adapters.fused import fuse
 from .generate import evaluating
 from .heap import unmapping
 from .linears import linears
@@ -66,12 +67,13 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
         model = runtime.strategy.materialise(read, fill)
         model.requires_grad_(False)
         model = runtime.strategy.adapt(adapter.attach(model))
+        notes = fused(model, quantizer, config) if config.fused else []
         if plan.use_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
             if config.reentrant_checkpointing:
                 model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
         model.train()
-        built = Built(model, adapter.trainable(model), adapter, quantizer)
+        built = Built(model, adapter.trainable(model), adapter, quantizer, notes)
         assert_in_effect(built, whole=not already)
         with runtime.autocast():
             try_out(model, runtime.device, plan.packing)
@@ -79,6 +81,14 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
                 runtime.loss, why = loss_of(model, config.loss_rows)
                 built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
     return built
+
+
+def fused(model: nn.Module, quantizer, config: TrainConfig) -> list[str]:
+    """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
+    left = fuse(model, quantizer)
+    if left and config.sources.get("fused") not in (None, "default", "plan"):
+        raise NotBuilt(f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first", cure="--fused auto")
+    return [f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"] if left else []
 
 
 def assert_in_effect(built: Built, whole: bool = True) -> None:
