@@ -50,6 +50,8 @@ def checked(config: TrainConfig) -> TrainConfig:
         contradiction("quantizer", "adapter", "quantized weights cannot be trained", "--quantizer none, or --adapter lora")
     if config.adapter == "loftq" and config.quantizer == "none":
         contradiction("adapter", "quantizer", "LoftQ starts from what quantization lost, and nothing is quantized", "--adapter pissa, or --quantizer nf4")
+    if config.flat is True and config.loss_rows == 0:
+        contradiction("flat", "loss_rows", "whole logits are made of padded rows")
     if config.fused is True:
         if config.adapter not in tables.FUSED_ADAPTERS:
             contradiction("fused", "adapter", "only what is W x + scale B A x is fused", "--fused auto")

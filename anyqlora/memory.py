@@ -182,7 +182,7 @@ def activation_bytes(shapes: Shapes, config: TrainConfig) -> int:
     if config.use_gradient_checkpointing:
         layer, last = hidden * width.stored, hidden * FULL
     else:
-        layer, last = layer_bytes(shapes, config), 0
+        layer, last = layer_bytes(shapes, config), hidden * FULL if shapes.post_norm else 0  # else it stands for the first layer's
     return (1 if config.use_activation_cpu_offload else shapes.layers) * layer + last + head_bytes(shapes, config)
 
 
@@ -202,7 +202,8 @@ def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Per token and layer: q, k, v, the output and one log-sum-exp per head; the eager form keeps k and v repeated for all heads.
+    """Per token and layer: q, k, v, and from torch's kernels the output and one log-sum-exp per head; the eager form keeps k and v
+    repeated for all heads.
 
     Where one linear makes q, k and v, v is a view that keeps all of them, unless autocast copies it.
     """
@@ -211,7 +212,13 @@ def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
     if shapes.eager_attention:
         return width.computed * 3 * queries
     is_view = shapes.fused_qkv and width.computed == width.stored
-    return width.computed * (2 * queries + 2 * keys + (queries + keys if is_view else 0)) + FULL * shapes.heads
+    output = 0 if in_blocks(shapes, config) else width.computed * queries + FULL * shapes.heads
+    return width.computed * (queries + 2 * keys + (queries + keys if is_view else 0)) + output
+
+
+def in_blocks(shapes: Shapes, config: TrainConfig) -> bool:
+    """Whether attention is that of kernels/attention.py, which keeps no output of its own: bf16 on a CPU, without padding."""
+    return config.flat is True and config.backend == "cpu" and config.precision.startswith("bf16") and not shapes.eager_attention
 
 
 def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -237,7 +244,7 @@ def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     mask = 0 if is_full or not config.lora_dropout else 1 if fused or config.backend in FUSED_DROPOUT else FULL
     copied = width.computed if fused else width.copied
     is_shared = fused or (config.precision == "fp32" and not mask)
-    kept, seen, is_there = 0, set(), is_shared and not (shapes.eager_attention or shapes.fused_qkv)
+    kept, seen, is_there = 0, set(), is_shared and not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config))
     for linear in shapes.linears if is_full else targets(shapes, config):
         source = source_of(linear.name)
         if source not in seen:
@@ -269,7 +276,7 @@ def head_bytes(shapes: Shapes, config: TrainConfig) -> int:
     learns, its input."""
     width, hidden = Widths.of(config), config.batch_size * config.context_length * shapes.hidden
     if loss_rows(shapes, config):
-        return hidden * width.computed
+        return hidden * (FULL if config.precision == "fp16_autocast" else width.computed)
     cast = shapes.vocab * shapes.hidden * width.computed if width.autocast and width.stored == FULL else 0
     return cast + (hidden * (width.computed + FULL) if config.adapter == "full" else 0)
 

@@ -145,6 +145,8 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
     draft.choose("fused", memory.is_fused(draft.config))
+    if draft.config.flat == AUTO:
+        draft.choose("flat", row.device == "cpu" and draft.config.loss_rows != 0)
     draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if shapes is not None and found.memory_free is not None:
         _evaluation(draft, shapes, found.memory_free)

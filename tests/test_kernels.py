@@ -7,9 +7,10 @@ import torch
 from anyqlora import data
 from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.on_torch import build, flat
 from anyqlora.on_torch import loss as losses
 from anyqlora.on_torch.adapters.fused import fused_layers
-from anyqlora.on_torch.kernels import lora
+from anyqlora.on_torch.kernels import attention, lora
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy, defined
 
 AFTERS = {"nothing": After(), "scaled": After(scale=0.25), "capped": After(cap=3.0), "both": After(scale=2.0, cap=5.0)}
@@ -79,7 +80,7 @@ def started(request, tmp_path_factory):
 
 def test_the_loss_on_trained_tokens_is_the_loss(started):
     """Every architecture, whatever it does after its head; the reference makes all logits by the model's own forward."""
-    assert isinstance(started.runtime.loss, losses.TrainedTokenLoss) and started.built.notes == []
+    assert isinstance(started.runtime.loss, losses.TrainedTokenLoss) and not any("logits" in note for note in started.built.notes)
     (batch,) = started.run.stream[0]
     for name, parameter in started.built.trainable.items():
         torch.nn.init.normal_(parameter, std=0.05) if "lora_B" in name else None
@@ -237,17 +238,16 @@ def test_other_starts_and_scales_are_fused_too(kind, tmp_path):
 
 
 def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_path):
-    gpt2 = tiny_models.make(tmp_path / "gpt2", "gpt2")
-    assert tiny_models.Started(tmp_path / "auto", gpt2).built.notes == []  # quantized, its weights lie as in every other model
-    (note,) = tiny_models.Started(tmp_path / "lora", gpt2, train_type="lora").built.notes
-    assert "8 LoRA layers are not fused" in note
-    with pytest.raises(NotBuilt, match="8 LoRA layers"):
-        tiny_models.Started(tmp_path / "demanded", gpt2, train_type="custom_lora")
     for wrong in ({"adapter": "dora"}, {"quantizer": "int8"}, {"train_type": "custom_qlora", "adapter": "dora"}, {"train_type": "custom_qlora", "fused": False}):
         with pytest.raises(UsageError, match="fused|means quantizer"):
             resolve({"model_name": "demo", "dataset": "demo", **({} if "train_type" in wrong else {"fused": True}), **wrong}, environ={}, said="test")
     llama = tiny_models.make(tmp_path / "llama", "llama", intermediate_size=128)
-    assert not fused_layers(tiny_models.Started(tmp_path / "dora", llama, adapter="dora").model)
+    dora = tiny_models.Started(tmp_path / "dora", llama, adapter="dora")
+    assert not fused_layers(dora.model)
+    demanded, planned = (dora.plan.config.with_(sources={"fused": source}) for source in ("command line", "plan"))
+    with pytest.raises(NotBuilt, match="14 LoRA layers"):
+        build.fused(dora.model, dora.built.quantizer, demanded)
+    assert "14 LoRA layers are not fused" in build.fused(dora.model, dora.built.quantizer, planned)[0]
     for name in ("custom_lora", "custom_qlora"):
         assert fused_layers(tiny_models.Started(tmp_path / name, llama, train_type=name).model)
 
@@ -259,3 +259,81 @@ def test_without_its_adapter_a_fused_model_is_the_base(tmp_path):
     with torch.no_grad(), started.model.disable_adapter():
         torch.testing.assert_close(started.model(input_ids=ids).logits, tiny_models.plain(tmp_path / "base", started.held())(input_ids=ids).logits,
                                    rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- documents, and attention in them
+
+
+DOCUMENTS = {"one": None, "some": [[0] * 9 + [1] * 20 + [2] + [3] * 10, [0] * 40], "padded": [[0] * 25 + [-1] * 15, [0] * 7 + [1] * 33]}
+
+
+def heads(dtype, rows=2, length=40, queries=6, keys=2, width=16):
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(rows, count, length, width, generator=generator).to(dtype).requires_grad_() for count in (queries, keys, keys))
+    return (q, k, v), torch.randn(rows, length, queries, width, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_attention_is_its_definition(documents, window):
+    (inputs, weight), numbers = heads(torch.float64), DOCUMENTS[documents] and torch.tensor(DOCUMENTS[documents])
+    found = []
+    for compute in (attention.attention, attention.defined):
+        out = compute(*inputs, scale=0.3, documents=numbers, window=window)
+        found.append([out.detach(), *gradients((out * weight).sum(), *inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("length, queries, keys", [(40, 6, 2), (300, 4, 4), (129, 9, 3), (1, 2, 1)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, queries, keys, documents, monkeypatch):
+    monkeypatch.setattr(attention, "SCORES", 1 << 14)  # several groups of heads
+    inputs, weight = heads(torch.bfloat16, length=length, queries=queries, keys=keys)
+    numbers = (torch.arange(length) * 3 // length).int().expand(2, -1) if documents else None
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+
+    def torchs(q, k, v, scale, documents):
+        ends = [0, length] if documents is None else [0, *(documents[0].diff().nonzero().flatten() + 1).tolist(), length]
+        return torch.cat([torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=b - a > 1, scale=scale,
+                                                                           enable_gqa=True) for a, b in zip(ends, ends[1:], strict=False)], 2).transpose(1, 2)
+
+    found = []
+    for compute, given in ((attention.defined, exact), (attention.attention, inputs), (torchs, inputs)):
+        out = compute(*given, scale=0.25, documents=numbers)
+        found.append([out.detach(), *gradients((out * weight).sum(), *given)])
+    for true, ours, theirs in zip(*found, strict=True):
+        off, torchs_off = (((x.double() - true).norm() / true.norm().clamp_min(1e-9)).item() for x in (ours, theirs))
+        assert off < max(2.5 * torchs_off, 0.006)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "mixtral", "gpt_neox",
+                                          "starcoder2", "gpt2"])
+def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, tmp_path):
+    """Every row by itself is the reference: lengths differ, two of four are packed, windows are shorter than rows."""
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture), train_type="lora")
+    assert started.runtime.loss.inputs is flat.flat and started.built.notes == []
+    rows, device = started.run.data.train[:4], torch.device("cpu")
+    trainable = list(started.built.trainable.values())
+    found = []
+    for batches in ([data.padded([rows[:2], rows[2:3], rows[3:]], 0)], [data.padded([[row]], 0) for row in rows]):
+        loss = sum(started.runtime.loss(started.model, batch, device) for batch in batches)
+        found.append((loss.item(), torch.cat([g.flatten() for g in gradients(loss, *trainable)])))
+    (ours, gradient), (theirs, expected) = found
+    assert ours == pytest.approx(theirs, rel=1e-6) and float((gradient - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_flat_rows_compute_nothing_for_padding(tmp_path):
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
+    rows = sorted(started.run.data.train, key=lambda row: len(row.ids))
+    batch = data.padded([[rows[0]], [rows[-1]]], 0)
+    seen = []
+    started.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
+    started.runtime.loss(started.model, batch, torch.device("cpu"))
+    assert seen == [batch.tokens] and batch.tokens < batch.ids.size
+
+
+def test_attention_that_is_more_than_that_stays_the_architectures_own(tmp_path):
+    for architecture in ("gemma2", "gpt_oss"):
+        started = tiny_models.Started(tmp_path / architecture, tiny_models.make(tmp_path / f"base-{architecture}", architecture), train_type="lora")
+        assert started.runtime.loss.inputs is flat.padded and "rows are padded: this architecture's attention is eager" in started.built.notes

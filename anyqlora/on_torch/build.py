@@ -13,13 +13,13 @@ from ..errors import NotBuilt, RunError
 from ..hub import base_directory
 from ..layouts import read_config
 from ..prequantized import quantized_as
-from . import weights
+from . import flat, weights
 from ._compat import quietly
 from .adapters.fused import fuse
 from .generate import evaluating
 from .heap import unmapping
 from .linears import linears
-from .loss import loss_of
+from .loss import TrainedTokenLoss, loss_of
 from .quantizers.experts import PackedExperts, expert_parameters
 from .runtime import COMPUTE, STORED, Runtime
 
@@ -80,6 +80,10 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
             if config.loss_rows:
                 runtime.loss, why = loss_of(model, config.loss_rows)
                 built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
+            if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
+                why = flat.use(model)
+                built.notes += [f"rows are padded: {why}"] if why else []
+                runtime.loss.inputs = flat.padded if why else flat.flat
     return built
 
 
