@@ -51,6 +51,13 @@ def checked(config: TrainConfig) -> TrainConfig:
         contradiction("quantizer", "adapter", "quantized weights cannot be trained", "--quantizer none, or --adapter lora")
     if config.adapter == "loftq" and config.quantizer == "none":
         contradiction("adapter", "quantizer", "LoftQ starts from what quantization lost, and nothing is quantized", "--adapter pissa, or --quantizer nf4")
+    if config.flat is True and config.loss_rows == 0:
+        contradiction("flat", "loss_rows", "whole logits are made of padded rows")
+    if config.fused is True:
+        if config.adapter not in tables.FUSED_ADAPTERS:
+            contradiction("fused", "adapter", "only what is W x + scale B A x is fused", "--fused auto")
+        if config.quantizer not in tables.FUSED_QUANTIZERS:
+            contradiction("fused", "quantizer", f"only products with a dequantized weight are fused: {', '.join(tables.FUSED_QUANTIZERS)}", "--fused auto")
     if config.reentrant_checkpointing and config.use_gradient_checkpointing is False:
         contradiction("reentrant_checkpointing", "use_gradient_checkpointing", "there is nothing to recompute")
     if config.warmup_steps >= 0 and _is_said(config, "warmup_ratio") and _layer(where("warmup_ratio")) == _layer(where("warmup_steps")):
@@ -147,6 +154,11 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
             contradiction(name, "train_type", f"{config.train_type} means {name} {preset}")
     tables.choose("quantizer", config.quantizer, tables.QUANTIZERS, sources.get("quantizer", ""))
     tables.choose("adapter", config.adapter, tables.ADAPTERS, sources.get("adapter", ""))
+    if config.train_type in tables.FUSED_TYPES and config.fused is not True:
+        if config.fused is False:
+            contradiction("fused", "train_type", f"{config.train_type} means fused LoRA")
+        config = config.with_(fused=True)
+        sources["fused"] = "preset"
     if bits != AUTO and tables.BITS[config.quantizer] != bits:
         contradiction("n_bits", "quantizer", f"{config.quantizer} has {tables.BITS[config.quantizer]} bits")
     return config.with_(n_bits=tables.BITS[config.quantizer], sources=sources)

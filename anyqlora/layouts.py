@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,23 @@ class Linear:
         return self.count * self.outputs * self.inputs
 
 
+SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # last parts of the names of linears that read one tensor
+
+
+def source_of(name: str) -> tuple[str, ...]:
+    """Which linears of a layer read the tensor that the one called `name` reads: q, k and v; gate and up; else itself alone."""
+    last = name.rpartition(".")[2]
+    return next((group for group in SHARING if last in group), (last,))
+
+
+def sharing(names: Iterable[str]) -> list[list[str]]:
+    """The names of a model's linear layers in groups that read one tensor."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in names:
+        groups.setdefault((name.rpartition(".")[0], source_of(name)), []).append(name)
+    return list(groups.values())
+
+
 @dataclass(frozen=True)
 class Shapes:
     """The shapes of one causal LM. Every number counts elements unless it says otherwise."""
@@ -49,6 +67,7 @@ class Shapes:
     qk_norm: str = ""             # queries and keys are normalized too: over each "head", or "all" of them
     gated: bool = True            # act(gate) * up, not act(up)
     fused_qkv: bool = False       # one linear makes queries, keys and values
+    post_norm: bool = False       # linears come before norms, so that the first layer has none that needs no gradient
     parallel: bool = False        # attention and MLP read the same residual
     eager_attention: bool = False  # soft-capped scores: [heads, T, T] is materialized
     capped_logits: bool = False   # soft-capped by tanh
@@ -82,6 +101,7 @@ class Family:
     style: str = "llama"          # llama | fused (qkv_proj, gate_up_proj) | neox | starcoder | experts
     norms: int = 2
     qk_norm: str = ""
+    post_norm: bool = False
     qkv_bias: bool = False
     tied: bool = False            # config.json's default when it does not say
 
@@ -96,8 +116,8 @@ FAMILIES = {  # model_type -> family; an unknown one has unknown memory, never a
     "gemma2": Family("Gemma2DecoderLayer", norms=4, tied=True),
     "gemma3_text": Family("Gemma3DecoderLayer", norms=4, qk_norm="head", tied=True),
     "phi3": Family("Phi3DecoderLayer", style="fused"),
-    "olmo2": Family("Olmo2DecoderLayer", qk_norm="all"),
-    "olmo3": Family("Olmo3DecoderLayer", qk_norm="all"),
+    "olmo2": Family("Olmo2DecoderLayer", qk_norm="all", post_norm=True),
+    "olmo3": Family("Olmo3DecoderLayer", qk_norm="all", post_norm=True),
     "ernie4_5": Family("Ernie4_5DecoderLayer", tied=True),
     "granite": Family("GraniteDecoderLayer"),
     "smollm3": Family("SmolLM3DecoderLayer", tied=True),
@@ -125,7 +145,7 @@ def shapes(config: dict) -> Shapes | None:
         model_type=config["model_type"], block=family.block, layers=config["num_hidden_layers"], hidden=hidden, vocab=config["vocab_size"],
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate or config["intermediate_size"], linears=(),
         tied=config.get("tie_word_embeddings", family.tied), norms=family.norms,
-        norm_bias=family.style in ("neox", "starcoder"), qk_norm=family.qk_norm, gated=family.style not in ("neox", "starcoder"),
+        norm_bias=family.style in ("neox", "starcoder"), qk_norm=family.qk_norm, post_norm=family.post_norm, gated=family.style not in ("neox", "starcoder"),
         fused_qkv=family.style in ("fused", "neox"), parallel=family.style == "neox" and config.get("use_parallel_residual", True),
         eager_attention=bool(config.get("attn_logit_softcapping")), capped_logits=bool(config.get("final_logit_softcapping")),
         experts=experts, experts_per_token=config.get("num_experts_per_tok") or 0,

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .config import TrainConfig
-from .layouts import Linear, Shapes
+from .layouts import Linear, Shapes, source_of
+from .tables import FUSED_ADAPTERS, FUSED_QUANTIZERS
 
 FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
 STORED = {"fp32": 4, "bf16": 2, "fp16_autocast": 4, "bf16_autocast": 4, "bf16_buffers_autocast": 2}  # of an unquantized frozen weight
@@ -210,7 +211,7 @@ def activation_bytes(shapes: Shapes, config: TrainConfig) -> int:
     if config.use_gradient_checkpointing:
         layer, last = hidden * width.stored, hidden * FULL
     else:
-        layer, last = layer_bytes(shapes, config), 0
+        layer, last = layer_bytes(shapes, config), hidden * FULL if shapes.post_norm else 0  # else it stands for the first layer's
     return (1 if config.use_activation_cpu_offload else shapes.layers) * layer + last + head_bytes(shapes, config)
 
 
@@ -230,7 +231,8 @@ def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Per token and layer: q, k, v, the output and one log-sum-exp per head; the eager form keeps k and v repeated for all heads.
+    """Per token and layer: q, k, v, and from torch's kernels the output and one log-sum-exp per head; the eager form keeps k and v
+    repeated for all heads.
 
     Where one linear makes q, k and v, v is a view that keeps all of them, unless autocast copies it.
     """
@@ -239,7 +241,13 @@ def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
     if shapes.eager_attention:
         return width.computed * 3 * queries
     is_view = shapes.fused_qkv and width.computed == width.stored
-    return width.computed * (2 * queries + 2 * keys + (queries + keys if is_view else 0)) + FULL * shapes.heads
+    output = 0 if in_blocks(shapes, config) else width.computed * queries + FULL * shapes.heads
+    return width.computed * (queries + 2 * keys + (queries + keys if is_view else 0)) + output
+
+
+def in_blocks(shapes: Shapes, config: TrainConfig) -> bool:
+    """Whether attention is that of kernels/attention.py, which keeps no output of its own: bf16 on a CPU, without padding."""
+    return config.flat is True and config.backend == "cpu" and config.precision.startswith("bf16") and not shapes.eager_attention
 
 
 def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -257,34 +265,35 @@ def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
 def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """Per token and layer: what linears keep because something in them learns: inputs, dropout's masks, the adapters' middles.
 
-    In float32 without dropout linears of one input share it, and o_proj's is attention's output, which is there already;
-    otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
+    Fused, or in float32 without dropout, linears of one input share it (and a mask), and o_proj's is attention's output, which is
+    there already; otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
     """
     width = Widths.of(config)
-    is_full = config.adapter == "full"
-    mask = 0 if is_full or not config.lora_dropout else 1 if config.backend in FUSED_DROPOUT else FULL
-    is_shared = config.precision == "fp32" and not mask
-    kept, seen = 0, {("o_proj",)} if is_shared and not (shapes.eager_attention or shapes.fused_qkv) else set()
+    is_full, fused = config.adapter == "full", is_fused(config)
+    mask = 0 if is_full or not config.lora_dropout else 1 if fused or config.backend in FUSED_DROPOUT else FULL
+    copied = width.computed if fused else width.copied
+    is_shared = fused or (config.precision == "fp32" and not mask)
+    kept, seen, is_there = 0, set(), is_shared and not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config))
     for linear in shapes.linears if is_full else targets(shapes, config):
-        if _source(linear) not in seen:
-            kept += linear.inputs * (width.copied + mask)
+        source = source_of(linear.name)
+        if source not in seen:
+            kept += linear.inputs * ((0 if is_there and source == ("o_proj",) else copied) + mask)
         if is_shared:
-            seen.add(_source(linear))
-        kept += 0 if is_full else config.lora_rank * width.copied
+            seen.add(source)
+        kept += 0 if is_full else config.lora_rank * copied
         kept += linear.outputs * (width.inner + width.copied) if config.adapter == "dora" else 0
     return kept
 
 
-def _source(linear: Linear) -> tuple[str, ...]:
-    """Which linears of a layer read the same tensor: q, k and v; gate and up."""
-    name = linear.name.rpartition(".")[2]
-    return next((group for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if name in group), (name,))
+def is_fused(config: TrainConfig) -> bool:
+    """Whether LoRA runs in one function with its frozen weight: as stated, else wherever it can."""
+    return config.fused is True or (config.fused == "auto" and config.adapter in FUSED_ADAPTERS and config.quantizer in FUSED_QUANTIZERS)
 
 
 def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """16-bit copies of a layer's float32 weights, which autocast makes for forward and autograd keeps for backward."""
+    """16-bit copies of a layer's float32 weights, which autocast makes for forward and autograd keeps for backward (fused: neither)."""
     width = Widths.of(config)
-    if not width.autocast:
+    if not width.autocast or is_fused(config):
         return 0
     adapters = 0 if config.adapter == "full" else adapter_parameters(shapes, config) // shapes.layers
     frozen = sum(linear.parameters for linear in shapes.linears) if config.quantizer == "none" and width.stored == FULL else 0
@@ -296,7 +305,7 @@ def head_bytes(shapes: Shapes, config: TrainConfig) -> int:
     learns, its input."""
     width, hidden = Widths.of(config), config.batch_size * config.context_length * shapes.hidden
     if loss_rows(shapes, config):
-        return hidden * width.computed
+        return hidden * (FULL if config.precision == "fp16_autocast" else width.computed)
     cast = shapes.vocab * shapes.hidden * width.computed if width.autocast and width.stored == FULL else 0
     return cast + (hidden * (width.computed + FULL) if config.adapter == "full" else 0)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from . import layouts, memory, mesh, prequantized, tables
 from .config import AUTO, TrainConfig, checked
-from .errors import UsageError
+from .errors import NotBuilt, UsageError
 
 GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
@@ -144,6 +144,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     shapes = _shapes(draft, described)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
+    _fast_paths(draft, row)
     draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if shapes is not None and found.memory_free is not None:
         _sharded(draft, shapes, found.memory_free)
@@ -301,6 +302,19 @@ def _shapes(draft, described: dict | None) -> layouts.Shapes | None:
     if described and not shapes:
         draft.warnings.append(f"the memory that model_type {described.get('model_type')!r} needs is unknown: no formulas for it")
     return shapes
+
+
+def _fast_paths(draft, row) -> None:
+    """LoRA fused with its weight, and rows without padding: built for one process of torch so far. Raises NotBuilt where they are demanded."""
+    config = draft.config
+    is_built = row.framework == "torch" and config.strategy == "single"
+    for name in ("fused", "flat"):
+        if getattr(config, name) is True and not is_built:
+            raise NotBuilt(f"{name}: not built for strategy {config.strategy} on {row.framework} yet", where=config.sources.get(name, ""),
+                           cure=f"--{name} auto")
+    draft.choose("fused", is_built and memory.is_fused(config))
+    if config.flat == AUTO:
+        draft.choose("flat", is_built and row.device == "cpu" and config.loss_rows != 0)
 
 
 def _evaluation(draft, shapes, free: int) -> None:

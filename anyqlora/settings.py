@@ -83,6 +83,8 @@ class TrainConfig:
     loss_scale_growth_interval: int = setting(2000, "fp16: steps without overflow after which the loss scale doubles", also=("growth_interval",), low=1)
     use_gradient_checkpointing: bool | str = setting(AUTO, "recompute activations in backward", choices=(AUTO, True, False), also=("gradient_checkpointing",))
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")
+    fused: bool | str = setting(AUTO, "LoRA in one function with its frozen weight; auto: wherever that is the same", choices=(AUTO, True, False))
+    flat: bool | str = setting(AUTO, "rows one after another without padding, attention by document; auto: on a CPU", choices=(AUTO, True, False))
     loss_rows: int | str = setting(AUTO, "trained tokens whose logits are made at a time; 0: those of a whole micro-batch", low=0)
     use_cpu_offload: bool | str = setting(AUTO, "keep frozen weights in host memory", choices=(AUTO, True, False))
     use_activation_cpu_offload: bool = setting(False, "keep saved activations in host memory")

@@ -51,13 +51,17 @@ TRAIN_TYPES = {  # fsdp_qlora's names -> (quantizer, adapter); a string is a ref
     "lora": ("none", "lora"),
     "qlora": ("nf4", "lora"),
     "bnb_dora": ("nf4", "dora"),
-    "custom_lora": "!the fused LoRA kernels (custom_lora) are not built yet; use lora",
-    "custom_qlora": "!the fused LoRA kernels (custom_qlora) are not built yet; use qlora",
+    "custom_lora": ("none", "lora"),
+    "custom_qlora": ("nf4", "lora"),
     "hqq_lora": "!HQQ quantization is not built yet; use qlora",
     "hqq_dora": "!HQQ quantization is not built yet; use bnb_dora",
     "bnb_llama_pro": "!block expansion (llama_pro) is not built yet; use qlora",
     "hqq_llama_pro": "!block expansion and HQQ are not built yet; use qlora",
 }
+
+FUSED_TYPES = ("custom_lora", "custom_qlora")  # those that demand LoRA in one function with its frozen weight
+FUSED_ADAPTERS = ("lora", "rslora", "pissa", "loftq")  # what is W x + scale B A x
+FUSED_QUANTIZERS = ("none", "nf4", "fp4")  # what is a product with the dequantized weight
 
 OPTIMIZERS = {
     "adamw": "torch.optim:AdamW",

@@ -12,7 +12,7 @@ from bitsandbytes.nn.modules import has_avx512bf16
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from anyqlora.on_torch._compat import keep_weights_as_packed, refused_targets, rerouted_targets
+from anyqlora.on_torch._compat import keep_weights_as_packed, refused_targets, rerouted_targets, softmax_backward
 from anyqlora.on_torch.quantizers.bnb import Nf4
 
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -103,3 +103,9 @@ def test_peft_still_refuses_mamba_out_proj(tmp_path):
     assert refused_targets(model, {"in_proj", "out_proj"}) == {"out_proj"}
     with pytest.raises(ValueError, match="incompatible with Mamba"):
         get_peft_model(model, LoraConfig(target_modules=["out_proj"], task_type="CAUSAL_LM"))
+
+
+def test_torch_still_keeps_softmax_backward_private():
+    p, of_p = torch.randn(3, 5).softmax(-1), torch.randn(3, 5)
+    torch.testing.assert_close(softmax_backward(of_p, p), p * (of_p - (of_p * p).sum(-1, keepdim=True)))
+    assert not hasattr(torch.nn.functional, "softmax_backward") and not hasattr(torch, "softmax_backward")

@@ -63,7 +63,7 @@ def forwards(kind):
     """[(shape of the input, whether gradients are recorded)] of every forward pass of a module of this class."""
     seen = []
     def look(module, inputs):
-        if type(module).__name__ == kind and inputs[0].shape[1] > 2:  # two tokens go through a model when it is built
+        if type(module).__name__ == kind and inputs[0].shape[1] > 12:  # a dozen tokens go through a model when it is built
             seen.append((tuple(inputs[0].shape), torch.is_grad_enabled()))
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
     try:
@@ -175,6 +175,26 @@ def test_logits_of_so_many_tokens_are_made_at_a_time(plain, tmp_path):
     assert planned("a100", loss_rows=16).memory.needed("loss") < planned("a100", loss_rows=0).memory.needed("loss")
 
 
+@shows("fused")
+def test_fused_layers_compute_what_pefts_own_do(plain, tmp_path):
+    """No product that LoRA's narrow matrices are in is autograd's own; the numbers are the same."""
+    unfused = run(tmp_path, fused=False)
+    assert losses(unfused) == pytest.approx(losses(plain), rel=1e-6) and losses(unfused) != losses(plain)
+
+
+@shows("flat")
+def test_flat_rows_have_no_padding(plain, tmp_path):
+    with forwards("LlamaMLP") as blocks:
+        padded = run(tmp_path, flat=False, max_steps=1)
+        sizes = [shape for shape, _ in blocks]
+        del blocks[:]
+        run(tmp_path, "flat", flat=True, max_steps=1)
+    assert losses(padded) == pytest.approx(losses(plain)[:1], rel=1e-6)
+    tokens = runs.metrics(plain)[0]["tokens"]
+    assert {shape[0] for shape in sizes} == {4} and {shape[:2] for shape, _ in blocks if shape[1] > 12} == {(1, tokens)}
+    assert planned("a100").config.flat is False
+
+
 @contextlib.contextmanager
 def logits_made():
     """Rows of each product with the embedded base's vocabulary of 512, in training."""
@@ -183,7 +203,7 @@ def logits_made():
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            if function is torch.ops.aten.mm.default and out.shape[1] == 512 and out.shape[0] != 128:  # hidden: the weight's own gradient
+            if function is torch.ops.aten.mm.default and out.shape[1] == 512 and out.shape[0] not in (12, 128):  # as a model is built; the weight's
                 sizes.append(len(out))
             return out
 
@@ -296,7 +316,7 @@ def test_what_becomes_of_the_rows(tmp_path):
 @shows("dataset_samples", "num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "packing", "log_every_n_steps", "save_steps", "keep")
 def test_steps_and_their_batches(tmp_path):
     """Seven rows, two at a time, two times a step: two steps an epoch."""
-    common = {"dataset": "dummy", "dataset_samples": 7, "batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 2, "max_steps": -1, "context_length": 400}
+    common = {"dataset": "dummy", "dataset_samples": 7, "batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 2, "max_steps": -1, "context_length": 400, "flat": False}
     with forwards("Embedding") as shapes:
         directory = run(tmp_path, **common, log_every_n_steps=3, save_steps=1)
     assert [shape[0] for shape, _ in shapes] == [2, 2, 2, 1] * 2

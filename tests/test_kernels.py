@@ -5,7 +5,12 @@ import tiny_models
 import torch
 
 from anyqlora import data
+from anyqlora.config import resolve
+from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.on_torch import build, flat
 from anyqlora.on_torch import loss as losses
+from anyqlora.on_torch.adapters.fused import fused_layers
+from anyqlora.on_torch.kernels import attention, lora
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy, defined
 
 AFTERS = {"nothing": After(), "scaled": After(scale=0.25), "capped": After(cap=3.0), "both": After(scale=2.0, cap=5.0)}
@@ -75,7 +80,7 @@ def started(request, tmp_path_factory):
 
 def test_the_loss_on_trained_tokens_is_the_loss(started):
     """Every architecture, whatever it does after its head; the reference makes all logits by the model's own forward."""
-    assert isinstance(started.runtime.loss, losses.TrainedTokenLoss) and started.built.notes == []
+    assert isinstance(started.runtime.loss, losses.TrainedTokenLoss) and not any("logits" in note for note in started.built.notes)
     (batch,) = started.run.stream[0]
     for name, parameter in started.built.trainable.items():
         torch.nn.init.normal_(parameter, std=0.05) if "lora_B" in name else None
@@ -125,3 +130,210 @@ def test_full_fine_tuning_learns_a_tied_head_as_by_the_definition(tmp_path):
     found = [gradients(loss(started.model, batch, torch.device("cpu")), *trainable) for loss in (started.runtime.loss, losses.token_loss)]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+# ------------------------------------------------------------------------------------------------------------- fused LoRA
+
+
+def layers(generator, inputs, outputs, rank=4, dtype=torch.float64, bias=True):
+    """Linear layers of one input with random weights, and their learned factors."""
+    found = []
+    for size in outputs:
+        weight = torch.randn(size, inputs, generator=generator, dtype=dtype)
+        a, b = (torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in ((rank, inputs), (size, rank)))
+        found.append(lora.Linear(lambda weight=weight: weight, torch.randn(size, generator=generator, dtype=dtype) if bias else None, a, b, 1.5))
+    return found, [factor for layer in found for factor in (layer.a, layer.b)]
+
+
+@pytest.mark.parametrize("outputs", [(24,), (24, 8, 8), (40, 40)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_linears_are_their_definition(outputs, bias):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 5, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    parts, factors = layers(generator, 16, outputs, bias=bias)
+    weights = [torch.randn(2, 5, size, generator=generator, dtype=torch.float64) for size in outputs]
+    found = []
+    for ys in (lora.linears(x, parts), lora.defined(x, parts)):
+        total = sum((y * weight).sum() for y, weight in zip(ys, weights, strict=True))
+        found.append([total.detach(), *ys, *gradients(total, x, *factors)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_an_output_that_nobody_uses_gives_no_gradient():
+    parts, factors = layers(torch.Generator().manual_seed(3), 8, (8, 8))
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    found = torch.autograd.grad(lora.linears(x, parts)[0].sum(), [x, *factors], allow_unused=True)
+    expected = torch.autograd.grad(lora.defined(x, parts[:1])[0].sum(), [x, *factors[:2]])
+    assert found[3:] == (None, None)
+    for ours, theirs in zip(found[:3], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate):
+    """The reference applies the mask of the same seed by hand."""
+    generator = torch.Generator().manual_seed(4)
+    parts, factors = layers(generator, 64, (8, 8))
+    x = torch.randn(500, 64, generator=generator, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(5)
+    ours = lora.linears(x, parts, rate)
+    torch.manual_seed(5)
+    seen = x * lora.drawn(x, rate) / (1 - rate)
+    theirs = [torch.nn.functional.linear(x, layer.weight(), layer.bias) + 1.5 * (seen @ layer.a.T @ layer.b.T) for layer in parts]
+    found = [gradients(ys[0].sum() + ys[1].square().sum(), x, *factors) for ys in (ours, theirs)]
+    for mine, other in zip([*ours, *found[0]], [*theirs, *found[1]], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max()))  # 1 - rate in 16 bits
+    kept = lora.drawn(x, rate).double()
+    assert abs(kept.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / x.numel()) ** 0.5
+    assert kept.mean(0).std() < 0.03 and kept.mean(1).std() < 0.08  # no column and no row of its own
+
+
+def step_of(directory, tmp_path, dtype=None, **settings):
+    """(what was started, loss, {name: gradient}) of one batch, all in `dtype` if it is given, with factors that are not zero."""
+    started = tiny_models.Started(tmp_path, directory, **settings)
+    started.model.to(dtype)
+    generator = torch.Generator().manual_seed(6)
+    for parameter in started.built.trainable.values():
+        parameter.data = (0.1 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+    (batch,) = started.run.stream[0]
+    with started.runtime.autocast():
+        loss = started.runtime.loss(started.model, batch, torch.device("cpu")) / batch.trained
+    loss.backward()
+    return started, loss.item(), {name: p.grad for name, p in started.built.trainable.items()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3", "gpt_neox", "gemma3_text", "starcoder2"])
+def test_in_float64_fused_layers_are_pefts_own(architecture, tmp_path):
+    directory = tiny_models.make(tmp_path / "base", architecture)
+    found = [step_of(directory, tmp_path / str(fused), torch.float64, train_type="lora", fused=fused) for fused in (True, False)]
+    (ours, loss, mine), (theirs, expected, others) = found
+    assert len(fused_layers(ours.model)) == len(mine) // 2 and not fused_layers(theirs.model)
+    assert loss == pytest.approx(expected, rel=1e-12) and mine.keys() == others.keys()
+    for name, gradient in others.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-10, atol=1e-10 * float(gradient.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-5), ("bf16", 0.03), ("bf16_autocast", 0.03), ("bf16_buffers_autocast", 0.03),
+                                                   ("fp16_autocast", 0.01)])
+@pytest.mark.parametrize("quantizer", ["nf4", "fp4", "none"])
+def test_in_every_precision_fused_layers_are_pefts_own_within_rounding(quantizer, precision, within, tmp_path):
+    directory = tiny_models.make(tmp_path / "base", "llama", intermediate_size=128)
+    settings = {"quantizer": quantizer, "precision": precision}
+    (_, loss, mine), (_, expected, others) = (step_of(directory, tmp_path / str(fused), **settings, fused=fused) for fused in (True, False))
+    assert loss == pytest.approx(expected, rel=within / 5)
+    off = sum((mine[name].double() - g.double()).square().sum() for name, g in others.items()).sqrt()
+    assert off < within * torch.nn.utils.get_total_norm(list(others.values()))
+
+
+@pytest.mark.parametrize("kind", ["rslora", "pissa", "loftq"])
+def test_other_starts_and_scales_are_fused_too(kind, tmp_path):
+    directory = tiny_models.make(tmp_path / "base", "llama", intermediate_size=128)
+    losses_of = []
+    for fused in (True, False):
+        started = tiny_models.Started(tmp_path / str(fused), directory, adapter=kind, fused=fused)
+        losses_of.append([started.step(number) for number in range(3)])
+        assert bool(fused_layers(started.model)) == fused
+    assert losses_of[0] == pytest.approx(losses_of[1], rel=1e-5)
+
+
+def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_path):
+    for wrong in ({"adapter": "dora"}, {"quantizer": "int8"}, {"train_type": "custom_qlora", "adapter": "dora"}, {"train_type": "custom_qlora", "fused": False}):
+        with pytest.raises(UsageError, match="fused|means quantizer"):
+            resolve({"model_name": "demo", "dataset": "demo", **({} if "train_type" in wrong else {"fused": True}), **wrong}, environ={}, said="test")
+    llama = tiny_models.make(tmp_path / "llama", "llama", intermediate_size=128)
+    dora = tiny_models.Started(tmp_path / "dora", llama, adapter="dora")
+    assert not fused_layers(dora.model)
+    demanded, planned = (dora.plan.config.with_(sources={"fused": source}) for source in ("command line", "plan"))
+    with pytest.raises(NotBuilt, match="14 LoRA layers"):
+        build.fused(dora.model, dora.built.quantizer, demanded)
+    assert "14 LoRA layers are not fused" in build.fused(dora.model, dora.built.quantizer, planned)[0]
+    for name in ("custom_lora", "custom_qlora"):
+        assert fused_layers(tiny_models.Started(tmp_path / name, llama, train_type=name).model)
+
+
+def test_without_its_adapter_a_fused_model_is_the_base(tmp_path):
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama", intermediate_size=128))
+    started.step()
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad(), started.model.disable_adapter():
+        torch.testing.assert_close(started.model(input_ids=ids).logits, tiny_models.plain(tmp_path / "base", started.held())(input_ids=ids).logits,
+                                   rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- documents, and attention in them
+
+
+DOCUMENTS = {"one": None, "some": [[0] * 9 + [1] * 20 + [2] + [3] * 10, [0] * 40], "padded": [[0] * 25 + [-1] * 15, [0] * 7 + [1] * 33]}
+
+
+def heads(dtype, rows=2, length=40, queries=6, keys=2, width=16):
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(rows, count, length, width, generator=generator).to(dtype).requires_grad_() for count in (queries, keys, keys))
+    return (q, k, v), torch.randn(rows, length, queries, width, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_attention_is_its_definition(documents, window):
+    (inputs, weight), numbers = heads(torch.float64), DOCUMENTS[documents] and torch.tensor(DOCUMENTS[documents])
+    found = []
+    for compute in (attention.attention, attention.defined):
+        out = compute(*inputs, scale=0.3, documents=numbers, window=window)
+        found.append([out.detach(), *gradients((out * weight).sum(), *inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("length, queries, keys", [(40, 6, 2), (300, 4, 4), (129, 9, 3), (1, 2, 1)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, queries, keys, documents, monkeypatch):
+    monkeypatch.setattr(attention, "SCORES", 1 << 14)  # several groups of heads
+    inputs, weight = heads(torch.bfloat16, length=length, queries=queries, keys=keys)
+    numbers = (torch.arange(length) * 3 // length).int().expand(2, -1) if documents else None
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+
+    def torchs(q, k, v, scale, documents):
+        ends = [0, length] if documents is None else [0, *(documents[0].diff().nonzero().flatten() + 1).tolist(), length]
+        return torch.cat([torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=b - a > 1, scale=scale,
+                                                                           enable_gqa=True) for a, b in zip(ends, ends[1:], strict=False)], 2).transpose(1, 2)
+
+    found = []
+    for compute, given in ((attention.defined, exact), (attention.attention, inputs), (torchs, inputs)):
+        out = compute(*given, scale=0.25, documents=numbers)
+        found.append([out.detach(), *gradients((out * weight).sum(), *given)])
+    for true, ours, theirs in zip(*found, strict=True):
+        off, torchs_off = (((x.double() - true).norm() / true.norm().clamp_min(1e-9)).item() for x in (ours, theirs))
+        assert off < max(2.5 * torchs_off, 0.006)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "mixtral", "gpt_neox",
+                                          "starcoder2", "gpt2"])
+def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, tmp_path):
+    """Every row by itself is the reference: lengths differ, two of four are packed, windows are shorter than rows."""
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture), train_type="lora")
+    assert started.runtime.loss.inputs is flat.flat and started.built.notes == []
+    rows, device = started.run.data.train[:4], torch.device("cpu")
+    trainable = list(started.built.trainable.values())
+    found = []
+    for batches in ([data.padded([rows[:2], rows[2:3], rows[3:]], 0)], [data.padded([[row]], 0) for row in rows]):
+        loss = sum(started.runtime.loss(started.model, batch, device) for batch in batches)
+        found.append((loss.item(), torch.cat([g.flatten() for g in gradients(loss, *trainable)])))
+    (ours, gradient), (theirs, expected) = found
+    assert ours == pytest.approx(theirs, rel=1e-6) and float((gradient - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_flat_rows_compute_nothing_for_padding(tmp_path):
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
+    rows = sorted(started.run.data.train, key=lambda row: len(row.ids))
+    batch = data.padded([[rows[0]], [rows[-1]]], 0)
+    seen = []
+    started.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
+    started.runtime.loss(started.model, batch, torch.device("cpu"))
+    assert seen == [batch.tokens] and batch.tokens < batch.ids.size
+
+
+def test_attention_that_is_more_than_that_stays_the_architectures_own(tmp_path):
+    for architecture in ("gemma2", "gpt_oss"):
+        started = tiny_models.Started(tmp_path / architecture, tiny_models.make(tmp_path / f"base-{architecture}", architecture), train_type="lora")
+        assert started.runtime.loss.inputs is flat.padded and "rows are padded: this architecture's attention is eager" in started.built.notes

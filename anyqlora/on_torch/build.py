@@ -14,8 +14,9 @@ from ..errors import NotBuilt, RunError
 from ..hub import base_directory
 from ..layouts import read_config
 from ..prequantized import quantized_as
-from . import weights
+from . import flat, weights
 from ._compat import quietly
+from .adapters.fused import fuse
 from .generate import evaluating
 from .heap import unmapping
 from .kernels.cross_entropy import After
@@ -90,12 +91,13 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
         model = runtime.strategy.materialise(base, fill)
         model.requires_grad_(False)
         model = runtime.strategy.adapt(adapter.attach(model))
+        notes = fused(model, quantizer, config) if config.fused else []
         if plan.use_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
             if config.reentrant_checkpointing:
                 model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
         model.train()
-        built = Built(model, adapter.trainable(model), adapter, quantizer)
+        built = Built(model, adapter.trainable(model), adapter, quantizer, notes)
         assert_in_effect(built, whole=not already)
         if not any(p.is_meta for p in model.parameters()):
             with runtime.autocast():
@@ -104,6 +106,11 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
             with runtime.autocast():
                 runtime.loss, why = loss_for(model, config.loss_rows, runtime.strategy)
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
+        if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
+            with runtime.autocast():
+                why = flat.use(model)
+            built.notes += [f"rows are padded: {why}"] if why else []
+            runtime.loss.inputs = flat.padded if why else flat.flat
     return built
 
 
@@ -116,6 +123,14 @@ def loss_for(model: nn.Module, rows: int, strategy) -> tuple[Callable, str]:
     if said["after"] is None:
         return token_loss, said["why"]
     return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows), ""
+
+
+def fused(model: nn.Module, quantizer, config: TrainConfig) -> list[str]:
+    """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
+    left = fuse(model, quantizer)
+    if left and config.sources.get("fused") not in (None, "default", "plan"):
+        raise NotBuilt(f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first", cure="--fused auto")
+    return [f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"] if left else []
 
 
 def assert_in_effect(built: Built, whole: bool = True) -> None:

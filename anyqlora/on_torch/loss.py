@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..data import IGNORE, Batch
+from .flat import padded
 from .generate import evaluating
 from .kernels.cross_entropy import After, cross_entropy
 
@@ -17,40 +18,28 @@ NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest logit: how n
 
 
 def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-    """Sum over trained tokens of -log p(next token), float32, a scalar with gradient.
-
-    Rows are padded on the right, so under causal attention padding reaches no trained token and no mask is needed: the
-    fast causal kernel runs. Packed rows state their positions, from which transformers keeps documents apart.
-    """
-    ids, targets, positions = on_device(batch, device)
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits  # [B, T, V]
+    """Sum over trained tokens of -log p(next token), float32, a scalar with gradient."""
+    inputs, targets = padded(batch, device)
+    logits = model(**inputs, use_cache=False).logits  # [B, T, V]
     kept = (targets != IGNORE).nonzero().squeeze(1)  # [N]: only these rows need float32
     logits = logits.flatten(0, 1).index_select(0, kept).float()  # [N, V]
     return F.cross_entropy(logits, targets[kept], reduction="sum")
-
-
-def on_device(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(ids [B, T], targets [B * T], positions [B, T] or None where rows hold one document each)."""
-    ids = torch.from_numpy(batch.ids).long().to(device)
-    targets = torch.from_numpy(batch.targets).long().to(device).flatten()
-    packed = int(batch.segments.max(initial=0)) > 0
-    return ids, targets, torch.from_numpy(batch.positions).long().to(device) if packed else None
 
 
 class TrainedTokenLoss:
     """`token_loss`, with the output head on trained tokens only and `rows` of them at a time.
 
     A hook takes the head's input and gives it none, so that the model's own forward makes no logits; what the model does to logits
-    after its head is `after`.
+    after its head is `after`. `inputs` says what the model is given for a batch: flat.padded or flat.flat.
     """
 
     def __init__(self, head: nn.Linear, after: After, rows: int):
-        self.head, self.after, self.rows = head, after, rows
+        self.head, self.after, self.rows, self.inputs = head, after, rows, padded
 
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-        ids, targets, positions = on_device(batch, device)
+        inputs, targets = self.inputs(batch, device)
         with _Watched(self.head) as watched:
-            model(input_ids=ids, position_ids=positions, use_cache=False)
+            model(**inputs, use_cache=False)
         kept = (targets != IGNORE).nonzero().squeeze(1)  # [N]
         hidden = watched.hidden.flatten(0, 1).index_select(0, kept)  # [N, H]
         return cross_entropy(hidden, self.head.weight, self.head.bias, targets[kept], after=self.after, rows=self.rows)

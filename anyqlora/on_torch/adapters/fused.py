@@ -1,0 +1,95 @@
+"""PEFT's LoRA layers whose forward and backward are one function with the frozen weight: the same parameters under the same names."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from peft.tuners import lora
+from torch import nn
+
+from ...layouts import sharing
+from ..kernels.lora import Linear, linears
+from ..linears import is_linear
+
+DEFAULT = ["default"]  # PEFT's name of the one adapter
+PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit") if hasattr(lora, name))  # the latter where bitsandbytes is
+
+
+class _Fused:
+    """Stands before a class of PEFT's LoRA layers. What is not plain training of the one adapter goes PEFT's own way."""
+
+    group: Group
+
+    def forward(self, x: torch.Tensor, *arguments, **options) -> torch.Tensor:
+        if arguments or options or self.disable_adapters or self.merged or self.active_adapters != DEFAULT:
+            return super().forward(x, *arguments, **options)
+        return self.group.output(self, x)
+
+
+class Group:
+    """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
+
+    def __init__(self, layers: list[nn.Module], quantizer):
+        self.layers, self.quantizer = layers, quantizer
+        self.source, self.version, self.made = None, -1, {}
+
+    def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """`layer`'s [..., out] of x [..., in]."""
+        if self.source is not x or self.version != x._version or id(layer) not in self.made:
+            self.source, self.version, self.made = x, x._version, self._outputs(x)
+        out = self.made.pop(id(layer))
+        if not self.made:
+            self.source = None
+        return out
+
+    def _outputs(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        first = self.layers[0]
+        packed = isinstance(first.base_layer, self.quantizer.module_type) and self.quantizer.bits < 16
+        kind = self.quantizer.compute_dtype if packed else first.base_layer.weight.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            kind = torch.get_autocast_dtype(x.device.type)
+        dropout = first.lora_dropout["default"]
+        rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+        out = linears(x.to(kind), [self._parts(layer) for layer in self.layers], rate)
+        # bitsandbytes' layers give back the type that they were given
+        return {id(layer): y.to(x.dtype) if packed else y for layer, y in zip(self.layers, out, strict=True)}
+
+    def _parts(self, layer: nn.Module) -> Linear:
+        base = layer.base_layer
+        return Linear(functools.partial(self.quantizer.dequantize, base), base.bias, layer.lora_A["default"].weight,
+                      layer.lora_B["default"].weight, layer.scaling["default"])
+
+
+@functools.cache
+def _class_of(kind: type) -> type:
+    return type(f"Fused{kind.__name__}", (_Fused, kind), {})
+
+
+def fuse(model: nn.Module, quantizer) -> list[str]:
+    """Put a fused layer in the place of each of PEFT's LoRA layers in `model`. Returns the names of those that stay as they are: they do
+    more than add B A x (DoRA, int8's rounded activations), or their weight lies otherwise (GPT-2)."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
+    fused = {}
+    for name, module in layers.items():
+        if _is_plain(module, quantizer):
+            fused[name] = _class_of(type(module)).__new__(_class_of(type(module)))
+            fused[name].__dict__ = module.__dict__  # the same parts: parameters, hooks, settings
+            model.set_submodule(name, fused[name])
+    for names in sharing(fused):
+        group = Group([fused[name] for name in names], quantizer)
+        for layer in group.layers:
+            layer.group = group
+    return sorted(layers.keys() - fused.keys())
+
+
+def _is_plain(module: lora.LoraLayer, quantizer) -> bool:
+    """Whether the layer's output is W x + bias + scale B A x with a frozen W that `quantizer` gives as [out, in]."""
+    base = module.base_layer
+    is_product = isinstance(base, quantizer.module_type) if quantizer.bits == 4 else isinstance(base, nn.Linear) and is_linear(base)
+    return is_product and quantizer.bits != 8 and type(module) in PLAIN and not (
+        module.lora_variant or any(module.lora_bias.values()) or module.fan_in_fan_out)
+
+
+def fused_layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, _Fused)]

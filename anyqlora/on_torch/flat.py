@@ -1,0 +1,98 @@
+"""Rows one after another without padding: what a model is given for a batch, and attention that keeps its documents apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..data import Batch
+from .generate import evaluating
+from .kernels.attention import attention
+
+NAME = "anyqlora"  # of the attention, in transformers' table
+ELSEWHERE = ("softcap", "s_aux", "position_bias", "cache")  # what architectures add to attention that is not computed here
+NEAR = {torch.float32: 1e-3}  # of the largest logit: how near flat rows are to padded ones; in 16 bits 0.05
+
+
+def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **options):
+    """transformers' attention interface, [B, T, H, D]: ours where every token sees its document's tokens before it, else torch's.
+
+    Documents come in the mask's place, as their numbers int [B, 1, 1, T]: transformers hands a mask of four dimensions on as it is.
+    """
+    documents = attention_mask[:, 0, 0] if attention_mask is not None and attention_mask.dtype == torch.int32 else None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    own = causal and query.shape[2] == key.shape[2] and not dropout and not any(options.get(name) is not None for name in ELSEWHERE)
+    if documents is None and (attention_mask is not None or not own):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)
+    if not own:
+        raise ValueError("this architecture's attention is more than causal attention within documents")
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = options.get("sliding_window") if documents is not None else None  # without documents a window that matters is a mask
+    return attention(query, key, value, scale=scale, documents=documents, window=window), None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(what a model is given, targets int64 [B * T]): rows padded on the right, so that under causal attention padding reaches no
+    trained token and no mask is needed. Packed rows state their positions, from which transformers keeps documents apart."""
+    inputs = {"input_ids": tensor(batch.ids, device)}
+    if int(batch.segments.max(initial=0)) > 0:
+        inputs["position_ids"] = tensor(batch.positions, device)
+    return inputs, tensor(batch.targets, device).flatten()
+
+
+def flat(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are."""
+    own = batch.segments >= 0
+    if own.all() and not batch.segments.any():
+        return padded(batch, device)
+    starts = batch.positions[own] == 0  # of documents
+    documents = torch.from_numpy(starts.cumsum(dtype="int32")).to(device)
+    inputs = {"input_ids": tensor(batch.ids[own], device)[None], "position_ids": tensor(batch.positions[own], device)[None],
+              "attention_mask": documents[None, None, None]}
+    return inputs, tensor(batch.targets[own], device)
+
+
+def tensor(array, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).long().to(device)
+
+
+def use(model: nn.Module) -> str:
+    """Set `attend` as the model's attention. Returns why that was not done, "" where it was.
+
+    Two documents in one row are compared with two rows, by the model's own forward.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    before = base.config._attn_implementation
+    if before != "sdpa":
+        return f"this architecture's attention is {before}"
+    base.set_attn_implementation(NAME)
+    try:
+        same = _are_kept_apart(model)
+        why = "" if same else "this architecture does not keep documents in one row apart"
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        why = f"this architecture does not take documents in one row: {error}"
+    if why:
+        base.set_attn_implementation(before)
+    return why
+
+
+def _are_kept_apart(model: nn.Module) -> bool:
+    device = next(model.parameters()).device
+    ids = torch.arange(12, device=device)
+    positions = torch.arange(6, device=device)
+    with evaluating(model):
+        rows = model(input_ids=ids.view(2, 6), use_cache=False).logits.flatten(0, 1).float()
+        documents = torch.arange(2, device=device, dtype=torch.int32).repeat_interleave(6)
+        out = model(input_ids=ids[None], position_ids=positions.repeat(2)[None], attention_mask=documents[None, None, None], use_cache=False)
+    off = (out.logits[0].float() - rows).abs().max()
+    return bool(off <= NEAR.get(out.logits.dtype, 0.05) * rows.abs().max())
+

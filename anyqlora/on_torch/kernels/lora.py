@@ -1,0 +1,94 @@
+"""LoRA together with its frozen weight: linear layers that read one input, as one function with a backward written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+LANES = 1 << 16  # random numbers of 16 bits decide what dropout drops
+
+
+class Linear(NamedTuple):
+    """One linear layer: y = W x + bias + scale B A x, with W [out, in] = weight() frozen, A [rank, in] and B [out, rank] learned."""
+
+    weight: Callable[[], torch.Tensor]
+    bias: torch.Tensor | None
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """Each layer's [..., out] of x [..., in], in x's dtype; equal to `defined` where nothing is dropped.
+
+    For backward x is kept once, each layer's [..., rank], and a byte for each value of x where there is dropout: layers of one input
+    drop the same values. Everything is computed in x's dtype; W is asked for in forward and again in backward, and not kept.
+    """
+    factors = [factor for layer in layers for factor in (layer.a, layer.b)]
+    with torch.autocast(x.device.type, enabled=False):
+        return _Linears.apply(x, tuple(layers), dropout, *factors)
+
+
+def defined(x: torch.Tensor, layers: Sequence[Linear]) -> tuple[torch.Tensor, ...]:
+    """What `linears` computes without dropout, as autograd differentiates it."""
+    return tuple(F.linear(x, layer.weight(), layer.bias) + layer.scale * (x @ layer.a.to(x.dtype).T @ layer.b.to(x.dtype).T) for layer in layers)
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layers, dropout, *factors):
+        flat = x.reshape(-1, x.shape[-1])  # [M, in]
+        mask, kept = (drawn(flat, dropout), 1 - whole(dropout)) if dropout else (None, 1.0)
+        seen, out, middles = dropped(flat, mask), [], []
+        for layer, a, b in zip(layers, factors[::2], factors[1::2], strict=True):
+            y = F.linear(flat, layer.weight().to(x.dtype), layer.bias if layer.bias is None else layer.bias.to(x.dtype))
+            middle = (seen @ a.to(x.dtype).T).mul_(layer.scale / kept)  # [M, rank]
+            y.addmm_(middle, b.to(x.dtype).T)
+            middles.append(middle)
+            out.append(y.view(*x.shape[:-1], -1))
+        ctx.layers, ctx.kept = layers, kept
+        ctx.save_for_backward(x, mask, *middles, *factors)
+        ctx.set_materialize_grads(False)
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx, *of_outputs):
+        x, mask, *rest = ctx.saved_tensors
+        count, kind = len(ctx.layers), x.dtype
+        flat = x.reshape(-1, x.shape[-1])
+        seen, of_x, of_factors = dropped(flat, mask), None, []
+        for number, (layer, of_y) in enumerate(zip(ctx.layers, of_outputs, strict=True)):
+            middle, a, b = rest[number], rest[count + 2 * number], rest[count + 2 * number + 1]
+            if of_y is None:
+                of_factors += [None, None]
+                continue
+            g = of_y.reshape(-1, of_y.shape[-1])  # [M, out]
+            of_middle = (g @ b.to(kind)).mul_(layer.scale / ctx.kept)  # [M, rank]
+            of_factors += [(of_middle.T @ seen).to(a.dtype), (g.T @ middle).to(b.dtype)]
+            if ctx.needs_input_grad[0]:
+                w = layer.weight().to(kind)
+                of_x = g @ w if of_x is None else of_x.addmm_(g, w)
+                if mask is None:
+                    of_x.addmm_(of_middle, a.to(kind))
+                else:
+                    of_x += dropped(of_middle @ a.to(kind), mask)
+        return None if of_x is None else of_x.view(x.shape), None, None, *of_factors
+
+
+def whole(dropout: float) -> float:
+    """The probability nearest to `dropout` that 16 random bits can have."""
+    return round(dropout * LANES) / LANES
+
+
+def drawn(x: torch.Tensor, dropout: float) -> torch.Tensor:
+    """What stays of x [M, in]: uint8, 1 or 0, drawn from torch's own generator, four values from each of its 64-bit numbers."""
+    numbers = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device).random_(-(1 << 63), None)
+    return (numbers.view(torch.int16)[: x.numel()] >= round(dropout * LANES) - LANES // 2).view(torch.uint8).view(x.shape)
+
+
+def dropped(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """x without what the mask drops. By how much the rest grows is left to the narrow products."""
+    return x if mask is None else x * mask.to(x.dtype)  # of bool, or of two dtypes, it takes eight times as long
