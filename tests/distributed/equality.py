@@ -93,9 +93,9 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
             with watching(count) as seen:
                 total += micro_batch(runtime, model, rows, everything, number == len(batches), form, spoil, step)
             inside.append(gradient_traffic(seen) if count else 0)
+        if step == 0 and not spoil:
+            check_gradients(strategy)
         with watching(count) as seen:
-            if step == 0 and not spoil:
-                check_gradients(strategy)
             result = runtime.step(plan.config.lr, plan.config.max_grad_norm, skip=step in skips)
         found.in_micro_batches.append(inside)
         found.in_steps.append(gradient_traffic(seen) if count else 0)

@@ -70,10 +70,10 @@ def test_sgd_equals_one_process(name, base, alone):
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"])
 def test_what_is_not_to_be_clipped_is_not(name, base, alone):
-    """DeepSpeed clips at 1.0 unless it is told not to; the gradients here are longer."""
+    """DeepSpeed clips at 1.0 unless it is told not to; one of the gradients here is longer."""
     settings = {**SGD, "apply_gradient_clipping": False}
     expected = alone(2, **settings)
-    assert min(expected.norms) > 1
+    assert max(expected.norms) > 1.1
     compare(world(2, in_a_world, base, {**STRATEGIES[name], **settings}), expected, adapter=1e-5, norm=1e-5)
 
 
