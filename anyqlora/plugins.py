@@ -56,7 +56,7 @@ class StrategyPlugin:
 def parsed(f, raw: object, where: str, kind: type) -> object:
     """`raw` (text, or a value) as the type of field `f`. Raises UsageError saying what fits."""
     about = f.metadata
-    text = str(raw).strip()
+    text = str(raw).lower() if isinstance(raw, bool) else str(raw).strip()  # a file's true is true in any case
 
     def refuse(expected: str):
         raise UsageError(f"{f.name}: {raw!r} is not {expected}", where=where, cure=f"{f.name} is: {about.get('help', kind)}")

@@ -394,3 +394,25 @@ def test_settings_that_a_plan_resolves_are_the_ones_that_may_be_auto():
     planned = plan("a100").config
     autos = {name for name, f in configuration.SETTINGS.items() if getattr(planned, name) == AUTO}
     assert autos <= later
+
+
+# ------------------------------------------------------------------------------------------------------------ strategies
+
+
+def test_several_devices_hold_the_model_each_or_shards_of_it(tmp_path):
+    """Eight H200: 8 billion weights in bf16 fit each of them, 140 billion fit only together."""
+    large = described(tmp_path, hidden_size=8192, intermediate_size=28672, num_hidden_layers=160, num_attention_heads=64)
+    small, sharded = plan("h200", train_type="lora"), plan("h200", train_type="lora", model_name=str(large))
+    assert (small.strategy, small.world_size) == ("ddp", 8) and (sharded.strategy, sharded.world_size) == ("fsdp", 8)
+    assert sharded.memory.total < HEADROOM * sharded.memory_free < plan("h200", train_type="lora", model_name=str(large), strategy="ddp").memory.total
+    assert BackendManager("auto", machine=MACHINES["h200"]).plan(sharded.config).config == sharded.config
+
+
+@pytest.mark.parametrize("settings, weights, optimizer", [
+    ({"strategy": "ddp"}, 1, 1), ({"strategy": "fsdp"}, 8, 8), ({"strategy": "fsdp", "sharding_strategy": "shard_grad_op"}, 1, 8),
+    ({"strategy": "deepspeed", "deepspeed_zero_stage": 1}, 1, 8), ({"strategy": "deepspeed", "deepspeed_zero_stage": 3}, 8, 8)])
+def test_what_is_sharded_is_predicted_in_parts(settings, weights, optimizer):
+    one, many = (plan("h200", world_size=n, batch_size=1, **s).memory.moments["update"] for n, s in ((1, {"strategy": "single"}), (8, settings)))
+    assert many["linear weights"] == pytest.approx(one["linear weights"] / weights, rel=1e-3)
+    assert many["optimizer"] == pytest.approx(one["optimizer"] / optimizer, rel=1e-3)
+    assert ("layers put together" in many) == (weights > 1)

@@ -55,17 +55,25 @@ def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Conten
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
     files = directory_files(run.tokenizer)
     if built.adapter.folder == "model":
-        model, learned = runtime.strategy.unwrap(), runtime.strategy.gather_trainable()
-        dtype = getattr(torch, str(model.config.to_dict().get("dtype") or "float32"))
-        if runtime.is_main_process:  # the run is over: the file has the base's own type
-            values = {name: tensor.to(dtype) for name, tensor in learned.items()}
-            files |= directory_files(model, max_shard_size="1000GB", state_dict=values)
+        files |= whole_model(runtime)
     else:
         tensors = built.adapter.tensors(runtime.strategy.gather_trainable())
         files[ADAPTER] = tensors_to_bytes({name: t.numpy() for name, t in tensors.items()}, {"format": "pt"})
         files[ADAPTER_CONFIG] = to_json(built.adapter.describe())
     files["README.md"] = run.card().encode()
     return built.adapter.folder, files, WEIGHTS[built.adapter.folder]
+
+
+def whole_model(runtime: Runtime) -> dict[str, bytes]:
+    """The files of a model that was trained whole, in the base's own type; the run is over. Nothing on a process that is not the first."""
+    strategy, options = runtime.strategy, {"max_shard_size": "1000GB"}
+    model = strategy.unwrap()
+    dtype = getattr(torch, str(model.config.to_dict().get("dtype") or "float32"))
+    if strategy.keeps_whole:
+        return directory_files(model.to(dtype), **options) if runtime.is_main_process else {}
+    learned = strategy.gather_trainable()
+    values = {name: tensor.to(dtype) for name, tensor in learned.items()}
+    return directory_files(model, **options, state_dict=values) if runtime.is_main_process else {}
 
 
 def directory_files(thing, **options) -> dict[str, bytes]:

@@ -26,7 +26,7 @@ from .evaluate import evaluator
 from .generate import answers, learned_ends, room
 from .runtime import Runtime
 
-OF_SEVERAL = ("mesh", "layout", "strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters")  # not here
+OF_SEVERAL = ("mesh", "layout", "strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters", "use_cpu_offload")  # not here
 
 
 @dataclass

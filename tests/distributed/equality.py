@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 
 from anyqlora.config import resolve
@@ -12,6 +13,12 @@ from anyqlora.data import IGNORE, Batch
 from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
+
+
+def some(values, default) -> list:
+    """Test parameters; those that are not among `default` run by name only, marked slow."""
+    return [value if value in default else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
+
 
 PLANS = [3, 1, 4, 2, 2]  # micro-batches of each step
 ROWS = 2  # per micro-batch
@@ -93,9 +100,9 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
             with watching(count) as seen:
                 total += micro_batch(runtime, model, rows, everything, number == len(batches), form, spoil, step)
             inside.append(gradient_traffic(seen) if count else 0)
+        if step == 0 and not spoil:
+            check_gradients(strategy)
         with watching(count) as seen:
-            if step == 0 and not spoil:
-                check_gradients(strategy)
             result = runtime.step(plan.config.lr, plan.config.max_grad_norm, skip=step in skips)
         found.in_micro_batches.append(inside)
         found.in_steps.append(gradient_traffic(seen) if count else 0)

@@ -1,5 +1,7 @@
 """The contract of strategies, on every built-in one."""
 
+import pytest
+
 from anyqlora.testing import StrategyContract
 
 
@@ -7,6 +9,7 @@ class TestDdp(StrategyContract):
     strategy = "ddp"
 
 
+@pytest.mark.slow
 class TestOverlappingDdp(StrategyContract):
     strategy, options = "ddp", {"overlap": "true", "find_unused_parameters": True}
 
@@ -15,10 +18,12 @@ class TestFsdp(StrategyContract):
     strategy = "fsdp"
 
 
+@pytest.mark.slow
 class TestDeepSpeed0(StrategyContract):
     strategy, options = "deepspeed", {"zero_stage": 0}
 
 
+@pytest.mark.slow
 class TestDeepSpeed1(StrategyContract):
     strategy, options = "deepspeed", {"zero_stage": 1}
 
@@ -29,3 +34,8 @@ class TestDeepSpeed2(StrategyContract):
 
 class TestDeepSpeed3(StrategyContract):
     strategy, options = "deepspeed", {"zero_stage": 3}
+
+
+@pytest.mark.slow
+class TestAccelerate(StrategyContract):
+    strategy, works_alone = "accelerate", False

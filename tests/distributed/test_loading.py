@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from equality import planned
+from equality import planned, some
 
 from anyqlora.on_torch.build import build, optimizer_factory
 from anyqlora.on_torch.runtime import Runtime
@@ -37,7 +37,7 @@ def outputs(base, settings):
 ARCHITECTURES = {"llama": {}, "gpt2": {}, "gemma2": {}, "phi3": {}, "qwen3": {"tie_word_embeddings": True}}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", some(ARCHITECTURES, ("gpt2", "qwen3")))
 @pytest.mark.parametrize("strategy", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed_zero_stage": 3}], ids=["ddp", "fsdp", "zero3"])
 def test_every_rank_has_the_model_that_one_process_reads(architecture, strategy, tmp_path):
     base = tiny_models.make(tmp_path, architecture, **ARCHITECTURES[architecture])

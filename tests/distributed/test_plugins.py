@@ -32,7 +32,7 @@ def on_the_path(installed, monkeypatch):
 
 def test_the_contract_holds_for_the_installed_package(installed):
     """Its own test file, run by pytest as its author would."""
-    code = f"import sys; sys.path.insert(0, {str(installed)!r}); import pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {str(PACKAGE / 'test_contract.py')!r}]))"
+    code = f"import sys; sys.path.insert(0, {str(installed)!r}); import pytest; sys.exit(pytest.main(['-p', 'no:cacheprovider', {str(PACKAGE / 'test_contract.py')!r}]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parents[1])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "10 passed" in done.stdout
@@ -111,7 +111,7 @@ def test_bad_input_is_named(given, why):
 
 
 @pytest.mark.parametrize("text, place, why", [
-    ("bucket_cap_mb: [", "2:1", "not YAML"), ('{"bucket_cap_mb": 3,}', "1:21", "not JSON"), ("- 3\n", ":1", "not a map"),
+    ("bucket_cap_mb: [", ":1:17", "not YAML"), ('{"bucket_cap_mb": 3,}', "1:21", "not JSON"), ("- 3\n", ":1", "not a map"),
     ("overlap: true\nbuckets: 3\n", ":2", "unknown option 'buckets'"), ("overlap: true\noverlap: false\n", ":2", "stated twice")])
 def test_a_malformed_file_is_named_to_the_line(text, place, why, tmp_path):
     file = tmp_path / "options"

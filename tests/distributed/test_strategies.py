@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tiny_models
-from equality import PLANS, distance, train
+from equality import PLANS, distance, some, train
 
 from anyqlora.testing import world
 
@@ -62,39 +62,37 @@ def test_adamw_equals_one_process(name, base, alone):
     compare(world(2, in_a_world, base, STRATEGIES[name]), alone(2), adapter=1e-4, norm=1e-5)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", some(STRATEGIES, (*MAIN, "zero 0", "zero 2")))
 def test_sgd_equals_one_process(name, base, alone):
     """AdamW hides a constant factor; SGD does not."""
     compare(world(2, in_a_world, base, {**STRATEGIES[name], **SGD}), alone(2, **SGD), adapter=1e-5, norm=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"])
+@pytest.mark.parametrize("name", some(["ddp", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"], ("fsdp full_shard", "zero 0", "zero 2")))
 def test_what_is_not_to_be_clipped_is_not(name, base, alone):
-    """DeepSpeed clips at 1.0 unless it is told not to; the gradients here are longer."""
+    """DeepSpeed clips at 1.0 unless it is told not to; one of the gradients here is longer."""
     settings = {**SGD, "apply_gradient_clipping": False}
     expected = alone(2, **settings)
-    assert min(expected.norms) > 1
+    assert max(expected.norms) > 1.1
     compare(world(2, in_a_world, base, {**STRATEGIES[name], **settings}), expected, adapter=1e-5, norm=1e-5)
 
 
-@pytest.mark.parametrize("name, form", [*((name, "late") for name in MAIN), ("ddp overlapping", "late"), ("fsdp full_shard", "setter"), ("ddp", "setter")])
+LATE = [*((name, "late") for name in MAIN), ("ddp overlapping", "late"), ("fsdp full_shard", "setter"), ("ddp", "setter")]
+
+
+@pytest.mark.parametrize("name, form", some(LATE, [("ddp overlapping", "late"), ("fsdp full_shard", "late"), ("zero 1", "late"), ("fsdp full_shard", "setter")]))
 def test_boundaries_that_are_known_late_or_set_by_hand(name, form, base, alone):
     compare(world(2, in_a_world, base, {**STRATEGIES[name], "form": form}), alone(2), adapter=1e-4, norm=1e-5)
 
 
-@pytest.mark.parametrize("name, options", [("fsdp hybrid_full_shard", {"strategy_opt": "hybrid_shard_size=2"}), ("zero 3", {}), ("ddp", {})])
-def test_four_processes_equal_one(name, options, base, alone):
-    compare(world(4, in_a_world, base, {**STRATEGIES[name], **options}), alone(4), adapter=1e-4, norm=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("ddp", "zero 3", "fsdp hybrid_full_shard")])
-def test_each_of_four_processes_equals_one(name, base, alone):
+@pytest.mark.parametrize("name", some(STRATEGIES, ("fsdp hybrid_full_shard", "zero 3")))
+def test_four_processes_equal_one(name, base, alone):
     options = {"strategy_opt": "hybrid_shard_size=2"} if "hybrid" in name else {}
     compare(world(4, in_a_world, base, {**STRATEGIES[name], **options}), alone(4), adapter=1e-4, norm=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3", "zero 2 offloading", "zero 3 offloading"])
+@pytest.mark.parametrize("name", some(["ddp", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3", "zero 2 offloading", "zero 3 offloading"],
+                                      ("ddp", "zero 1", "zero 3 offloading")))
 def test_a_step_that_is_to_be_skipped_changes_nothing(name, base, alone):
     """Finite gradients and `skip`, as for a loss that is a spike: the steps before and after are those of one process that skips too."""
     settings = {"skips": (0, 2), "plans": [2, 1, 2, 1]}
@@ -104,14 +102,13 @@ def test_a_step_that_is_to_be_skipped_changes_nothing(name, base, alone):
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp full_shard", "zero 3"])
-@pytest.mark.parametrize("settings", [{"use_gradient_checkpointing": True}, {"use_gradient_checkpointing": True, "reentrant_checkpointing": True}],
-                         ids=["checkpointing", "reentrant"])
-def test_recomputed_activations(settings, name, base, alone):
-    settings = {**settings, "plans": [2, 1]}
+@pytest.mark.parametrize("reentrant", some([False, True], [False]))
+def test_recomputed_activations(reentrant, name, base, alone):
+    settings = {"use_gradient_checkpointing": True, "reentrant_checkpointing": reentrant, "plans": [2, 1]}
     compare(world(2, in_a_world, base, {**STRATEGIES[name], **settings}), alone(2, **settings), adapter=1e-4, norm=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp overlapping", "fsdp full_shard", "zero 2", "zero 3"])
+@pytest.mark.parametrize("name", some(["ddp", "ddp overlapping", "fsdp full_shard", "zero 2", "zero 3"], ("fsdp full_shard", "zero 2")))
 def test_full_fine_tuning_equals_one_process(name, base, alone):
     settings = {**SGD, "train_type": "full"}
     compare(world(2, in_a_world, base, {**STRATEGIES[name], **settings}), alone(2, **settings), adapter=1e-5, norm=1e-5)
@@ -120,8 +117,8 @@ def test_full_fine_tuning_equals_one_process(name, base, alone):
 # ---------------------------------------------------------------------------------------------------------- precision
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16_autocast", "bf16_autocast"])
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("precision", some(["bf16", "fp16_autocast", "bf16_autocast"], ("bf16", "fp16_autocast")))
+@pytest.mark.parametrize("name", some(MAIN, ("ddp", "fsdp full_shard", "zero 3")))
 def test_16_bits(name, precision, base, alone):
     """What one process computes in 16 bits; a last digit of an adapter's float32 now and then tips a 16-bit one."""
     settings = {**SGD, "precision": precision, "plans": [2, 1, 3], **({"initial_loss_scale": 1024} if precision == "fp16_autocast" else {})}
@@ -132,7 +129,7 @@ def infinite_on_one(step, rank, loss):
     return loss * float("inf") if (step, rank) == (1, 1) else loss
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp overlapping", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"])
+@pytest.mark.parametrize("name", some(["ddp", "ddp overlapping", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"], ("ddp", "fsdp full_shard", "zero 2", "zero 3")))
 def test_fp16_overflow_on_one_rank_is_skipped_by_all(name, base):
     """The scale halves in the step that overflowed, and doubles after two good ones; the adapter stays finite."""
     settings = {**STRATEGIES[name], "precision": "fp16_autocast", "initial_loss_scale": 256, "loss_scale_growth_interval": 2, "plans": [1] * 5}
@@ -159,7 +156,7 @@ WHERE = {("ddp", "early"): IN_STEP, ("ddp", "late"): IN_STEP, ("ddp overlapping"
          ("zero 2", "early"): IN_EVERY, ("zero 2", "late"): IN_EVERY, ("zero 3", "early"): IN_EVERY, ("zero 3", "late"): IN_EVERY}
 
 
-@pytest.mark.parametrize("name, form", WHERE)
+@pytest.mark.parametrize("name, form", some(WHERE, [key for key in WHERE if key[1] == "early" or key[0] in ("ddp", "zero 1")]))
 def test_where_gradients_are_communicated(name, form, base):
     """Counted by torch's profiler: all-reduce, reduce and reduce-scatter, inside each micro-batch and in each step."""
     plans = [3, 1]
@@ -177,10 +174,12 @@ def test_where_gradients_are_communicated(name, form, base):
 # ------------------------------------------------------------------------------------------------------ what is kept
 
 
-@pytest.mark.parametrize("first, then", [
-    (("ddp", 2), ("fsdp full_shard", 4)), (("fsdp full_shard", 2), ("zero 3", 2)), (("zero 3", 2), ("single", 1)), (("zero 1", 2), ("ddp", 2)),
-    (("single", 1), ("zero 2", 2)), (("zero 2", 4), ("fsdp hybrid_full_shard", 2)), (("fsdp offloading", 2), ("zero 0", 2)),
-    (("ddp", 2), ("zero 3 offloading", 2)), (("ddp", 2), ("zero 2 offloading", 2)), (("zero 3 offloading", 2), ("zero 1", 4))])
+CHAINS = [(("ddp", 2), ("fsdp full_shard", 4)), (("fsdp full_shard", 2), ("zero 3", 2)), (("zero 3", 2), ("single", 1)), (("zero 1", 2), ("ddp", 2)),
+          (("single", 1), ("zero 2", 2)), (("zero 2", 4), ("fsdp hybrid_full_shard", 2)), (("fsdp offloading", 2), ("zero 0", 2)),
+          (("ddp", 2), ("zero 3 offloading", 2)), (("ddp", 2), ("zero 2 offloading", 2)), (("zero 3 offloading", 2), ("zero 1", 4))]
+
+
+@pytest.mark.parametrize("first, then", some(CHAINS, CHAINS[:3]))
 def test_goes_on_under_another_strategy_and_world_size(first, then, base, alone):
     """Three steps, full tensors in between, two more: as if one process had done all five on the rows of four."""
     strategies = {"single": {"strategy": "single"}, **STRATEGIES}
@@ -192,7 +191,7 @@ def test_goes_on_under_another_strategy_and_world_size(first, then, base, alone)
     assert all(after.start[name].tobytes() == value.tobytes() for name, value in before.adapter.items())
 
 
-@pytest.mark.parametrize("name, ranks", [("fsdp full_shard", 2), ("fsdp full_shard", 4), ("zero 3", 2), ("zero 3", 4)])
+@pytest.mark.parametrize("name, ranks", some([("fsdp full_shard", 2), ("fsdp full_shard", 4), ("zero 3", 2), ("zero 3", 4)], [("fsdp full_shard", 2), ("zero 3", 4)]))
 def test_codes_are_sharded(name, ranks, base, alone):
     """Bytes of packed codes on each rank: 1 / N within 5 %."""
     whole = alone(4).codes

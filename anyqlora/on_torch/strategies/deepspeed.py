@@ -225,6 +225,8 @@ class DeepSpeed(Group):
     def gather_moments(self) -> dict[str, torch.Tensor]:
         if self.stage == 0:
             return super().gather_moments()
+        if self.stage < 3:
+            link_moments(self.zero)
         found = {}
         for name, p in self.trainable.items():
             flat = self._flat(p)
@@ -258,7 +260,8 @@ class DeepSpeed(Group):
             for key, value in state.items():
                 if key not in there:
                     there[key] = torch.zeros_like(self._flat(p)) if tuple(value.shape) == tuple(shape) else value.clone()
-        link_moments(self.zero)
+        if self.stage < 3:
+            link_moments(self.zero)
         for name, state in states.items():
             p = self.trainable[name]
             for key, value in state.items():

@@ -34,8 +34,6 @@ def join(device: torch.device) -> None:
 class Group(Strategy):
     """Several processes, each with a device of its own."""
 
-    keeps_whole = True  # whether every rank holds the whole model, so that rank 0 may read it where it stays
-
     def __init__(self, plan, options=None):
         super().__init__(plan, options)
         if self.device.type in ("cuda", "xpu"):
