@@ -11,7 +11,6 @@ from anyqlora.config import resolve
 from anyqlora.errors import RunError
 from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
 from anyqlora.on_torch.device import seed_everything, set_deterministic
-from anyqlora.on_torch.loss import token_loss
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
 
@@ -53,7 +52,7 @@ class Started:
         total = 0.0
         for i, batch in enumerate(batches, 1):
             with self.runtime.micro_batch(is_final=i == count), self.runtime.forward():
-                loss = token_loss(self.model, batch, self.runtime.device) / trained
+                loss = self.runtime.loss(self.model, batch, self.runtime.device) / trained
                 self.runtime.backward(loss)
             total += loss.item()
         if number == 0:
@@ -111,7 +110,7 @@ def watched(rank, settings, counts):
     for number, count in enumerate(counts):
         batches, trained_tokens = started.batches(number, count)
         for i, batch in enumerate(batches, 1):
-            loss = token_loss(started.model, batch, started.runtime.device) / trained_tokens
+            loss = started.runtime.loss(started.model, batch, started.runtime.device) / trained_tokens
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, started.runtime.micro_batch(is_final=i == count):
                 started.runtime.backward(loss)
             seen = Counter({event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")})
