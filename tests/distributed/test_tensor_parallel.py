@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import steps_on_ranks
 import tiny_models
-import worlds
+from worlds import world
 
 from anyqlora.config import resolve
 from anyqlora.errors import UsageError
@@ -14,6 +14,13 @@ from backend_manager import BackendManager
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # slices of whole blocks
 STEPS = [2, 1]
+
+
+def mostly_slow(cases, *quick):
+    """The names of `cases`; all but `quick` ones are marked slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in cases]
+
+
 BOUND = {"norm": 1e-5, "adapter": 1e-3}  # with single quantization; measured 1e-7 and 3e-6
 
 
@@ -25,14 +32,14 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(base):
-    (found,) = worlds.run(1, steps_on_ranks.trained, {"model_name": base}, alone=True)
+    (found,) = world(1, steps_on_ranks.trained, {"model_name": base})
     return found
 
 
 @pytest.mark.parametrize("mesh", ["model=2", "model=2,batch=2"])
 def test_five_steps_equal_one_process(base, alone, mesh):
     """Micro-batches [3, 1, 4, 2, 3]; the gathered adapter is the same bytes on all ranks, and moments are whole too."""
-    ranks = worlds.run(4 if "batch" in mesh else 2, steps_on_ranks.trained, {"model_name": base, "mesh": mesh})
+    ranks = world(4 if "batch" in mesh else 2, steps_on_ranks.trained, {"model_name": base, "mesh": mesh})
     zero = {name: np.zeros_like(value) for name, value in alone["moments"].items()}
     for number, rank in enumerate(ranks):
         assert rank["data"] == (number // 2, len(ranks) // 2)
@@ -62,11 +69,11 @@ model.layers.0.self_attn.q_proj.weight: [null, null]
 }
 
 
-@pytest.mark.parametrize("layout", FILES)
+@pytest.mark.parametrize("layout", mostly_slow(FILES, "some alone"))
 def test_any_layout_file_equals_one_process(base, tmp_path, layout):
     path = tmp_path / "layout.yaml"
     path.write_text(FILES[layout])
-    for norm, adapter in worlds.run(2, steps_on_ranks.compared, {"model_name": base}, STEPS, "model=2", str(path)):
+    for norm, adapter in world(2, steps_on_ranks.compared, {"model_name": base}, STEPS, "model=2", str(path)):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
 
 
@@ -80,51 +87,54 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, "dropout", "reentrant checkpointing"))
 def test_variants_equal_one_process(base, variant):
-    for norm, adapter in worlds.run(2, steps_on_ranks.compared, {"model_name": base, **VARIANTS[variant]}, STEPS):
+    for norm, adapter in world(2, steps_on_ranks.compared, {"model_name": base, **VARIANTS[variant]}, STEPS):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
 
 
+@pytest.mark.slow
 def test_the_sliced_rank_of_a_ragged_adapter_equals_one_process(base):
     """Rank 3 is not shared evenly by two processes along the batch axis."""
-    for norm, adapter in worlds.run(4, steps_on_ranks.compared, {"model_name": base, "lora_rank": 3}, STEPS, "batch=2,model=2"):
+    for norm, adapter in world(4, steps_on_ranks.compared, {"model_name": base, "lora_rank": 3}, STEPS, "batch=2,model=2"):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
 
 
-@pytest.mark.parametrize("settings, bound", [({"double_quant": True}, 0.2), ({"precision": "bf16"}, 0.2), ({"precision": "bf16_autocast"}, 0.2)], ids=str)
-def test_coarser_arithmetic_is_near_one_process(base, settings, bound):
-    """Scales of scales are those of slices, and sums in 16 bits are rounded before they are added: near, not equal."""
-    for norm, adapter in worlds.run(2, steps_on_ranks.compared, {"model_name": base, **settings}, STEPS):
-        print(settings, norm, adapter)
-        assert norm < 0.02 and adapter < bound
+COARSER = {"double quantization": {"double_quant": True}, "bf16": {"precision": "bf16"}, "bf16 autocast": {"precision": "bf16_autocast"}}
 
 
-ARCHITECTURES = {"qwen2": {}, "qwen3": {}, "gemma2": {}, "gemma3_text": {}, "phi3": {}, "olmo2": {}, "granite": {}, "smollm3": {}, "starcoder2": {}, "gpt_neox": {},
-                 "mistral": {}}
+@pytest.mark.parametrize("arithmetic", mostly_slow(COARSER, "double quantization"))
+def test_coarser_arithmetic_is_near_one_process(base, arithmetic):
+    """Scales of scales are those of slices, and sums in 16 bits are rounded before they are added: near, not equal. AdamW's first steps
+    are the sign of the gradient, so the adapter shows it more than the norm does (measured: 4e-4 and 0.11)."""
+    for norm, adapter in world(2, steps_on_ranks.compared, {"model_name": base, **COARSER[arithmetic]}, STEPS):
+        assert norm < 2e-3 and adapter < 0.2
 
 
-@pytest.mark.parametrize("architecture", [name if name in ("qwen2", "phi3", "gpt_neox") else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
+ARCHITECTURES = ("qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "starcoder2", "gpt_neox", "mistral")
+
+
+@pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, "phi3"))
 def test_architectures_equal_one_process(architecture, tmp_path):
     """Tied embeddings, biases, fused projections, norms over all heads: what the default layout splits and joins."""
     base = tiny_models.make(tmp_path, architecture, **SHAPE)
-    for norm, adapter in worlds.run(2, steps_on_ranks.compared, {"model_name": str(base)}, STEPS):
+    for norm, adapter in world(2, steps_on_ranks.compared, {"model_name": str(base)}, STEPS):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
 
 
 def test_tied_embeddings_equal_one_process_on_two_axes(tmp_path):
     base = tiny_models.make(tmp_path, "qwen2", **SHAPE)
-    for norm, adapter in worlds.run(4, steps_on_ranks.compared, {"model_name": str(base)}, STEPS, "batch=2,model=2"):
+    for norm, adapter in world(4, steps_on_ranks.compared, {"model_name": str(base)}, STEPS, "batch=2,model=2"):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
 
 
-@pytest.mark.parametrize("before, after", [("model=2", ""), ("", "batch=2,model=2"), ("batch=2,model=2", "model=2")])
+@pytest.mark.parametrize("before, after", [pytest.param("model=2", "", marks=pytest.mark.slow), ("", "batch=2,model=2"),
+                                           pytest.param("batch=2,model=2", "model=2", marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_another_world(base, alone, before, after):
     """Adapter and moments of three steps, gathered in one world and loaded in another, end where one process ends."""
     size = {"": 1, "model=2": 2, "batch=2,model=2": 4}
-    first = worlds.run(size[before], steps_on_ranks.trained, {"model_name": base, "mesh": before}, steps_on_ranks.COUNTS[:3], alone=not before)[0]
-    adapters = worlds.run(size[after], steps_on_ranks.continued, {"model_name": base, "mesh": after}, steps_on_ranks.COUNTS, 3, first["adapter"], first["moments"],
-                          alone=not after)
+    first = world(size[before], steps_on_ranks.trained, {"model_name": base, "mesh": before}, steps_on_ranks.COUNTS[:3])[0]
+    adapters = world(size[after], steps_on_ranks.continued, {"model_name": base, "mesh": after}, steps_on_ranks.COUNTS, 3, first["adapter"], first["moments"])
     for adapter in adapters:
         assert steps_on_ranks.distance(alone["adapter"], adapter, alone["start"]) < BOUND["adapter"]
 
@@ -132,7 +142,7 @@ def test_a_run_goes_on_in_another_world(base, alone, before, after):
 def test_gradients_travel_along_the_batch_axis_at_boundaries_only(base):
     """And a process holds its part of the packed codes: those of linear layers, all of which are split here."""
     for mesh, size in (("model=2", 2), ("batch=2,model=2", 4)):
-        ranks = worlds.run(size, steps_on_ranks.watched, {"model_name": base, "mesh": mesh}, [3, 1])
+        ranks = world(size, steps_on_ranks.watched, {"model_name": base, "mesh": mesh}, [3, 1])
         for seen, codes, layers in ranks:
             reduced = [sum(count for key, count in micro.items() if "reduce_scatter" in key) for micro in seen]
             assert layers == 14
@@ -192,7 +202,7 @@ def test_experts_and_architectures_without_a_plan_are_refused(tmp_path):
     with pytest.raises(UsageError, match="experts would stay whole"):
         planned(model_name=str(mixture), mesh="model=2")
     gpt2 = tiny_models.make(tmp_path / "gpt2", "gpt2")
-    assert all("no tensor parallel plan for gpt2" in error for error in worlds.run(2, steps_on_ranks.error_of, {"model_name": str(gpt2), "mesh": "model=2"}))
+    assert all("no tensor parallel plan for gpt2" in error for error in world(2, steps_on_ranks.error_of, {"model_name": str(gpt2), "mesh": "model=2"}))
 
 
 BAD_FILES = {
@@ -217,7 +227,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(base, tmp_path):
                        (".*up_proj.weight: [null, null]\n", "the layout splits no layer"),
                        (".*up_proj.weight: [model, null]\n.*layers.0.*up.*: [null, model]\n", "matches several layout keys")):
         path.write_text(text)
-        errors = worlds.run(2, steps_on_ranks.error_of, {"model_name": base, "mesh": "model=2", "layout": str(path)})
+        errors = world(2, steps_on_ranks.error_of, {"model_name": base, "mesh": "model=2", "layout": str(path)})
         assert all(said in error for error in errors), errors
 
 

@@ -5,7 +5,7 @@ import socket
 import numpy as np
 import on_meshes
 import pytest
-import worlds
+from worlds import world
 
 from anyqlora.distribution import DeviceMesh, DistributionError, LayoutMap, TensorLayout, initialize
 from anyqlora.mesh import LayoutError
@@ -32,7 +32,7 @@ def test_a_layout_map_takes_the_exact_key_then_the_one_regex_that_matches_fully(
 
 
 def test_tensors_lie_as_their_layouts_say():
-    first, second = worlds.run(2, on_meshes.vocabulary)
+    first, second = world(2, on_meshes.vocabulary)
     whole = np.arange(8.0).reshape(2, 4)
     for rank, found in enumerate((first, second)):
         assert found["devices"] == ["cpu:0", "cpu:1"] and found["count"] == 2 and found["who"] == (2, rank)
@@ -44,7 +44,7 @@ def test_tensors_lie_as_their_layouts_say():
 
 
 def test_what_cannot_be_in_effect_is_refused():
-    first, second = worlds.run(2, on_meshes.refused)
+    first, second = world(2, on_meshes.refused)
     said = {"too many": "there are 2 processes", "shape": "needs 3 devices, and there are 2", "axis": "unknown axes ['model']", "no mesh": "has no mesh",
             "dimensions": "a layout of 1 dimensions", "twice": "two dimensions by one axis", "device": "no gpu", "kind": "unknown device type 'abacus'",
             "again": "already", "uneven": "a batch of 3 rows", "odd": "a batch of 3 rows", "iterable": "list cannot be shared", "none set": "no distribution is set",
@@ -55,13 +55,13 @@ def test_what_cannot_be_in_effect_is_refused():
 
 
 def test_one_process_that_asks_for_two_is_an_error():
-    ((error, kind),) = worlds.run(1, on_meshes.alone, alone=True)
+    ((error, kind),) = world(1, on_meshes.alone)
     assert "there is 1 process" in error and kind == "DTensor"
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_row_is_seen_once(shuffle):
-    (first, length), (second, _) = worlds.run(2, on_meshes.rows_seen, shuffle)
+    (first, length), (second, _) = world(2, on_meshes.rows_seen, shuffle)
     assert length == 3
     for one, other in zip(first, second, strict=True):  # each pass
         assert sorted(sum(one + other, [])) == list(range(12)) and all(len(rows) == 2 for rows in one + other)
@@ -75,7 +75,7 @@ def test_processes_meet_without_a_launcher(environ):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    assert worlds.run(2, on_meshes.meet, f"127.0.0.1:{port},127.0.0.1:{port + 1}", environ, alone=True) == [(2, 0, 3.0), (2, 1, 3.0)]
+    assert world(2, on_meshes.meet, f"127.0.0.1:{port},127.0.0.1:{port + 1}", environ) == [(2, 0, 3.0), (2, 1, 3.0)]
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -90,13 +90,13 @@ def test_half_of_an_initialization_is_refused(arguments, said, monkeypatch):
 
 @pytest.fixture(scope="module")
 def torch_alone():
-    ((parameters, _),) = worlds.run(1, on_meshes.torch_steps, None, alone=True)
+    ((parameters, _),) = world(1, on_meshes.torch_steps, None)
     return parameters
 
 
 @pytest.mark.parametrize("kind, size", [("data", 2), ("model", 2), ("model", 4)])
 def test_a_torch_module_steps_as_on_one_process(torch_alone, kind, size):
-    for parameters, shapes in worlds.run(size, on_meshes.torch_steps, kind):
+    for parameters, shapes in world(size, on_meshes.torch_steps, kind):
         assert shapes["up.weight"] == ((8, 8) if kind == "model" else (16, 8)) and shapes["embed.weight"] == (12, 8) and parameters["tied"]
         for name, value in torch_alone.items():
             np.testing.assert_allclose(parameters[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -105,7 +105,7 @@ def test_a_torch_module_steps_as_on_one_process(torch_alone, kind, size):
 @pytest.fixture(scope="module")
 def keras_alone():
     pytest.importorskip("keras")
-    (found,) = worlds.run(1, on_meshes.keras_steps, None, alone=True)
+    (found,) = world(1, on_meshes.keras_steps, None)
     return found
 
 
@@ -113,7 +113,7 @@ def keras_alone():
 def test_a_keras_model_steps_as_on_one_process(keras_alone, kind, size):
     """Reference: the same loop over the same model without a distribution, in one process."""
     start_alone, after_alone, *_ = keras_alone
-    for start, after, shapes, assigned, devices, refusal in worlds.run(size, on_meshes.keras_steps, kind):
+    for start, after, shapes, assigned, devices, refusal in world(size, on_meshes.keras_steps, kind):
         assert devices == [f"cpu:{i}" for i in range(size)] and assigned == 0 and "loop of your own" in refusal
         assert shapes["model/up/kernel"] == ((8, 8) if kind == "model" else (8, 16)) and shapes["model/embed/embeddings"] == (12, 8)
         for path, value in after_alone.items():

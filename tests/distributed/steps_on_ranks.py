@@ -1,9 +1,12 @@
 """Optimizer steps of one planned run on this process of a world, with any number of micro-batches in each, and what they leave."""
 
+import os
 from collections import Counter
+from datetime import timedelta
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from anyqlora import data, tokenizer
@@ -13,6 +16,14 @@ from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
 from anyqlora.on_torch.device import seed_everything, set_deterministic
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
+
+
+def joined():
+    """Meet the others of the world that the environment describes, once. Returns this process's rank."""
+    if not dist.is_initialized() and int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return int(os.environ["RANK"])
+
 
 COUNTS = [3, 1, 4, 2, 3]  # micro-batches of each step
 ROWS = 4  # of a micro-batch, over all processes
@@ -24,6 +35,7 @@ class Started:
     """A planned run's model on this process, ready to step."""
 
     def __init__(self, **settings):
+        joined()
         single = {} if settings.get("quantizer") == "none" else {"double_quant": False}
         config = resolve({**SETTINGS, **single, **settings}, environ={}, said="test")
         self.plan = BackendManager("cpu").plan(config)
@@ -63,7 +75,7 @@ class Started:
         return {name: tensor.clone() for name, tensor in self.strategy.gather_trainable().items()}
 
 
-def trained(rank, settings, counts=COUNTS):
+def trained(settings, counts=COUNTS):
     """{losses, norms, start, adapter, moments, bytes} of a run of len(counts) steps."""
     started = Started(**settings)
     start = started.adapter()
@@ -85,15 +97,15 @@ def distance(a, b, start):
 
 
 
-def compared(rank, settings, counts, mesh="model=2", layout="default"):
+def compared(settings, counts, mesh="model=2", layout="default"):
     """(largest relative difference of a norm, distance of adapters) from one process, which is run right here too."""
-    found = trained(rank, {**settings, "mesh": mesh, "layout": layout}, counts)
-    alone = trained(rank, settings, counts)
+    found = trained({**settings, "mesh": mesh, "layout": layout}, counts)
+    alone = trained(settings, counts)
     norms = max(abs(a / b - 1) for a, b in zip(found["norms"], alone["norms"], strict=True))
     return norms, distance(alone["adapter"], found["adapter"], alone["start"])
 
 
-def continued(rank, settings, counts, after, adapter, moments):
+def continued(settings, counts, after, adapter, moments):
     """The adapter of a run that goes on from another's adapter and moments after `after` steps."""
     started = Started(**settings)
     started.strategy.load_trainable({name: torch.from_numpy(value) for name, value in adapter.items()})
@@ -103,7 +115,7 @@ def continued(rank, settings, counts, after, adapter, moments):
     return arrays(started.adapter())
 
 
-def watched(rank, settings, counts):
+def watched(settings, counts):
     """Of a run of these micro-batches: (collectives that add gradients in each micro-batch, bytes of codes here and in all)."""
     started = Started(**settings)
     found = []
@@ -120,7 +132,7 @@ def watched(rank, settings, counts):
     return found, sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in codes.values()), len(codes)
 
 
-def error_of(rank, settings):
+def error_of(settings):
     """What building a run says."""
     try:
         Started(**settings)

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from steps_on_ranks import joined
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,8 +14,9 @@ from anyqlora import distribution as spread
 LEARNING_RATE = 0.1
 
 
-def vocabulary(rank):
+def vocabulary():
     """Devices, meshes, layouts, tensors and variables on two processes."""
+    rank = joined()
     mesh = spread.DeviceMesh((1, 2), ("batch", "model"))
     rows = torch.arange(8.0).reshape(2, 4) + 100 * rank  # process 0's counts
     by_columns = spread.distribute_tensor(rows, spread.TensorLayout((None, "model"), mesh))
@@ -27,8 +29,9 @@ def vocabulary(rank):
             "moved": spread.DeviceMesh((2,), ("batch",), ["cpu:1", "cpu:0"]).backend_mesh.mesh.tolist()}
 
 
-def refused(rank):
+def refused():
     """The errors of what cannot be in effect on two processes."""
+    rank = joined()
     mesh = spread.DeviceMesh((2,), ("batch",))
     layout = spread.TensorLayout(("batch",), mesh)
     tries = {
@@ -55,7 +58,7 @@ def refused(rank):
     return found
 
 
-def alone(rank):
+def alone():
     """One process, without a group, that asks for two."""
     with pytest.raises(ValueError) as caught:
         spread.DataParallel(devices=["cpu:0", "cpu:1"])
@@ -63,8 +66,9 @@ def alone(rank):
     return str(caught.value), type(spread.distribute_tensor(torch.ones(2), one.get_data_layout((2,)))).__name__
 
 
-def rows_seen(rank, shuffle):
+def rows_seen(shuffle):
     """The rows of two passes over a loader on this process."""
+    rank = joined()
     torch.manual_seed(rank)  # processes that were not seeded alike
     loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=4, shuffle=shuffle)
     with spread.DataParallel().scope():
@@ -72,8 +76,11 @@ def rows_seen(rank, shuffle):
     return [[batch[0].tolist() for batch in mine] for _ in range(2)], len(mine)
 
 
-def meet(rank, addresses, environ):
-    """Start a world from addresses alone."""
+def meet(addresses, environ):
+    """Start a world from addresses alone, without a launcher's environment."""
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
     if environ:
         values = {"JOB_ADDRESSES": addresses, "NUM_PROCESSES": "2", "PROCESS_ID": str(rank)}
         os.environ.update({f"KERAS_DISTRIBUTION_{name}": value for name, value in values.items()})
@@ -114,8 +121,9 @@ def distribution_of(kind, library, separator, names):
     return library.ModelParallel(layout_map=layouts, batch_dim_name="batch")
 
 
-def torch_steps(rank, kind):
+def torch_steps(kind):
     """Three SGD steps of a torch module under `kind`; None: undistributed. Returns ({name: value}, {name: local shape})."""
+    joined()
     model, (x, y) = network(), data()
     found = kind and distribution_of(kind, spread, ".", {r"up\.weight": ("model", None), r"up\.bias": ("model",), r"down\.weight": (None, "model")})
     if found:
@@ -131,8 +139,9 @@ def torch_steps(rank, kind):
     return {**gathered(model.named_parameters()), "tied": np.array(tied)}, local_shapes(model.named_parameters())
 
 
-def keras_steps(rank, kind):
+def keras_steps(kind):
     """Three SGD steps of our own loop over a Keras model under Keras's own distribution; None: undistributed."""
+    rank = joined()
     import keras
 
     from anyqlora.distribution import keras as bridge
