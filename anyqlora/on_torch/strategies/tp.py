@@ -37,12 +37,13 @@ class TensorParallel(Strategy):
             there = dist.get_world_size() if dist.is_initialized() else 1
             raise RunError(f"strategy tp over {self.plan.config.mesh} needs {math.prod(shape.values())} processes, and there are {there}",
                            cure="--world_size, or torchrun --nproc_per_node, with that number")
+        self.splits = planned_splits(self.plan.config, shape[MODEL])  # refuses on all processes alike, before they wait for one another
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh(self.device.type, (shape[BATCH], shape[MODEL]), mesh_dim_names=(BATCH, MODEL))
         self.along = self.mesh[MODEL]
         self.data_rank, self.data_size = self.mesh.get_local_rank(BATCH), shape[BATCH]
 
-        self.splits = planned_splits(self.plan.config, self.along.size())
+    # ------------------------------------------------------------------------------------------------ before training
 
     def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
         """Slice each weight that the layout splits as it comes in, and only then quantize it."""
