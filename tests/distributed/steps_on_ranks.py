@@ -7,7 +7,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from anyqlora import data, tokenizer
 from anyqlora.config import resolve
@@ -139,3 +139,18 @@ def error_of(settings):
     except RunError as error:
         return str(error)
     return ""
+
+
+def guarded(settings):
+    """What the guard says of a trained tensor that has come off the mesh, and of one that is whole where it should be split."""
+    started = Started(**settings)
+    name = min(name for name in started.built.trainable if "q_proj.lora_B" in name)
+    whole = started.strategy.gather_trainable()[name]
+    spread = distribute_tensor(whole, started.strategy.along, [Replicate()], src_data_rank=None)
+    found = []
+    for other in (whole, spread):
+        try:
+            started.strategy.assert_in_effect(started.model, {**started.built.trainable, name: torch.nn.Parameter(other)})
+        except RunError as error:
+            found.append(str(error))
+    return found

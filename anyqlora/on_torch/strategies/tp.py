@@ -41,17 +41,29 @@ class TensorParallel(Strategy):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh(self.device.type, (shape[BATCH], shape[MODEL]), mesh_dim_names=(BATCH, MODEL))
         self.along = self.mesh[MODEL]
-        self.data_rank, self.data_size = self.mesh.get_local_rank(BATCH), shape[BATCH]
+
+    @property
+    def data_rank(self) -> int:
+        return self.mesh.get_local_rank(BATCH)
+
+    @property
+    def data_size(self) -> int:
+        return self.mesh.size(0)
 
     # ------------------------------------------------------------------------------------------------ before training
 
     def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
         """Slice each weight that the layout splits as it comes in, and only then quantize it."""
+        left = set(self.splits)
+
         def slice_first(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
             split = self.splits.get(name)
+            left.discard(name)
             return quantise(name, module, split.slice(weight, self.along) if split else weight)
 
         model = build(slice_first)
+        if left:
+            raise RunError(f"{len(left)} layers are not split as planned, {min(left)} is the first")
         copiers: dict[str, Copier] = {}
         for name, split in self.splits.items():
             parent = name.rpartition(".")[0]

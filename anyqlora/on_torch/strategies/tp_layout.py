@@ -30,6 +30,9 @@ def planned_splits(config: TrainConfig, ways: int) -> dict[str, Split]:
     default layout or with parts that would stay whole.
     """
     described = AutoConfig.from_pretrained(base_directory(config), trust_remote_code=config.trust_remote_code)
+    if getattr(described, "quantization_config", None):
+        raise NotBuilt("strategy tp with weights that are quantized in the files: they are sliced before they are quantized", where=config.model_name,
+                       cure="--model_name with the unquantized checkpoint, or --strategy fsdp")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
     layers = linears(model)
