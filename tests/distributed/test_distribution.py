@@ -5,10 +5,10 @@ import socket
 import numpy as np
 import on_meshes
 import pytest
-from worlds import world
 
 from anyqlora.distribution import DeviceMesh, DistributionError, LayoutMap, TensorLayout, initialize
 from anyqlora.mesh import LayoutError
+from anyqlora.testing import world
 
 
 def test_a_layout_map_takes_the_exact_key_then_the_one_regex_that_matches_fully():

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import steps_on_ranks
 import tiny_models
-from worlds import world
 
 from anyqlora.config import resolve
 from anyqlora.errors import UsageError
 from anyqlora.layouts import COLUMNS, FAMILIES, ROWS, shapes
 from anyqlora.mesh import axes, from_file
+from anyqlora.testing import world
 from backend_manager import BackendManager
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # slices of whole blocks
@@ -47,10 +47,12 @@ def test_five_steps_equal_one_process(base, alone, mesh):
         assert rank["data"] == (number // 2, len(ranks) // 2)
         np.testing.assert_allclose(rank["norms"], alone["norms"], rtol=BOUND["norm"])
         assert steps_on_ranks.distance(alone["adapter"], rank["adapter"], alone["start"]) < BOUND["adapter"]
-        assert steps_on_ranks.distance(alone["moments"], rank["moments"], zero) < BOUND["adapter"]
+        assert bool(rank["gathered"]) == bool(rank["moments"]) == (number == 0)
         for name, value in ranks[0]["adapter"].items():
             assert value.tobytes() == rank["adapter"][name].tobytes()
             np.testing.assert_array_equal(rank["start"][name], alone["start"][name])
+    assert steps_on_ranks.distance(alone["moments"], ranks[0]["moments"], zero) < BOUND["adapter"]
+    assert all(value.tobytes() == ranks[0]["adapter"][name].tobytes() for name, value in ranks[0]["gathered"].items())
     losses = np.sum([rank["losses"] for rank in ranks[::2]], axis=0)  # of the batch axis
     np.testing.assert_allclose(losses, alone["losses"], rtol=1e-5)
 

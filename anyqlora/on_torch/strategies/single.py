@@ -37,6 +37,7 @@ class Strategy:
         self.plan, self.options = plan, options
         self.device = torch.device(plan.device)
         self.rank, self.world_size = 0, 1
+        self.data_rank, self.data_size = 0, 1  # which of how many shares of each micro-batch's rows this process sees
         self.clipped: torch.Tensor | None = None  # the norm, once the step's gradients are summed and cut
         self.announced: bool | None = None  # whether the micro-batch that is under way ends its step; None: nobody has said
         config = plan.config
@@ -46,16 +47,6 @@ class Strategy:
     def unavailable_reason(cls, env: dict) -> str | None:
         """Why this strategy cannot run here, or None."""
         return None
-
-    @property
-    def data_rank(self) -> int:
-        """Which part of each step's rows this process sees; processes with the same number see the same rows."""
-        return self.rank
-
-    @property
-    def data_size(self) -> int:
-        """Into how many parts the rows of a step are split."""
-        return self.world_size
 
     def setup(self) -> None:
         """Form the process group and the mesh; one process needs neither."""

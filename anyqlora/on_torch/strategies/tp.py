@@ -6,7 +6,6 @@ whole (with double quantization the scales of scales are not).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -14,46 +13,38 @@ import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
 from ...errors import RunError
 from ...layouts import COLUMNS
 from ...mesh import BATCH, MODEL, axes
 from ..adapters.lora import PREFIX
 from ..split import Copier, join, split_adapter, split_frozen
-from .single import Prepared, Strategy
+from .fsdp import blocks
+from .group import Group
+from .single import Prepared
 from .tp_layout import planned_splits
 
 
-class TensorParallel(Strategy):
+class TensorParallel(Group):
     """`--mesh batch=2,model=2 --layout default|FILE`. Neighbours in rank are along the model axis and see the same rows."""
 
     name = "tp"
 
     def setup(self) -> None:
         shape = axes(self.plan.config.mesh)
-        if not dist.is_initialized() or dist.get_world_size() != math.prod(shape.values()):
-            there = dist.get_world_size() if dist.is_initialized() else 1
-            raise RunError(f"strategy tp over {self.plan.config.mesh} needs {math.prod(shape.values())} processes, and there are {there}",
-                           cure="--world_size, or torchrun --nproc_per_node, with that number")
         self.splits = planned_splits(self.plan.config, shape[MODEL])  # refuses on all processes alike, before they wait for one another
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        super().setup()
         self.mesh = init_device_mesh(self.device.type, (shape[BATCH], shape[MODEL]), mesh_dim_names=(BATCH, MODEL))
         self.along = self.mesh[MODEL]
-
-    @property
-    def data_rank(self) -> int:
-        return self.mesh.get_local_rank(BATCH)
-
-    @property
-    def data_size(self) -> int:
-        return self.mesh.size(0)
+        self.data_rank, self.data_size = self.mesh.get_local_rank(BATCH), shape[BATCH]
 
     # ------------------------------------------------------------------------------------------------ before training
 
     def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
-        """Slice each weight that the layout splits as it comes in, and only then quantize it."""
+        """Slice each weight that the layout splits as it comes in, and only then quantize it; every process its own slices, at once."""
         left = set(self.splits)
 
         def slice_first(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
@@ -85,41 +76,40 @@ class TensorParallel(Strategy):
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:
         """Shard what each process holds along the batch axis, where there is one; then make the optimizer."""
         if self.data_size > 1:
-            names = {p: name for name, p in model.named_parameters()}
-            names = {name: names[p] for name, p in trainable.items()}
-            blocks = set(getattr(model, "_no_split_modules", None) or ())
-            for module in [*(m for m in model.modules() if type(m).__name__ in blocks), model]:
+            owners = self.owners(trainable, model)
+            model = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+            for module in [*blocks(model), model]:
                 fully_shard(module, mesh=self.mesh[BATCH])
             for module in model.modules():
                 if isinstance(module, FSDPModule):  # gradients are summed, never averaged
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
-            register_fsdp_forward_method(model, "generate")
-            trainable.update({name: model.get_parameter(place) for name, place in names.items()})
+            self.refresh(trainable, owners)
         self.assert_in_effect(model, trainable)
         return super().prepare(model, trainable, optimizer_factory)
 
     def assert_in_effect(self, model: nn.Module, trainable: dict[str, nn.Parameter]) -> None:
-        """Raises RunError when a layer is not split, or a trained tensor not sharded, as planned."""
+        """Raises RunError when a trained tensor is not split, or not sharded, as planned."""
         wanted = {MODEL, BATCH} if self.data_size > 1 else {MODEL}
         for name, p in trainable.items():
             found = set(p.device_mesh.mesh_dim_names) if isinstance(p, DTensor) else set()
             if found != wanted:
                 raise RunError(f"{name} is not on the mesh as planned: {sorted(found)} instead of {sorted(wanted)}")
-        for name, split in self.splits.items():
-            prefix = f"{PREFIX}{name}.lora_{'B' if split.along == COLUMNS else 'A'}"
-            for key, p in trainable.items():
-                if key.startswith(prefix) and p.placements[-1].is_replicate():
-                    raise RunError(f"{key} is not split as planned")
+            split = self.splits.get(name.partition(".lora_")[0].removeprefix(PREFIX))
+            if split and (f".lora_{'B' if split.along == COLUMNS else 'A'}." in name) == p.placements[-1].is_replicate():
+                raise RunError(f"{name} is not split as planned")
 
     # --------------------------------------------------------------------------------------------------------- a step
 
-    def backward(self, loss: torch.Tensor, *, is_final_micro_batch: bool) -> None:
+    def accumulate(self, scaled: torch.Tensor, is_final: bool) -> None:
         """Gradients are summed along the batch axis in the step's last backward only."""
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(is_final_micro_batch)
-            self.model.set_is_last_backward(is_final_micro_batch)
-        super().backward(loss, is_final_micro_batch=is_final_micro_batch)
+            self.model.set_requires_gradient_sync(is_final)
+            self.model.set_is_last_backward(is_final)
+        super().accumulate(scaled, is_final)
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        return [p.grad.to_local() for p in parameters if p.grad is not None]
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """As one process does it: squares are added up along those axes of the mesh over which a gradient is split."""
@@ -141,39 +131,40 @@ class TensorParallel(Strategy):
                 torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def without_gradient(self) -> dict[str, bool]:
+        parameters = list(self.trainable.values())
+        found = torch.tensor([[p.grad is not None, p.grad is not None and bool(p.grad.to_local().any())] for p in parameters], dtype=torch.float32)
+        found = self.summed(found.to(self.device)).tolist()
+        return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
+
     # -------------------------------------------------------------------------------------------------- what is learned
 
     def gather_trainable(self) -> dict[str, torch.Tensor]:
-        return {name: whole(p) for name, p in self.trainable.items()}
+        return self._on_the_first({name: p.detach() for name, p in self.trainable.items()})
 
     def gather_moments(self) -> dict[str, torch.Tensor]:
-        return {f"{name}|{key}": whole(value)
-                for name, p in self.trainable.items()
-                for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)}
+        return self._on_the_first({f"{name}|{key}": value for name, p in self.trainable.items()
+                                   for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)})
 
-    def load_trainable(self, tensors: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, p in self.trainable.items():
-                p.copy_(part(tensors[name], p))
+    def _on_the_first(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, value in tensors.items():
+            full = whole(value)
+            if self.rank == 0:
+                found[name] = full
+        return found
 
-    def load_moments(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, p in self.trainable.items():
-            state = {key.partition("|")[2]: value for key, value in tensors.items() if key.partition("|")[0] == name}
-            if state:
-                self.optimizer.state[p] = {key: part(value, p) if value.shape == p.shape else value.clone() for key, value in state.items()}
+    def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """What each process holds of `full`, which all have: nothing is sent."""
+        mesh = parameter.device_mesh
+        everywhere = DTensor.from_local(full.to(parameter.device, parameter.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return everywhere.redistribute(placements=parameter.placements)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor in host memory, on every process."""
-    tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.ndim > 1:  # one axis at a time, the one that was split last first
             tensor = tensor.redistribute(placements=[Replicate(), tensor.placements[1]])
         tensor = tensor.full_tensor()
     return tensor.cpu()
-
-
-def part(full: torch.Tensor, like: DTensor) -> DTensor:
-    """What each process holds of `full`, spread as `like` is; nothing is sent."""
-    everywhere = DTensor.from_local(full.to(like.device, like.dtype), like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    return everywhere.redistribute(placements=like.placements)
