@@ -140,6 +140,8 @@ def error_of(settings):
         Started(**settings)
     except RunError as error:
         return str(error)
+    finally:
+        dist.barrier()  # nobody leaves while another is still in the same place
     return ""
 
 

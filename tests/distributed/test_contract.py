@@ -1,5 +1,7 @@
 """The contract of strategies, on every built-in one."""
 
+from pathlib import Path
+
 from anyqlora.testing import StrategyContract
 
 
@@ -29,3 +31,10 @@ class TestDeepSpeed2(StrategyContract):
 
 class TestDeepSpeed3(StrategyContract):
     strategy, options = "deepspeed", {"zero_stage": 3}
+
+
+class TestTensorParallel(StrategyContract):
+    """Over a model of somebody's own, whose frozen layers a layout file splits; all processes are along the model axis."""
+
+    strategy = "tp"
+    settings = {"train_type": "lora", "layout": str(Path(__file__).with_name("contract_layout.yaml"))}

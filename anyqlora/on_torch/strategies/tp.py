@@ -17,15 +17,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from ...errors import RunError
+from ...errors import NotBuilt, RunError
 from ...layouts import COLUMNS
 from ...mesh import BATCH, MODEL, axes
 from ..adapters.lora import PREFIX
-from ..split import Copier, join, split_adapter, split_frozen
+from ..split import Copier, Split, join, split_adapter, split_frozen
 from .fsdp import blocks
 from .group import Group
 from .single import Prepared
-from .tp_layout import planned_splits
+from .tp_layout import own_splits, planned_splits
 
 
 class TensorParallel(Group):
@@ -35,7 +35,7 @@ class TensorParallel(Group):
 
     def setup(self) -> None:
         shape = axes(self.plan.config.mesh)
-        self.splits = planned_splits(self.plan.config, shape[MODEL])  # refuses on all processes alike, before they wait for one another
+        self.splits: dict[str, Split] | None = None
         super().setup()
         self.mesh = init_device_mesh(self.device.type, (shape[BATCH], shape[MODEL]), mesh_dim_names=(BATCH, MODEL))
         self.along = self.mesh[MODEL]
@@ -45,6 +45,7 @@ class TensorParallel(Group):
 
     def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
         """Slice each weight that the layout splits as it comes in, and only then quantize it; every process its own slices, at once."""
+        self.splits = planned_splits(self.plan.config, self.along.size())
         left = set(self.splits)
 
         def slice_first(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
@@ -75,9 +76,11 @@ class TensorParallel(Group):
 
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:
         """Shard what each process holds along the batch axis, where there is one; then make the optimizer."""
+        if self.splits is None:
+            self.split_own(model, trainable)
         if self.data_size > 1:
             owners = self.owners(trainable, model)
-            model = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+            model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
             for module in [*blocks(model), model]:
                 fully_shard(module, mesh=self.mesh[BATCH])
             for module in model.modules():
@@ -88,10 +91,23 @@ class TensorParallel(Group):
         self.assert_in_effect(model, trainable)
         return super().prepare(model, trainable, optimizer_factory)
 
+    def split_own(self, model: nn.Module, trainable: dict[str, nn.Parameter]) -> None:
+        """Slice those frozen linear layers of somebody's own model that a layout file names, in place. What is trained stays whole."""
+        self.splits = own_splits(model, self.plan.config, self.along.size())
+        learned = {id(p) for p in trainable.values()}
+        for name, split in self.splits.items():
+            module = model.get_submodule(name)
+            if any(id(p) in learned for p in module.parameters(recurse=False)):
+                raise NotBuilt(f"strategy tp splits frozen layers, and {name} is trained", where=self.plan.config.layout, cure="take it out of the layout")
+            module.weight = nn.Parameter(split.slice(module.weight.detach(), self.along), requires_grad=False)
+            split_frozen(module, split, self.along, Copier(self.along))
+            join(module, split, self.along)
+
     def assert_in_effect(self, model: nn.Module, trainable: dict[str, nn.Parameter]) -> None:
         """Raises RunError when a trained tensor is not split, or not sharded, as planned."""
-        wanted = {MODEL, BATCH} if self.data_size > 1 else {MODEL}
+        along_batch = {BATCH} if self.data_size > 1 else set()
         for name, p in trainable.items():
+            wanted = along_batch | ({MODEL} if ".lora_" in name else set())
             found = set(p.device_mesh.mesh_dim_names) if isinstance(p, DTensor) else set()
             if found != wanted:
                 raise RunError(f"{name} is not on the mesh as planned: {sorted(found)} instead of {sorted(wanted)}")
@@ -109,20 +125,18 @@ class TensorParallel(Group):
         super().accumulate(scaled, is_final)
 
     def gradients(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        return [p.grad.to_local() for p in parameters if p.grad is not None]
+        return [local(p.grad) for p in parameters if p.grad is not None]
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """As one process does it: squares are added up along those axes of the mesh over which a gradient is split."""
         groups: dict[tuple, list[torch.Tensor]] = {}
         for p in parameters:
             if p.grad is not None:
-                split_over = tuple(axis for axis, placement in zip(p.device_mesh.mesh_dim_names, p.grad.placements, strict=True)
-                                   if not placement.is_replicate())
-                groups.setdefault(split_over, []).append(p.grad.to_local())
+                groups.setdefault(split_over(p.grad), []).append(local(p.grad))
         total = torch.zeros((), device=self.device)
-        for split_over, gradients in sorted(groups.items()):
+        for over, gradients in sorted(groups.items()):
             square = torch.nn.utils.get_total_norm(gradients) ** 2
-            for axis in split_over:
+            for axis in over:
                 dist.all_reduce(square, group=self.mesh.get_group(axis))
             total += square
         norm = total.sqrt()
@@ -133,7 +147,7 @@ class TensorParallel(Group):
 
     def without_gradient(self) -> dict[str, bool]:
         parameters = list(self.trainable.values())
-        found = torch.tensor([[p.grad is not None, p.grad is not None and bool(p.grad.to_local().any())] for p in parameters], dtype=torch.float32)
+        found = torch.tensor([[p.grad is not None, p.grad is not None and bool(local(p.grad).any())] for p in parameters], dtype=torch.float32)
         found = self.summed(found.to(self.device)).tolist()
         return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
 
@@ -156,9 +170,23 @@ class TensorParallel(Group):
 
     def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """What each process holds of `full`, which all have: nothing is sent."""
+        if not isinstance(parameter, DTensor):
+            return full
         mesh = parameter.device_mesh
         everywhere = DTensor.from_local(full.to(parameter.device, parameter.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return everywhere.redistribute(placements=parameter.placements)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def split_over(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The axes of the mesh over which a tensor is split."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(axis for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True) if not placement.is_replicate())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
