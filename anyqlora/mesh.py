@@ -152,7 +152,8 @@ def adopt(draft, devices: int) -> None:
     if config.strategy not in (AUTO, "tp"):
         raise LayoutError(f"{name} is for strategy tp, and strategy is {config.strategy}", where=where, cure=f"--strategy tp, or leave out {name}")
     mesh = axes(config.mesh, where) if config.mesh else {MODEL: devices if config.world_size == -1 else config.world_size}
-    if mesh.get(MODEL, 1) < 2:
+    is_world_of_one = config.strategy == "tp" and config.world_size == 1 and not config.mesh  # asked for by name
+    if mesh.get(MODEL, 1) < 2 and not is_world_of_one:
         raise LayoutError("tensor parallelism needs a model axis of at least 2", where=where, cure="--mesh model=2; or --strategy fsdp for a batch axis alone")
     world = config.world_size if config.world_size != -1 else math.prod(mesh.values())
     mesh = {BATCH: mesh.get(BATCH, world // mesh[MODEL]), MODEL: mesh[MODEL]}

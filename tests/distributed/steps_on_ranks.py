@@ -7,7 +7,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from anyqlora import data, tokenizer
 from anyqlora.config import resolve
@@ -15,6 +15,7 @@ from anyqlora.errors import RunError
 from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
 from anyqlora.on_torch.device import seed_everything, set_deterministic
 from anyqlora.on_torch.runtime import Runtime
+from anyqlora.on_torch.strategies.tp import whole
 from backend_manager import BackendManager
 
 
@@ -72,7 +73,8 @@ class Started:
         return total, self.runtime.step(self.config.lr, max_norm).grad_norm
 
     def adapter(self):
-        return {name: tensor.clone() for name, tensor in self.strategy.gather_trainable().items()}
+        """All of it, on every process."""
+        return {name: whole(p.detach()).clone() for name, p in self.strategy.trainable.items()}
 
 
 def trained(settings, counts=COUNTS):
@@ -81,7 +83,7 @@ def trained(settings, counts=COUNTS):
     start = started.adapter()
     steps = [started.step(number, count) for number, count in enumerate(counts)]
     return {"losses": [loss for loss, _ in steps], "norms": [norm for _, norm in steps], "start": arrays(start), "adapter": arrays(started.adapter()),
-            "moments": arrays(started.strategy.gather_moments()), "data": (started.strategy.data_rank, started.strategy.data_size)}
+            "gathered": arrays(started.strategy.gather_trainable()), "moments": arrays(started.strategy.gather_moments()), "data": (started.strategy.data_rank, started.strategy.data_size)}
 
 
 def arrays(tensors):
@@ -138,4 +140,21 @@ def error_of(settings):
         Started(**settings)
     except RunError as error:
         return str(error)
+    finally:
+        dist.barrier()  # nobody leaves while another is still in the same place
     return ""
+
+
+def guarded(settings):
+    """What the guard says of a trained tensor that has come off the mesh, and of one that is whole where it should be split."""
+    started = Started(**settings)
+    name = min(name for name in started.built.trainable if "q_proj.lora_B" in name)
+    full = whole(started.strategy.trainable[name].detach())
+    spread = distribute_tensor(full, started.strategy.along, [Replicate()], src_data_rank=None)
+    found = []
+    for other in (full, spread):
+        try:
+            started.strategy.assert_in_effect(started.model, {**started.built.trainable, name: torch.nn.Parameter(other)})
+        except RunError as error:
+            found.append(str(error))
+    return found

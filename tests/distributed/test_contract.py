@@ -1,5 +1,7 @@
 """The contract of strategies, on every built-in one."""
 
+from pathlib import Path
+
 import pytest
 
 from anyqlora.testing import StrategyContract
@@ -39,3 +41,9 @@ class TestDeepSpeed3(StrategyContract):
 @pytest.mark.slow
 class TestAccelerate(StrategyContract):
     strategy, works_alone = "accelerate", False
+
+class TestTensorParallel(StrategyContract):
+    """Over a model of somebody's own, whose frozen layers a layout file splits; all processes are along the model axis."""
+
+    strategy = "tp"
+    settings = {"train_type": "lora", "layout": str(Path(__file__).with_name("contract_layout.yaml"))}

@@ -1,5 +1,7 @@
 """Strategy tp on gloo processes against one process: the same rows, the same adapter."""
 
+import json
+
 import numpy as np
 import pytest
 import steps_on_ranks
@@ -45,10 +47,12 @@ def test_five_steps_equal_one_process(base, alone, mesh):
         assert rank["data"] == (number // 2, len(ranks) // 2)
         np.testing.assert_allclose(rank["norms"], alone["norms"], rtol=BOUND["norm"])
         assert steps_on_ranks.distance(alone["adapter"], rank["adapter"], alone["start"]) < BOUND["adapter"]
-        assert steps_on_ranks.distance(alone["moments"], rank["moments"], zero) < BOUND["adapter"]
+        assert bool(rank["gathered"]) == bool(rank["moments"]) == (number == 0)
         for name, value in ranks[0]["adapter"].items():
             assert value.tobytes() == rank["adapter"][name].tobytes()
             np.testing.assert_array_equal(rank["start"][name], alone["start"][name])
+    assert steps_on_ranks.distance(alone["moments"], ranks[0]["moments"], zero) < BOUND["adapter"]
+    assert all(value.tobytes() == ranks[0]["adapter"][name].tobytes() for name, value in ranks[0]["gathered"].items())
     losses = np.sum([rank["losses"] for rank in ranks[::2]], axis=0)  # of the batch axis
     np.testing.assert_allclose(losses, alone["losses"], rtol=1e-5)
 
@@ -153,6 +157,11 @@ def test_gradients_travel_along_the_batch_axis_at_boundaries_only(base):
                 assert reduced[0] == reduced[1] == 0 and reduced[2] == reduced[3] > 0
 
 
+def test_what_is_not_split_as_planned_is_an_error(base):
+    for off, whole in world(2, steps_on_ranks.guarded, {"model_name": base, "mesh": "model=2"}):
+        assert "is not on the mesh as planned" in off and "is not split as planned" in whole
+
+
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -203,6 +212,11 @@ def test_experts_and_architectures_without_a_plan_are_refused(tmp_path):
         planned(model_name=str(mixture), mesh="model=2")
     gpt2 = tiny_models.make(tmp_path / "gpt2", "gpt2")
     assert all("no tensor parallel plan for gpt2" in error for error in world(2, steps_on_ranks.error_of, {"model_name": str(gpt2), "mesh": "model=2"}))
+    packed = tiny_models.make(tmp_path / "packed", **SHAPE)
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (packed / "config.json").write_text(json.dumps(config))
+    assert all("quantized in the files" in error for error in world(2, steps_on_ranks.error_of, {"model_name": str(packed), "mesh": "model=2"}))
 
 
 BAD_FILES = {

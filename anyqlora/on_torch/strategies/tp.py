@@ -6,7 +6,6 @@ whole (with double quantization the scales of scales are not).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -14,31 +13,30 @@ import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
-from ...errors import RunError
+from ...errors import NotBuilt, RunError
 from ...layouts import COLUMNS
 from ...mesh import BATCH, MODEL, axes
 from ..adapters.lora import PREFIX
-from ..split import Copier, join, split_adapter, split_frozen
-from .single import Prepared, Strategy
-from .tp_layout import planned_splits
+from ..split import Copier, Split, join, split_adapter, split_frozen
+from .fsdp import blocks
+from .group import Group
+from .single import Prepared
+from .tp_layout import own_splits, planned_splits
 
 
-class TensorParallel(Strategy):
+class TensorParallel(Group):
     """`--mesh batch=2,model=2 --layout default|FILE`. Neighbours in rank are along the model axis and see the same rows."""
 
     name = "tp"
 
     def setup(self) -> None:
         shape = axes(self.plan.config.mesh)
-        if not dist.is_initialized() or dist.get_world_size() != math.prod(shape.values()):
-            there = dist.get_world_size() if dist.is_initialized() else 1
-            raise RunError(f"strategy tp over {self.plan.config.mesh} needs {math.prod(shape.values())} processes, and there are {there}",
-                           cure="--world_size, or torchrun --nproc_per_node, with that number")
-        self.splits = planned_splits(self.plan.config, shape[MODEL])  # refuses on all processes alike, before they wait for one another
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.splits: dict[str, Split] | None = None
+        super().setup()
         self.mesh = init_device_mesh(self.device.type, (shape[BATCH], shape[MODEL]), mesh_dim_names=(BATCH, MODEL))
         self.along = self.mesh[MODEL]
         self.data_rank, self.data_size = self.mesh.get_local_rank(BATCH), shape[BATCH]
@@ -46,12 +44,18 @@ class TensorParallel(Strategy):
     # ------------------------------------------------------------------------------------------------ before training
 
     def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
-        """Slice each weight that the layout splits as it comes in, and only then quantize it."""
+        """Slice each weight that the layout splits as it comes in, and only then quantize it; every process its own slices, at once."""
+        self.splits = planned_splits(self.plan.config, self.along.size())
+        left = set(self.splits)
+
         def slice_first(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
             split = self.splits.get(name)
+            left.discard(name)
             return quantise(name, module, split.slice(weight, self.along) if split else weight)
 
         model = build(slice_first)
+        if left:
+            raise RunError(f"{len(left)} layers are not split as planned, {min(left)} is the first")
         copiers: dict[str, Copier] = {}
         for name, split in self.splits.items():
             parent = name.rpartition(".")[0]
@@ -72,55 +76,67 @@ class TensorParallel(Strategy):
 
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:
         """Shard what each process holds along the batch axis, where there is one; then make the optimizer."""
+        if self.splits is None:
+            self.split_own(model, trainable)
         if self.data_size > 1:
-            names = {p: name for name, p in model.named_parameters()}
-            names = {name: names[p] for name, p in trainable.items()}
-            blocks = set(getattr(model, "_no_split_modules", None) or ())
-            for module in [*(m for m in model.modules() if type(m).__name__ in blocks), model]:
+            owners = self.owners(trainable, model)
+            model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+            for module in [*blocks(model), model]:
                 fully_shard(module, mesh=self.mesh[BATCH])
             for module in model.modules():
                 if isinstance(module, FSDPModule):  # gradients are summed, never averaged
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
-            register_fsdp_forward_method(model, "generate")
-            trainable.update({name: model.get_parameter(place) for name, place in names.items()})
+            self.refresh(trainable, owners)
         self.assert_in_effect(model, trainable)
         return super().prepare(model, trainable, optimizer_factory)
 
+    def split_own(self, model: nn.Module, trainable: dict[str, nn.Parameter]) -> None:
+        """Slice those frozen linear layers of somebody's own model that a layout file names, in place. What is trained stays whole."""
+        self.splits = own_splits(model, self.plan.config, self.along.size())
+        learned = {id(p) for p in trainable.values()}
+        for name, split in self.splits.items():
+            module = model.get_submodule(name)
+            if any(id(p) in learned for p in module.parameters(recurse=False)):
+                raise NotBuilt(f"strategy tp splits frozen layers, and {name} is trained", where=self.plan.config.layout, cure="take it out of the layout")
+            module.weight = nn.Parameter(split.slice(module.weight.detach(), self.along), requires_grad=False)
+            split_frozen(module, split, self.along, Copier(self.along))
+            join(module, split, self.along)
+
     def assert_in_effect(self, model: nn.Module, trainable: dict[str, nn.Parameter]) -> None:
-        """Raises RunError when a layer is not split, or a trained tensor not sharded, as planned."""
-        wanted = {MODEL, BATCH} if self.data_size > 1 else {MODEL}
+        """Raises RunError when a trained tensor is not split, or not sharded, as planned."""
+        along_batch = {BATCH} if self.data_size > 1 else set()
         for name, p in trainable.items():
+            wanted = along_batch | ({MODEL} if ".lora_" in name else set())
             found = set(p.device_mesh.mesh_dim_names) if isinstance(p, DTensor) else set()
             if found != wanted:
                 raise RunError(f"{name} is not on the mesh as planned: {sorted(found)} instead of {sorted(wanted)}")
-        for name, split in self.splits.items():
-            prefix = f"{PREFIX}{name}.lora_{'B' if split.along == COLUMNS else 'A'}"
-            for key, p in trainable.items():
-                if key.startswith(prefix) and p.placements[-1].is_replicate():
-                    raise RunError(f"{key} is not split as planned")
+            split = self.splits.get(name.partition(".lora_")[0].removeprefix(PREFIX))
+            if split and (f".lora_{'B' if split.along == COLUMNS else 'A'}." in name) == p.placements[-1].is_replicate():
+                raise RunError(f"{name} is not split as planned")
 
     # --------------------------------------------------------------------------------------------------------- a step
 
-    def backward(self, loss: torch.Tensor, *, is_final_micro_batch: bool) -> None:
+    def accumulate(self, scaled: torch.Tensor, is_final: bool) -> None:
         """Gradients are summed along the batch axis in the step's last backward only."""
         if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(is_final_micro_batch)
-            self.model.set_is_last_backward(is_final_micro_batch)
-        super().backward(loss, is_final_micro_batch=is_final_micro_batch)
+            self.model.set_requires_gradient_sync(is_final)
+            self.model.set_is_last_backward(is_final)
+        super().accumulate(scaled, is_final)
+
+    def gradients(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        return [local(p.grad) for p in parameters if p.grad is not None]
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """As one process does it: squares are added up along those axes of the mesh over which a gradient is split."""
         groups: dict[tuple, list[torch.Tensor]] = {}
         for p in parameters:
             if p.grad is not None:
-                split_over = tuple(axis for axis, placement in zip(p.device_mesh.mesh_dim_names, p.grad.placements, strict=True)
-                                   if not placement.is_replicate())
-                groups.setdefault(split_over, []).append(p.grad.to_local())
+                groups.setdefault(split_over(p.grad), []).append(local(p.grad))
         total = torch.zeros((), device=self.device)
-        for split_over, gradients in sorted(groups.items()):
+        for over, gradients in sorted(groups.items()):
             square = torch.nn.utils.get_total_norm(gradients) ** 2
-            for axis in split_over:
+            for axis in over:
                 dist.all_reduce(square, group=self.mesh.get_group(axis))
             total += square
         norm = total.sqrt()
@@ -129,39 +145,54 @@ class TensorParallel(Strategy):
                 torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def without_gradient(self) -> dict[str, bool]:
+        parameters = list(self.trainable.values())
+        found = torch.tensor([[p.grad is not None, p.grad is not None and bool(local(p.grad).any())] for p in parameters], dtype=torch.float32)
+        found = self.summed(found.to(self.device)).tolist()
+        return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
+
     # -------------------------------------------------------------------------------------------------- what is learned
 
     def gather_trainable(self) -> dict[str, torch.Tensor]:
-        return {name: whole(p) for name, p in self.trainable.items()}
+        return self._on_the_first({name: p.detach() for name, p in self.trainable.items()})
 
     def gather_moments(self) -> dict[str, torch.Tensor]:
-        return {f"{name}|{key}": whole(value)
-                for name, p in self.trainable.items()
-                for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)}
+        return self._on_the_first({f"{name}|{key}": value for name, p in self.trainable.items()
+                                   for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)})
 
-    def load_trainable(self, tensors: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, p in self.trainable.items():
-                p.copy_(part(tensors[name], p))
+    def _on_the_first(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, value in tensors.items():
+            full = whole(value)
+            if self.rank == 0:
+                found[name] = full
+        return found
 
-    def load_moments(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, p in self.trainable.items():
-            state = {key.partition("|")[2]: value for key, value in tensors.items() if key.partition("|")[0] == name}
-            if state:
-                self.optimizer.state[p] = {key: part(value, p) if value.shape == p.shape else value.clone() for key, value in state.items()}
+    def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """What each process holds of `full`, which all have: nothing is sent."""
+        if not isinstance(parameter, DTensor):
+            return full
+        mesh = parameter.device_mesh
+        everywhere = DTensor.from_local(full.to(parameter.device, parameter.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return everywhere.redistribute(placements=parameter.placements)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def split_over(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The axes of the mesh over which a tensor is split."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(axis for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True) if not placement.is_replicate())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor in host memory, on every process."""
-    tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.ndim > 1:  # one axis at a time, the one that was split last first
             tensor = tensor.redistribute(placements=[Replicate(), tensor.placements[1]])
         tensor = tensor.full_tensor()
     return tensor.cpu()
-
-
-def part(full: torch.Tensor, like: DTensor) -> DTensor:
-    """What each process holds of `full`, spread as `like` is; nothing is sent."""
-    everywhere = DTensor.from_local(full.to(like.device, like.dtype), like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    return everywhere.redistribute(placements=like.placements)

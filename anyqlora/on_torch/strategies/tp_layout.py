@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...config import TrainConfig
@@ -30,10 +31,28 @@ def planned_splits(config: TrainConfig, ways: int) -> dict[str, Split]:
     default layout or with parts that would stay whole.
     """
     described = AutoConfig.from_pretrained(base_directory(config), trust_remote_code=config.trust_remote_code)
+    if getattr(described, "quantization_config", None):
+        raise NotBuilt("strategy tp with weights that are quantized in the files: they are sliced before they are quantized", where=config.model_name,
+                       cure="--model_name with the unquantized checkpoint, or --strategy fsdp")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
-    layers = linears(model)
-    default = default_layout(described, config)
+    found = chosen(linears(model), default_layout(described, config), config, ways)
+    text = described.get_text_config()
+    if any(not style.alone and name.rpartition(".")[0].endswith(("attn", "attention")) for name, style in found.items()):
+        heads = text.num_attention_heads
+        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ways, config.sources.get("mesh", ""))
+    return found
+
+
+def own_splits(model: nn.Module, config: TrainConfig, ways: int) -> dict[str, Split]:
+    """The same for a model of somebody's own, whose layout only a file can say; every layer is joined by itself."""
+    if config.layout == DEFAULT:
+        raise LayoutError(f"strategy tp does not know how a {type(model).__name__} is split", where=config.sources.get("strategy", ""), cure="--layout FILE")
+    return chosen({name: module for name, module in model.named_modules() if type(module) is nn.Linear}, ByName(), config, ways)
+
+
+def chosen(layers: dict[str, nn.Module], default: ByName, config: TrainConfig, ways: int) -> dict[str, Split]:
+    """{name: Split} of those of `layers` that the plan's layout splits."""
     stated = from_file(config.layout) if config.layout != DEFAULT else None
     found: dict[str, Split] = {}
     for name, layer in layers.items():
@@ -42,19 +61,13 @@ def planned_splits(config: TrainConfig, ways: int) -> dict[str, Split]:
             style = agreed(name, stated, default, layers)
             where = stated[f"{name}.weight"].where if style else ""
         if style is not None:
-            linear = Linear(name, getattr(layer, "out_features", 0), inputs(layer))
-            check_split(linear, style.along, ways, config, where)
+            check_split(Linear(name, getattr(layer, "out_features", 0), inputs(layer)), style.along, ways, config, where)
             found[name] = style
-    if stated is not None:
-        for key, said in stated.items():
-            if not any(stated.key_of(f"{name}.weight") == key for name in layers):
-                raise LayoutError(f"{key} matches no linear layer's weight", where=said.where, cure=f"names such as {next(iter(layers))}.weight")
+    for key, said in (stated or {}).items():
+        if not any(stated.key_of(f"{name}.weight") == key for name in layers):
+            raise LayoutError(f"{key} matches no linear layer's weight", where=said.where, cure=f"names such as {next(iter(layers), 'up_proj')}.weight")
     if not found:
         raise LayoutError("the layout splits no layer", where=config.layout if stated else config.sources.get("layout", ""), cure="--layout default")
-    text = described.get_text_config()
-    if any(not style.alone and name.rpartition(".")[0].endswith(("attn", "attention")) for name, style in found.items()):
-        heads = text.num_attention_heads
-        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ways, config.sources.get("mesh", ""))
     return found
 
 
