@@ -29,6 +29,8 @@ class Runtime:
         self.device = self.strategy.device
         self.memory = Memory(self.device, plan.memory.total if plan.memory else 0)
         self.is_main_process = self.strategy.rank == 0
+        if self.device.type == "cpu" and plan.config.threads != "auto":
+            torch.set_num_threads(plan.config.threads)
         self.loss = token_loss  # (model, batch, device) -> sum over trained tokens; `build` may put a faster one in its place
         self._is_final = True
         full_in_bf16 = plan.adapter == "full" and plan.precision == "bf16"  # float32 weights, computed in bf16
