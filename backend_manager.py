@@ -60,6 +60,8 @@ class Found:
     quantizers: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
     collective: str | None = None
+    cores: int = 0                    # of the processor; 0: not asked
+    threads: int = 0                  # that the environment states; 0: none
     automatic: bool = True            # whether `auto` may take it
     reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
     slow: Mapping[str, str] = field(default_factory=dict)     # cell -> warning; "" for the whole row
@@ -132,7 +134,7 @@ def _narrowed(row: Capabilities, machine: Machine, devices: tuple[Device, ...], 
         lacks["collective"] = f"this torch has no {row.collective}"
     collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
     kept = {name: tuple(cell for cell in getattr(row, name) if cell not in lacks) for name in ("dtypes", "quantizers", "optimizers")}
-    return Found(True, devices, **{**kept, **more}, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
+    return Found(True, devices, **{**kept, **more}, cores=machine.cores, threads=machine.threads, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
 
 
 def _torch_gpu(row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str) -> Found:

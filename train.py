@@ -22,7 +22,9 @@ def train(config: TrainConfig) -> dict:
     world = World.here(config)
     config = world.stated(config)
     with place.find(config) if world.is_first else place.elsewhere() as found:  # refuses before anything heavy is imported
-        plan = BackendManager(config.backend, verbose=config.verbose).plan(config)
+        manager = BackendManager(config.backend, verbose=config.verbose)
+        plan = manager.plan(config)
+        plan = manager.plan(found.planned_before(config, plan))  # a run that goes on keeps what it chose
         if plan.world_size == world.size:
             return work(found, plan, world)
     return launch(config, plan)

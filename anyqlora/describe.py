@@ -58,9 +58,10 @@ def environment(plan) -> dict:
             continue
     return {
         "python": platform.python_version(), "system": platform.system(), "machine": platform.machine(), "release": platform.release(),
-        "processor": processor(), "threads": os.environ.get("OMP_NUM_THREADS") or cores(), **{f"version of {k}": v for k, v in versions.items()},
+        "processor": processor(), "threads": plan.config.threads if plan.config.threads != "auto" else os.environ.get("OMP_NUM_THREADS") or cores(), **{f"version of {k}": v for k, v in versions.items()},
         "backend": str(plan.backend), "device": plan.device, "precision": plan.precision, "strategy": plan.strategy,
         "world_size": plan.world_size, "batch_size": plan.batch_size, "use_gradient_checkpointing": plan.use_gradient_checkpointing,
+        "fused": plan.config.fused, "loss_rows": plan.config.loss_rows, "flat": plan.config.flat, "weight_cache": plan.config.weight_cache,
         "deterministic": plan.config.deterministic,
     }
 

@@ -42,6 +42,7 @@ class Machine:
     memory_total: int
     memory_available: int
     cpu_features: tuple[str, ...] = ()
+    threads: int = 0                                     # that OMP_NUM_THREADS allows; 0: it says nothing
     torch: Mapping = field(default_factory=dict)         # version, cuda, hip, xpu (versions it is built for), collectives, error
     cuda: tuple[Device, ...] = ()                        # NVIDIA's or, where torch is built for ROCm, AMD's
     xpu: tuple[Device, ...] = ()
@@ -74,6 +75,7 @@ def observe() -> Machine:
         "memory_total": memory_total,
         "memory_available": memory_available,
         "cpu_features": _cpu_features(),
+        "threads": _stated_threads(),
         "mlx": _mlx(),
     }
     if isinstance(torch, str):
@@ -82,6 +84,12 @@ def observe() -> Machine:
     xpu, xpu_error = _accelerators(torch.xpu, _xpu_device)
     build = _torch_build(torch) | {"cuda_error": cuda_error, "xpu_error": xpu_error}
     return Machine(**host, torch=build, cuda=cuda, xpu=xpu, mps=_mps(torch), bitsandbytes=_bitsandbytes(torch))
+
+
+def _stated_threads() -> int:
+    """What OMP_NUM_THREADS says of the outermost level; 0 where it says nothing that can be read."""
+    stated = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(stated) if stated.isdigit() else 0
 
 
 def host_memory() -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .config import TrainConfig
 from .layouts import Linear, Shapes, source_of
-from .tables import FUSED_ADAPTERS, FUSED_QUANTIZERS
+from .tables import FUSED_ADAPTERS, FUSED_QUANTIZERS, FUSED_STRATEGIES
 
 FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
 STORED = {"fp32": 4, "bf16": 2, "fp16_autocast": 4, "bf16_autocast": 4, "bf16_buffers_autocast": 2}  # of an unquantized frozen weight
@@ -137,8 +137,15 @@ def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
     if config.adapter == "full":
         return {"weights": shapes.parameters * FULL}
     linears = shapes.layers * sum(linear.count * quantized_bytes(linear, config) for linear in shapes.linears)
-    return {"linear weights": linears, "embedding, head, norms": shapes.other_parameters * STORED[config.precision],
-            "adapter": adapter_parameters(shapes, config) * FULL}
+    cache = cache_bytes(shapes, config)
+    return {"linear weights": linears, **({"dequantized weights": cache} if cache else {}),
+            "embedding, head, norms": shapes.other_parameters * STORED[config.precision], "adapter": adapter_parameters(shapes, config) * FULL}
+
+
+def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """The weights of so many layers, in the dtype that they are computed in, beside their codes."""
+    layers = 0 if config.weight_cache == "auto" else min(config.weight_cache, shapes.layers)
+    return layers * sum(linear.parameters for linear in targets(shapes, config)) * Widths.of(config).computed
 
 
 def quantized_bytes(linear: Linear, config: TrainConfig) -> int:
@@ -287,7 +294,8 @@ def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 def is_fused(config: TrainConfig) -> bool:
     """Whether LoRA runs in one function with its frozen weight: as stated, else wherever it can."""
-    return config.fused is True or (config.fused == "auto" and config.adapter in FUSED_ADAPTERS and config.quantizer in FUSED_QUANTIZERS)
+    fits = config.adapter in FUSED_ADAPTERS and config.quantizer in FUSED_QUANTIZERS and config.strategy in ("auto", *FUSED_STRATEGIES)
+    return fits if config.fused == "auto" else config.fused
 
 
 def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:

@@ -33,6 +33,7 @@ SETTINGS = (
     "lr_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "wd", "apply_gradient_clipping", "grad_norm", "spike_guard",
     "early_stopping",
 )
+CHOSEN = ("fused", "loss_rows", "flat", "weight_cache", "threads", "use_gradient_checkpointing")  # by a plan, and kept in checkpoints
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken")
 
 
@@ -84,6 +85,15 @@ class Place:
             loaded = {**said["restored"], "path": Path(said["restored"]["path"])}
             self.restored = restored or Loaded(adapter=adapter, moments=moments, **loaded)
         self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
+
+    def planned_before(self, config: TrainConfig, plan) -> TrainConfig:
+        """`config` with what the plan chose when the checkpoint was written, where nobody states it now and the device is the same:
+        the free memory of today does not change the bytes of a run that goes on."""
+        before = self.restored.machine if self.restored else {}
+        if not before or any(before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size")):
+            return config
+        kept = {name: before[name] for name in CHOSEN if name in before and getattr(config, name) == "auto"}
+        return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
 
     def leave(self) -> None:
         if self.handle is not None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from . import layouts, memory, mesh, prequantized, tables
 from .config import AUTO, TrainConfig, checked
 from .errors import NotBuilt, UsageError
+from .tables import FUSED_STRATEGIES
 
 GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
+NARROW = 1 << 18        # weights of an MLP's matrix: narrower ones are multiplied before a second thread has begun
 HEADROOM = 0.9          # of the free memory that a plan fills: allocators fragment, and the prediction is not exact
 GPUS = ("cuda", "rocm", "xpu")  # of which each process takes one
 LAUNCHERS = ("the launcher", "srun")  # where a world_size comes from that counts several machines
@@ -73,6 +75,7 @@ class RunPlan:
         lines = [f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
                  f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
                  f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}",
+                 *self._choices(),
                  f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
                  f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
                  f"{self.global_batch} rows of up to {c.context_length} tokens per step"]
@@ -86,6 +89,18 @@ class RunPlan:
             lines.append("  in " + ", ".join(f"{moment} {memory.shown(total)}" for moment, total in others.items()))
         lines += [f"adjusted    {adjustment}" for adjustment in self.adjustments]
         return lines + [f"warning     {warning}" for warning in self.warnings]
+
+    def _choices(self) -> list[str]:
+        """The fast paths that are taken, and what each of them buys."""
+        c = self.config
+        cached = memory.shown(self.memory.parts.get("dequantized weights", 0)) if self.memory else "some memory"
+        taken = ((c.fused, "LoRA fused with its weight", "no float32 copies, inputs kept once"),
+                 (c.loss_rows, f"logits of {c.loss_rows} tokens at a time", "no logits of a whole batch, none of untrained tokens"),
+                 (c.flat is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
+                 (c.weight_cache not in (0, AUTO), f"weights of {c.weight_cache} layers kept dequantized", f"{cached} for two dequantizations per step"),
+                 (not c.use_gradient_checkpointing, "activations kept", "no second forward pass"),
+                 (c.threads != AUTO, f"{c.threads} threads", "as many as the layers' width keeps busy"))
+        return [f"{'fast paths' if not number else '':12}{what}: {buys}" for number, (what, buys) in enumerate((w, b) for on, w, b in taken if on)]
 
     def to_dict(self) -> dict:
         """JSON-able: plan.json of the run directory."""
@@ -144,12 +159,12 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     shapes = _shapes(draft, described)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
-    _fast_paths(draft, row)
-    draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
+    _fast_paths(draft, row, shapes, found)
     if shapes is not None and found.memory_free is not None:
         _sharded(draft, shapes, found.memory_free)
         _evaluation(draft, shapes, found.memory_free)
     _batch(draft, shapes, found.memory_free)
+    _cache(draft, shapes, found)
     _warn(draft, backend, found)
     c = draft.config
     if c.strict and draft.adjustments:
@@ -259,6 +274,36 @@ def _placement(draft, backend, row) -> None:
         draft.choose("use_gradient_checkpointing", True)
 
 
+def _fast_paths(draft, row, shapes, found) -> None:
+    """What computes the same in less time or memory, wherever it applies."""
+    is_built = row.framework == "torch" and draft.config.strategy in FUSED_STRATEGIES
+    for name in ("fused", "flat"):
+        if getattr(draft.config, name) is True and not is_built:
+            raise NotBuilt(f"{name}: not built for strategy {draft.config.strategy} on {row.framework} yet", where=draft.config.sources.get(name, ""),
+                           cure=f"--{name} auto")
+    draft.choose("fused", is_built and memory.is_fused(draft.config))
+    if draft.config.flat == AUTO:
+        draft.choose("flat", is_built and row.device == "cpu" and draft.config.loss_rows != 0)
+    draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
+    if draft.config.threads == AUTO and found.cores:
+        narrow = shapes is not None and shapes.hidden * shapes.intermediate < NARROW
+        draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, draft.config.world_size))))
+
+
+def _cache(draft, shapes, found) -> None:
+    """Dequantized weights of as many layers as fit into half of the free memory beside all else: of all, a half, a quarter or none,
+    and of the free memory a power of two, so that two runs on one machine hardly ever choose otherwise."""
+    config = draft.config
+    if config.weight_cache != AUTO:
+        return
+    layers = 0
+    if shapes is not None and found.memory_free and config.fused and config.quantizer != "none":
+        room = (1 << found.memory_free.bit_length() - 1) // 2
+        trials = (shapes.layers, shapes.layers // 2, shapes.layers // 4)
+        layers = next((n for n in trials if memory.estimate(shapes, config.with_(weight_cache=n)).total <= room), 0)
+    draft.choose("weight_cache", layers)
+
+
 def _described(draft) -> dict | None:
     """The model's config.json; None, with a warning, for a hub id that is not on this machine."""
     directory = layouts.model_directory(draft.config)
@@ -302,19 +347,6 @@ def _shapes(draft, described: dict | None) -> layouts.Shapes | None:
     if described and not shapes:
         draft.warnings.append(f"the memory that model_type {described.get('model_type')!r} needs is unknown: no formulas for it")
     return shapes
-
-
-def _fast_paths(draft, row) -> None:
-    """LoRA fused with its weight, and rows without padding: built for one process of torch so far. Raises NotBuilt where they are demanded."""
-    config = draft.config
-    is_built = row.framework == "torch" and config.strategy == "single"
-    for name in ("fused", "flat"):
-        if getattr(config, name) is True and not is_built:
-            raise NotBuilt(f"{name}: not built for strategy {config.strategy} on {row.framework} yet", where=config.sources.get(name, ""),
-                           cure=f"--{name} auto")
-    draft.choose("fused", is_built and memory.is_fused(config))
-    if config.flat == AUTO:
-        draft.choose("flat", is_built and row.device == "cpu" and config.loss_rows != 0)
 
 
 def _evaluation(draft, shapes, free: int) -> None:

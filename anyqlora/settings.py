@@ -84,6 +84,8 @@ class TrainConfig:
     use_gradient_checkpointing: bool | str = setting(AUTO, "recompute activations in backward", choices=(AUTO, True, False), also=("gradient_checkpointing",))
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")
     fused: bool | str = setting(AUTO, "LoRA in one function with its frozen weight; auto: wherever that is the same", choices=(AUTO, True, False))
+    weight_cache: int | str = setting(AUTO, "layers whose dequantized weights stay in memory; auto: as many as there is plenty of room for", low=0)
+    threads: int | str = setting(AUTO, "processor threads of the arithmetic; auto: OMP_NUM_THREADS, or each core where layers are wide", low=1)
     flat: bool | str = setting(AUTO, "rows one after another without padding, attention by document; auto: on a CPU", choices=(AUTO, True, False))
     loss_rows: int | str = setting(AUTO, "trained tokens whose logits are made at a time; 0: those of a whole micro-batch", low=0)
     use_cpu_offload: bool | str = setting(AUTO, "keep frozen weights in host memory", choices=(AUTO, True, False))

@@ -195,6 +195,42 @@ def test_flat_rows_have_no_padding(plain, tmp_path):
     assert planned("a100").config.flat is False
 
 
+@shows("weight_cache")
+def test_dequantized_weights_of_so_many_layers_are_kept(tmp_path):
+    """Each of the embedded base's layers has seven linears, dequantized in forward and in backward unless they are kept."""
+    from anyqlora.on_torch.quantizers.bnb import Nf4
+    made, dequantize = [], Nf4.dequantize
+    try:
+        Nf4.dequantize = lambda self, module: made.append(module) or dequantize(self, module)
+        counts, found = [], []
+        for layers in (0, 1, 3):
+            found.append(losses(run(tmp_path, str(layers), weight_cache=layers, max_steps=2)))
+            counts.append(len(made))
+            del made[:]
+    finally:
+        Nf4.dequantize = dequantize
+    assert found[0] == found[1] == found[2]
+    assert counts[0] > counts[1] + 25 > counts[2] + 50 and counts[2] == 21
+    cached, plain = (planned("a100", weight_cache=layers).memory.moments["update"] for layers in (3, 0))
+    assert "dequantized weights" not in plain and cached["dequantized weights"] == 3 * 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
+
+
+@shows("threads")
+def test_threads_are_those_that_are_stated_or_one_for_narrow_layers(tmp_path):
+    before, seen = torch.get_num_threads(), []
+    try:
+        run(tmp_path, "two", threads=2, max_steps=1, during=lambda step: seen.append(torch.get_num_threads()))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2] and read(tmp_path / "two", "env.json")["threads"] == 2
+    assert planned("nothing", train_type="lora").config.threads == 1  # the embedded base is narrow
+    wide = {"model_name": str(Path(__file__).parent / "models" / "llama-3-8b"), "dataset": "alpaca_sample", "train_type": "lora"}
+    machine = json.loads((MACHINES / "nothing.json").read_text())["machine"]
+    assert planned("nothing", **wide).config.threads == machine["cores"] > 1
+    stated = BackendManager("auto", machine=Machine.from_dict({**machine, "threads": 3}))
+    assert stated.plan(resolve({**TINY, **wide}, environ={})).config.threads == 3
+
+
 @contextlib.contextmanager
 def logits_made():
     """Rows of each product with the embedded base's vocabulary of 512, in training."""

@@ -213,6 +213,29 @@ def test_evaluation_takes_fewer_rows_where_memory_is_short_and_training_does_not
     assert plan("h200", context_length=2048, eval_fraction=0.1).adjustments == ()
 
 
+def test_fast_paths_are_chosen_where_they_apply_and_said():
+    chosen = plan("nothing", train_type="lora", context_length=128)
+    c = chosen.config
+    assert (c.fused, c.flat, c.weight_cache) == (True, True, 0) and c.loss_rows == 64
+    said = "\n".join(chosen.explain())
+    assert "LoRA fused with its weight" in said and "rows without padding" in said and "logits of 64 tokens" in said
+    dora = plan("a100", adapter="dora").config
+    assert (dora.fused, dora.flat, dora.weight_cache) == (False, False, 0) and dora.loss_rows == 512
+    with pytest.raises(UsageError, match="fused = True contradicts adapter = dora"):
+        plan("a100", adapter="dora", fused=True)
+
+
+def test_weights_stay_dequantized_where_there_is_plenty_of_room_and_runs_choose_alike():
+    """Free memory that differs by less than a fifth: the choices are the same, but where a power of two lies between."""
+    machine = MACHINES["h200"]
+    def choices(part):
+        free = int(part * machine.cuda[0].memory_total)
+        config = BackendManager(machine=replace(machine, cuda=(replace(machine.cuda[0], memory_free=free),))).plan(asked(batch_size=4)).config
+        return [getattr(config, name) for name in ("fused", "flat", "loss_rows", "weight_cache", "use_gradient_checkpointing", "threads")]
+    assert choices(0.98) == choices(0.95) == choices(0.93) and choices(0.98)[3] == 32  # 128 GiB lies at 0.91 of it
+    assert choices(0.2)[3] == 0
+
+
 def test_what_cannot_fit_is_warned_of_not_refused():
     planned = plan("t4", train_type="full")
     assert planned.batch_size == 1

@@ -127,7 +127,7 @@ def loss_for(model: nn.Module, rows: int, strategy) -> tuple[Callable, str]:
 
 def fused(model: nn.Module, quantizer, config: TrainConfig) -> list[str]:
     """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
-    left = fuse(model, quantizer)
+    left = fuse(model, quantizer, config.weight_cache if isinstance(config.weight_cache, int) else 0)
     if left and config.sources.get("fused") not in (None, "default", "plan"):
         raise NotBuilt(f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first", cure="--fused auto")
     return [f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"] if left else []

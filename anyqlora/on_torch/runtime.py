@@ -41,6 +41,8 @@ class Runtime:
         self.strategy.setup()
         self.device = self.strategy.device
         self.memory = Memory(self.device, plan.memory.total if plan.memory else 0)
+        if self.device.type == "cpu" and plan.config.threads != "auto":
+            torch.set_num_threads(plan.config.threads)
         self.loss = token_loss  # (model, batch, device) -> sum over trained tokens; `build` may put a faster one in its place
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
         self.sync_gradients = True  # whether the micro-batch that is under way, or was the last, ends its step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import torch
 from peft.tuners import lora
@@ -30,8 +31,11 @@ class _Fused:
 class Group:
     """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
 
-    def __init__(self, layers: list[nn.Module], quantizer):
+    def __init__(self, layers: list[nn.Module], quantizer, keeps: bool = False):
+        """`keeps`: the dequantized weights stay in memory once they are there."""
         self.layers, self.quantizer = layers, quantizer
+        self.weights = [functools.partial(quantizer.dequantize, layer.base_layer) for layer in layers]
+        self.weights = [functools.cache(weight) for weight in self.weights] if keeps else self.weights
         self.source, self.version, self.made = None, -1, {}
 
     def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -51,14 +55,13 @@ class Group:
             kind = torch.get_autocast_dtype(x.device.type)
         dropout = first.lora_dropout["default"]
         rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        out = linears(x.to(kind), [self._parts(layer) for layer in self.layers], rate)
+        out = linears(x.to(kind), list(map(self._parts, self.layers, self.weights)), rate)
         # bitsandbytes' layers give back the type that they were given
         return {id(layer): y.to(x.dtype) if packed else y for layer, y in zip(self.layers, out, strict=True)}
 
-    def _parts(self, layer: nn.Module) -> Linear:
-        base = layer.base_layer
-        return Linear(functools.partial(self.quantizer.dequantize, base), base.bias, layer.lora_A["default"].weight,
-                      layer.lora_B["default"].weight, layer.scaling["default"])
+    @staticmethod
+    def _parts(layer: nn.Module, weight) -> Linear:
+        return Linear(weight, layer.base_layer.bias, layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
 
 
 @functools.cache
@@ -66,9 +69,9 @@ def _class_of(kind: type) -> type:
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 
-def fuse(model: nn.Module, quantizer) -> list[str]:
-    """Put a fused layer in the place of each of PEFT's LoRA layers in `model`. Returns the names of those that stay as they are: they do
-    more than add B A x (DoRA, int8's rounded activations), or their weight lies otherwise (GPT-2)."""
+def fuse(model: nn.Module, quantizer, cached: int = 0) -> list[str]:
+    """Put a fused layer in the place of each of PEFT's LoRA layers in `model`; the first `cached` layers of it keep their dequantized
+    weights. Returns the names of those that stay as they are, since they do more than add B A x: DoRA, int8's rounded activations."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
     fused = {}
     for name, module in layers.items():
@@ -77,7 +80,9 @@ def fuse(model: nn.Module, quantizer) -> list[str]:
             fused[name].__dict__ = module.__dict__  # the same parts: parameters, hooks, settings
             model.set_submodule(name, fused[name])
     for names in sharing(fused):
-        group = Group([fused[name] for name in names], quantizer)
+        number = re.search(r"\.(\d+)\.", names[0])  # of the layer
+        keeps = quantizer.bits < 16 and number is not None and int(number[1]) < cached
+        group = Group([fused[name] for name in names], quantizer, keeps)
         for layer in group.layers:
             layer.group = group
     return sorted(layers.keys() - fused.keys())
