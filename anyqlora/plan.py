@@ -138,6 +138,8 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         prequantized.adopt(draft, described)
         _positions(draft, described)
     _quantizer(draft, backend, row, found)
+    if draft.config.adapter not in row.adapters:
+        _refuse(draft.config, "adapter", backend, False, found, row.adapters)
     checked(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
@@ -145,6 +147,8 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
     draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
+    if shapes and not (described and prequantized.quantized_as(described)):
+        _groups(draft, shapes)
     if shapes is not None and found.memory_free is not None:
         _evaluation(draft, shapes, found.memory_free)
     _batch(draft, shapes, found.memory_free)
@@ -200,6 +204,8 @@ def _precision(draft, backend, row, found) -> None:
         instead = next(d for d in ("fp16", "fp32", "bf16") if d in found.dtypes)
         why = found.why(dtype) if dtype in row.dtypes else f"backend {backend} does not compute in {dtype}"
         draft.adjust("precision", PRECISION_OF[instead], why)
+    elif not row.autocast and PRECISION_OF[dtype] != asked:
+        draft.adjust("precision", PRECISION_OF[dtype], f"backend {backend} has no autocast: what is computed in 16 bits is kept in 16 bits")
 
 
 def _quantizer(draft, backend, row, found) -> None:
@@ -216,6 +222,16 @@ def _quantizer(draft, backend, row, found) -> None:
     draft.choose("n_bits", 8 if instead == "int8" else 16)
 
 
+def _groups(draft, shapes) -> None:
+    """Affine groups do not cross the end of a row. Raises UsageError naming every layer whose inputs are no multiple of one."""
+    config = draft.config
+    group = memory.group_size(config)
+    wrong = [f"{linear.name} has {linear.inputs}" for linear in shapes.linears if group and linear.inputs % group]
+    if wrong:
+        raise UsageError(f"quantizer {config.quantizer}: inputs are taken in groups of {group}, and {', '.join(wrong)}",
+                         where=config.sources.get("quantizer", ""), cure="--affine_group_size 32 where that divides them, or --quantizer nf4")
+
+
 def _optimizer(draft, backend, row, found) -> None:
     if draft.config.optimizer not in found.optimizers:
         _refuse(draft.config, "optimizer", backend, draft.config.optimizer in row.optimizers, found, found.optimizers)
@@ -224,6 +240,9 @@ def _optimizer(draft, backend, row, found) -> None:
 def _placement(draft, backend, row) -> None:
     """Where weights and activations stay."""
     config = draft.config
+    for name, why in row.lacks.items():
+        if getattr(config, name):
+            raise UsageError(f"{name} has no effect on backend {str(backend)!r}: {why}", where=config.sources.get(name, ""), cure=f"leave out {name}")
     if config.use_cpu_offload is True:
         raise NotBuilt("use_cpu_offload: parameter offload comes with the fsdp and deepspeed strategies, which are not built yet",
                        where=config.sources.get("use_cpu_offload", ""), cure="--use_activation_cpu_offload true, or leave it out")

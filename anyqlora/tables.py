@@ -19,9 +19,17 @@ QUANTIZERS = {
     "int8": "anyqlora.on_torch.quantizers.bnb:Int8",
     "hqq": "!HQQ quantization is not built yet; use nf4, fp4 or int8",
     "torchao_int4": "!torchao's int4 is not built yet; use nf4, fp4 or int8",
-    "affine4": "!the portable affine4 base comes with the MLX loop; use nf4, fp4 or int8",
+    "affine4": "anyqlora.on_torch.quantizers.affine:Affine4",
+    "affine2": "anyqlora.on_mlx.quantizers:Affine2",  # from here on: MLX's own, which no torch backend has in its row
+    "affine3": "anyqlora.on_mlx.quantizers:Affine3",
+    "affine5": "anyqlora.on_mlx.quantizers:Affine5",
+    "affine6": "anyqlora.on_mlx.quantizers:Affine6",
+    "affine8": "anyqlora.on_mlx.quantizers:Affine8",
+    "mxfp4": "anyqlora.on_mlx.quantizers:Mxfp4",
+    "nvfp4": "anyqlora.on_mlx.quantizers:Nvfp4",
 }
-BITS = {"none": 16, "nf4": 4, "fp4": 4, "int8": 8, "hqq": 4, "torchao_int4": 4, "affine4": 4}
+AFFINE = ("affine2", "affine3", "affine4", "affine5", "affine6", "affine8")
+BITS = {"none": 16, "nf4": 4, "fp4": 4, "int8": 8, "hqq": 4, "torchao_int4": 4, **{name: int(name[-1]) for name in AFFINE}, "mxfp4": 4, "nvfp4": 4}
 
 ADAPTERS = {
     "lora": "anyqlora.on_torch.adapters.lora:Lora",
@@ -40,8 +48,22 @@ STRATEGIES = {
     "deepspeed": "!strategy deepspeed is not built yet; one process only: --strategy single",
     "tp": "anyqlora.on_torch.strategies.tp:TensorParallel",
     "accelerate": "!strategy accelerate is not built yet; one process only: --strategy single",
-    "mlx": "!strategy mlx comes with the MLX loop, which is not built yet",
+    "mlx": "anyqlora.on_mlx.group:Group",
     "pipeline": "!pipeline parallelism is not offered",
+}
+
+ON_MLX = {  # what the MLX loop takes for names that torch has too
+    "none": "anyqlora.on_mlx.quantizers:Unquantized",
+    "nf4": "anyqlora.on_mlx.quantizers:Nf4",
+    "affine4": "anyqlora.on_mlx.quantizers:Affine4",
+    "lora": "anyqlora.on_mlx.adapters:Lora",
+    "rslora": "anyqlora.on_mlx.adapters:RankStabilisedLora",
+    "dora": "anyqlora.on_mlx.adapters:Dora",
+    "full": "anyqlora.on_mlx.adapters:Full",
+    "adamw": "anyqlora.on_mlx.optimizers:adamw",
+    "adam": "anyqlora.on_mlx.optimizers:adam",
+    "sgd": "anyqlora.on_mlx.optimizers:sgd",
+    "adadelta": "anyqlora.on_mlx.optimizers:adadelta",
 }
 
 TRAIN_TYPES = {  # fsdp_qlora's names -> (quantizer, adapter); a string is a refusal

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from .. import tables
+from ..run import StepResult
 from .device import Memory
 from .loss import token_loss
 from .offload import offloaded
-from .strategies.single import StepResult
 
 AUTOCAST = {"fp16_autocast": torch.float16, "bf16_autocast": torch.bfloat16, "bf16_buffers_autocast": torch.bfloat16}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, **AUTOCAST}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, tensors_to_bytes, to_json
+from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, saved_by, tensors_to_bytes, to_json
 from ..errors import UsageError
 from ._compat import quietly
 from .build import Built
@@ -53,23 +50,17 @@ def restore_best(runtime: Runtime, run) -> None:
 
 def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
-    files = directory_files(run.tokenizer)
+    with quietly():
+        files = saved_by(run.tokenizer)
     if built.adapter.folder == "model":
         model = runtime.strategy.unwrap()
         dtype = getattr(torch, str(model.config.to_dict().get("dtype") or "float32"))
         model = model.to(dtype)  # the run is over: the file has the base's own type
-        files |= directory_files(model, max_shard_size="1000GB")
+        with quietly():
+            files |= saved_by(model, max_shard_size="1000GB")
     else:
         tensors = built.adapter.tensors(runtime.strategy.gather_trainable())
         files[ADAPTER] = tensors_to_bytes({name: t.numpy() for name, t in tensors.items()}, {"format": "pt"})
         files[ADAPTER_CONFIG] = to_json(built.adapter.describe())
     files["README.md"] = run.card().encode()
     return built.adapter.folder, files, WEIGHTS[built.adapter.folder]
-
-
-def directory_files(thing, **options) -> dict[str, bytes]:
-    """{name: content} of what `thing.save_pretrained` writes."""
-    with tempfile.TemporaryDirectory() as directory:
-        with quietly():
-            thing.save_pretrained(directory, **options)
-        return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()}
