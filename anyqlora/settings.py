@@ -226,8 +226,8 @@ def parsed(name: str, raw: object, where: str) -> object:
     else:
         refuse("true or false")
     if choices and value not in choices:
-        shown = [str(c).lower() if isinstance(c, bool) else c for c in choices]
-        raise UsageError(f"{name}: unknown value {text!r}{tables.nearest(text, map(str, shown))}", where=where,
+        shown = [str(c).lower() if isinstance(c, bool) else str(c) for c in choices]
+        raise UsageError(f"{name}: unknown value {text!r}{tables.nearest(text, shown)}", where=where,
                          cure="one of: " + ", ".join(shown))
     return value
 

@@ -86,7 +86,8 @@ PASSED_OVER = {  # key -> whether it changes nothing when mlx-lm does not read i
     "no_rope_layers": lambda c, _: not c["no_rope_layers"] or all(c["no_rope_layers"]),
     "attention_multiplier": lambda c, _: c["attention_multiplier"] in (None, 1.0), "residual_multiplier": lambda c, _: c["residual_multiplier"] in (None, 1.0),
     "embedding_multiplier": lambda c, _: c["embedding_multiplier"] in (None, 1.0), "logits_scaling": lambda c, _: c["logits_scaling"] in (None, 1.0),
-    "hidden_act": lambda c, _: c["hidden_act"] in ("silu", "swish") or c["model_type"] not in SILU,
+    "hidden_act": lambda c, _: c["hidden_act"] in ACTIVATIONS.get(c["model_type"], (c["hidden_act"],)),
     "use_parallel_residual": lambda c, _: c["use_parallel_residual"], "scale_embedding": lambda c, _: not c["scale_embedding"],
 }
-SILU = {"llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "phi3", "smollm3"}
+ACTIVATIONS = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "phi3", "smollm3"), ("silu", "swish")),
+               "starcoder2": ("gelu",)}  # model_type -> what mlx-lm computes whatever config.json says
