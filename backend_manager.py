@@ -104,7 +104,7 @@ BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
 
 _NOT_ON_MLX = {
-    "profile": "it is torch's profiler", "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
+    "loss_rows": "logits of a whole micro-batch are made at a time", "profile": "it is torch's profiler", "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
     "reentrant_checkpointing": "it is a form of torch's checkpointing", "use_activation_cpu_offload": "host and device share one memory"}
 
 _GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
@@ -114,11 +114,11 @@ CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
     Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
     Backend.MLX: Capabilities("mlx", "gpu", ("bf16", "fp16", "fp32"), ("nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none"),
-                              ("adamw", "adam", "sgd", "adadelta"), collective="ring",
+                              ("adamw", "adam", "sgd", "adadelta"), strategies=("single", "mlx"), collective="ring",
                               adapters=("lora", "rslora", "dora", "full"), autocast=False, lacks=_NOT_ON_MLX,
                               notes="Apple silicon; MLX's Linux builds when named", tested=frozenset((
                                   "fp32", "bf16", "fp16", "nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none", "adamw", "adam", "sgd", "adadelta",
-                                  "single", "lora", "rslora", "dora", "full"))),
+                                  "single", "mlx", "lora", "rslora", "dora", "full"))),
     Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS,
                               notes="Apple silicon through torch; one process, no collective"),
     Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "affine4", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),

@@ -133,7 +133,7 @@ def mlx_loop(run) -> dict:
     memory = run.closing(runtime.memory)
     built = build(config, runtime)
     run.check_room(sum(value.size for value in built.trainable().values()))
-    runtime.prepare(built)
+    runtime.prepare(built, run.ranks)
     if run.restored:
         restore(runtime, run.restored)
     evaluation = evaluator(run, built.model)
@@ -141,11 +141,11 @@ def mlx_loop(run) -> dict:
         run.evaluate(run.first_step, evaluation)
 
     def gradients(step: int, batches: list) -> float | None:
-        """Accumulate the step's gradients. Returns its loss, or None when memory ran out."""
+        """Accumulate the step's gradients. Returns the sum of this process's token losses, or None when memory ran out."""
         runtime.seed(run.seed(step))
-        trained = sum(batch.trained for batch in batches)  # of the whole step: every token weighs the same
+        trained = run.trained(step)  # of the whole step: every token weighs the same
         try:
-            return sum(runtime.backward(batch, trained) for batch in batches) / trained
+            return sum(runtime.backward(batch, trained) for batch in batches)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -153,13 +153,13 @@ def mlx_loop(run) -> dict:
 
     for step, lr in run.steps():
         batches = run.batches(step)
-        while (loss := gradients(step, batches)) is None:
+        while (loss := run.agreed(step, gradients(step, batches))) is None:
             runtime.forget()
             batches = run.halved(step)
         if step == run.first_step:
-            check_gradients(runtime.gradients)
+            check_gradients(runtime.reduced())
         result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
-        run.report(step, loss, result, lr, batches, memory.used())
+        run.report(step, loss, result, lr, memory.used())
 
         if run.due("evaluate", step):
             run.evaluate(step + 1, evaluation)

@@ -295,6 +295,8 @@ def head_bytes(shapes: Shapes, config: TrainConfig) -> int:
 def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
     """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a cache's size on a
     CPU, and keep a GPU busy. 0: all of a micro-batch."""
+    if config.backend == "mlx":
+        return 0
     if config.loss_rows != "auto":
         return config.loss_rows
     budget = LOSS_BYTES_ON_GPU if config.backend in FUSED_DROPOUT else LOSS_BYTES

@@ -241,7 +241,7 @@ def _placement(draft, backend, row) -> None:
     """Where weights and activations stay."""
     config = draft.config
     for name, why in row.lacks.items():
-        if getattr(config, name):
+        if getattr(config, name) not in (False, 0, AUTO):
             raise UsageError(f"{name} has no effect on backend {str(backend)!r}: {why}", where=config.sources.get(name, ""), cure=f"leave out {name}")
     if config.use_cpu_offload is True:
         raise NotBuilt("use_cpu_offload: parameter offload comes with the fsdp and deepspeed strategies, which are not built yet",

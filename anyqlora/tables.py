@@ -48,7 +48,7 @@ STRATEGIES = {
     "deepspeed": "!strategy deepspeed is not built yet; one process only: --strategy single",
     "tp": "anyqlora.on_torch.strategies.tp:TensorParallel",
     "accelerate": "!strategy accelerate is not built yet; one process only: --strategy single",
-    "mlx": "anyqlora.on_mlx.group:Group",
+    "mlx": "anyqlora.on_mlx.ranks:Ranks",
     "pipeline": "!pipeline parallelism is not offered",
 }
 
@@ -92,6 +92,7 @@ OPTIMIZERS = {
 
 RANKS = {  # framework -> how the processes of a run meet and talk
     "torch": "anyqlora.on_torch.ranks:Ranks",
+    "mlx": "anyqlora.on_mlx.ranks:Ranks",
 }
 
 VIEWS = {  # log_to: what is shown; none of them named is auto

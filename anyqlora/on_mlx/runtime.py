@@ -25,10 +25,12 @@ class Runtime:
         self.compute = COMPUTE[plan.precision]
         self.memory = Memory()
         self.scaler = Scaler(enabled=plan.precision == "fp16_autocast")
-        self.gradients: dict[str, mx.array] | None = None
+        self.gradients: dict[str, mx.array] | None = None  # of this process's micro-batches so far
+        self.summed = False
 
-    def prepare(self, built) -> None:
-        """Take the built model over."""
+    def prepare(self, built, ranks) -> None:
+        """Take the built model over; `ranks` are the processes whose gradients are summed."""
+        self.ranks = ranks
         self.model, self.paths = built.model, built.names
         self.values, self.moments = built.trainable(), {name: {} for name in built.names}
         self.update = tables.load(tables.ON_MLX[self.config.optimizer])
@@ -66,10 +68,18 @@ class Runtime:
         self.put(self.values)  # a compiled step leaves what it traced in the model
         return float(total)
 
+    def reduced(self) -> dict[str, mx.array]:
+        """The step's gradients over all processes."""
+        if not self.summed and self.ranks.size > 1:
+            self.gradients = self.ranks.summed(self.gradients)
+        self.summed = True
+        return self.gradients
+
     def step(self, lr: float, max_grad_norm: float | None, skip: bool = False) -> StepResult:
         """Unscale, measure, clip, update, clear. `skip` clears without an update; so do gradients that are not finite."""
-        scale = self.scaler.scale
-        gradients = {name: gradient / scale for name, gradient in self.gradients.items()} if scale != 1 else self.gradients
+        scale, gradients = self.scaler.scale, self.reduced()
+        if scale != 1:
+            gradients = {name: gradient / scale for name, gradient in gradients.items()}
         norm = mx.linalg.norm(mx.stack([mx.linalg.norm(gradient.reshape(-1)) for gradient in gradients.values()]))
         finite = math.isfinite(float(norm))
         if finite and not skip:
@@ -80,10 +90,10 @@ class Runtime:
             mx.eval(self.values, self.moments)
             self.put(self.values)
         self.scaler.update(finite)
-        self.gradients = None
+        self.gradients, self.summed = None, False
         return StepResult(float(norm), skip or not finite, scale)
 
     def forget(self) -> None:
         """Drop the gradients of a step that is done again, and give the allocator's free memory back."""
-        self.gradients = None
+        self.gradients, self.summed = None, False
         mx.clear_cache()

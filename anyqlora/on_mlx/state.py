@@ -54,9 +54,9 @@ def load(runtime: Runtime, tensors: dict[str, np.ndarray], where: str) -> None:
 
 def restore_best(runtime: Runtime, run) -> None:
     """With `keep best`, what was learned is what the best evaluation saw."""
-    best = run.best_checkpoint()
+    best = run.best_adapter()
     if best:
-        load(runtime, best.adapter, str(best.path))
+        load(runtime, best, str(run.directory))
 
 
 def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:
