@@ -22,7 +22,7 @@ VERBS = {  # verb -> (late-bound main(argv), help)
     "runs": ("", "the local page of runs is not built yet"),
     "verify": ("anyqlora.commands.verify:main", "verify --resume RUN: proves that a stopped and resumed run ends like a whole one"),
     "strategies": ("", "only strategy single is built yet"),
-    "quantize": ("", "writing quantized directories is not built yet"),
+    "quantize": ("anyqlora.commands.quantize:main", "write a model directory with quantized weights, once"),
 }
 
 

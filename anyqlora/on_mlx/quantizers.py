@@ -57,7 +57,8 @@ class Affine(Unquantized):
         return packed
 
     def dequantize(self, module: nn.QuantizedLinear) -> mx.array:
-        return mx.dequantize(module.weight, module.scales, module.get("biases"), group_size=module.group_size, bits=module.bits, mode=module.mode)
+        scales, biases = (part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32) for part in (module.scales, module.get("biases")))
+        return mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode)
 
 
 class Affine2(Affine):

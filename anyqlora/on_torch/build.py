@@ -43,6 +43,8 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     plan, directory = runtime.plan, base_directory(config)
     adapter = tables.load(tables.choose("adapter", plan.adapter, tables.ADAPTERS))(config, runtime.device)
     quantizer = tables.load(tables.choose("quantizer", plan.quantizer, tables.QUANTIZERS))(COMPUTE[plan.precision], config.double_quant)
+    if plan.quantizer in tables.AFFINE:
+        quantizer.group = config.affine_group_size
     already = quantized_as(read_config(directory))
     stored = torch.float32 if adapter.folder == "model" else STORED[plan.precision]  # what is learned is float32
 
@@ -56,7 +58,8 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     def read(quantise) -> nn.Module:
         options = {"dtype": stored, "device": runtime.device, "trust_remote_code": config.trust_remote_code}
         if already:
-            model = weights.read_quantized(str(directory), quantizer, **options)
+            reading = weights.read_packed if already in tables.AFFINE else weights.read_quantized
+            model = reading(str(directory), quantizer, **options)
             adapter.choose(model, quantizer.module_type)
             return model
         return weights.read(str(directory), weights.Placing(quantizer, quantise, adapter.choose), **options)
