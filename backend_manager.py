@@ -104,7 +104,7 @@ BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
 
 _NOT_ON_MLX = {
-    "loss_rows": "logits of a whole micro-batch are made at a time", "profile": "it is torch's profiler", "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
+    "profile": "it is torch's profiler", "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
     "reentrant_checkpointing": "it is a form of torch's checkpointing", "use_activation_cpu_offload": "host and device share one memory"}
 
 _GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,

@@ -20,7 +20,7 @@ VERBS = {  # verb -> (late-bound main(argv), help)
     "export": ("", "merged, gguf, mlx and peft exports are not built yet"),
     "report": ("", "the HTML report is not built yet; metrics.jsonl in the run directory has every step"),
     "runs": ("", "the local page of runs is not built yet"),
-    "verify": ("anyqlora.commands.verify:main", "verify --resume RUN: proves that a stopped and resumed run ends like a whole one"),
+    "verify": ("anyqlora.commands.verify:main", "verify --resume RUN: a resumed run ends like a whole one; verify --parity: backends agree, step by step"),
     "strategies": ("", "only strategy single is built yet"),
     "quantize": ("anyqlora.commands.quantize:main", "write a model directory with quantized weights, once"),
 }

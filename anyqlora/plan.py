@@ -146,7 +146,10 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     shapes = _shapes(draft, described)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
-    draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
+    rows = memory.loss_rows(shapes, draft.config)
+    if draft.config.loss_rows not in (AUTO, rows):
+        draft.adjust("loss_rows", rows, f"backend {backend} makes the logits of a whole micro-batch at a time")
+    draft.choose("loss_rows", rows)
     if shapes and not (described and prequantized.quantized_as(described)):
         _groups(draft, shapes)
     if shapes is not None and found.memory_free is not None:

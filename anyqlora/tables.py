@@ -95,6 +95,11 @@ RANKS = {  # framework -> how the processes of a run meet and talk
     "mlx": "anyqlora.on_mlx.ranks:Ranks",
 }
 
+OPENED = {  # framework -> how a finished run is opened: f(run, plan)
+    "torch": "anyqlora.on_torch.tuned:opened",
+    "mlx": "anyqlora.on_mlx.tuned:opened",
+}
+
 VIEWS = {  # log_to: what is shown; none of them named is auto
     "auto": "",  # a panel on a terminal, else lines
     "stdout": "anyqlora.log:Lines",
