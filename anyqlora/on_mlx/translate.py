@@ -22,9 +22,6 @@ def translated(described: dict, directory: Path, longest: int) -> dict:
         known = set(inspect.signature(model_classes(described)[1]).parameters)
     except (ValueError, KeyError) as error:
         raise NotBuilt(f"mlx-lm has no model of type {kind!r}: {error}", where=where, cure="another --backend") from None
-    experts = next((key for key in EXPERTS if described.get(key)), None)
-    if experts:
-        raise NotBuilt(f"mixture-of-experts models ({experts} = {described[experts]}) are not built on MLX", where=where, cure="another --backend")
     added = _positions(described, known) | _pattern(described, known)
     whole = {**described, **added}
     if "layer_types" not in described:  # what has windows reads there which layers they are for
@@ -36,6 +33,14 @@ def translated(described: dict, directory: Path, longest: int) -> dict:
 
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def refuse_mixtures(described: dict, directory: Path) -> None:
+    """Raises NotBuilt for a mixture of experts."""
+    experts = next((key for key in EXPERTS if described.get(key)), None)
+    if experts:
+        raise NotBuilt(f"mixture-of-experts models ({experts} = {described[experts]}) are not trained on MLX", where=f"{directory}/config.json",
+                       cure="another --backend")
 
 
 def _positions(described: dict, known: set[str]) -> dict:

@@ -14,7 +14,7 @@ from ..layouts import read_config
 from ._compat import model_classes
 from .layers import replace
 from .quantizers import Nf4Linear
-from .translate import translated
+from .translate import refuse_mixtures, translated
 
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 
@@ -24,7 +24,9 @@ def read(directory: Path, longest: int, trust_remote_code: bool = False) -> nn.M
     that mlx-lm does not have, UsageError for files that are not this model's."""
     from mlx_lm.utils import load_model
 
-    added = translated(read_config(directory), directory, longest)
+    described = read_config(directory)
+    refuse_mixtures(described, directory)
+    added = translated(described, directory, longest)
     try:
         model, _ = load_model(directory, lazy=True, model_config=added, get_model_classes=_reading_nf4, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
