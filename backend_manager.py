@@ -116,7 +116,7 @@ CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.MLX: Capabilities("mlx", "gpu", ("bf16", "fp16", "fp32"), ("nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none"),
                               ("adamw", "adam", "sgd", "adadelta"), strategies=("single", "mlx"), collective="ring",
                               adapters=("lora", "rslora", "dora", "full"), autocast=False, lacks=_NOT_ON_MLX,
-                              notes="Apple silicon; MLX's Linux builds when named", tested=frozenset((
+                              notes="Apple silicon; what is marked ran on MLX's Linux CPU build", tested=frozenset((
                                   "fp32", "bf16", "fp16", "nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none", "adamw", "adam", "sgd", "adadelta",
                                   "single", "mlx", "lora", "rslora", "dora", "full"))),
     Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from . import layouts, memory, mesh, prequantized
 from .config import AUTO, TrainConfig, checked
 from .errors import NotBuilt, UsageError
+from .tables import BITS
 
 GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
@@ -217,6 +218,10 @@ def _quantizer(draft, backend, row, found) -> None:
     if config.quantizer in found.quantizers:
         return
     in_row = config.quantizer in row.quantizers
+    same_bits = next((name for name in found.quantizers if BITS.get(name) == BITS.get(config.quantizer)), None)
+    if config.asked("n_bits") and not config.asked("quantizer") and same_bits and not in_row:
+        draft.adjust("quantizer", same_bits, f"backend {backend} has no {config.quantizer}; this is its own of {config.n_bits} bits")
+        return
     if "none" not in found.quantizers or any(map(config.asked, ("quantizer", "train_type", "n_bits"))):
         _refuse(config, "quantizer", backend, in_row, found, found.quantizers)
     why = found.why(config.quantizer) if in_row else f"backend {backend} has no {config.quantizer}"

@@ -1,5 +1,7 @@
 """Architectures on MLX: mlx-lm's model computes what transformers' does, learns, and its adapter loads in plain PEFT - or it is refused by name."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,26 @@ def agree(model, directory):
     theirs = tiny_models.plain(directory)(input_ids=IDS).logits.detach().numpy()
     ours = np.array(model(mx.array(IDS.numpy())).astype(mx.float32))
     assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+
+
+def test_code_of_a_model_is_not_run_unasked(tmp_path):
+    base = tiny_models.make(tmp_path, "llama")
+    described = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**described, "model_file": "mine.py"}))
+    (base / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    with pytest.raises(UsageError, match="--trust_remote_code true"):
+        zoo.read(base, longest=64)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_unknown_type_and_foreign_weights_are_refused(tmp_path):
+    base = tiny_models.make(tmp_path, "llama")
+    described = json.loads((base / "config.json").read_text())
+    for changes, kind, said in (({"model_type": "mammut"}, NotBuilt, "mlx-lm has no model of type 'mammut'"),
+                                ({"num_hidden_layers": 3}, UsageError, "Missing 9 parameters"), ({"hidden_act": "gelu"}, NotBuilt, "hidden_act = gelu")):
+        (base / "config.json").write_text(json.dumps({**described, **changes}))
+        with pytest.raises(kind, match=said):
+            zoo.read(base, longest=64)
 
 
 def test_mlx_lm_still_hides_its_classes():

@@ -11,6 +11,7 @@ import numpy as np
 from .. import nf4
 from ..errors import UsageError
 from ..layouts import read_config
+from ..terminal import printable
 from ._compat import model_classes
 from .layers import replace
 from .quantizers import Nf4Linear
@@ -26,6 +27,9 @@ def read(directory: Path, longest: int, trust_remote_code: bool = False) -> nn.M
 
     described = read_config(directory)
     refuse_mixtures(described, directory)
+    if described.get("model_file") and not trust_remote_code:
+        raise UsageError("the model comes with Python code of its own, which is not run unasked", where=f"{directory}/config.json",
+                         cure=f"read {printable(str(described['model_file']))}, then --trust_remote_code true")
     added = translated(described, directory, longest)
     try:
         model, _ = load_model(directory, lazy=True, model_config=added, get_model_classes=_reading_nf4, trust_remote_code=trust_remote_code)
