@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -57,7 +58,8 @@ def main(argv: list[str]) -> int:
 def train(settings: dict) -> None:
     """One run in a process of its own. Raises RunError with what it said when it fails."""
     flags = [f"--{key}={value}" for key, value in settings.items()]
-    done = subprocess.run([sys.executable, "-m", "anyqlora", "train", *flags], capture_output=True, text=True)
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-m", "anyqlora", "train", *flags], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     if done.returncode:
         kind = UsageError if done.returncode == UsageError.exit_code else RunError
         raise kind(f"{settings['backend']}: {done.stderr.strip().removeprefix('anyqlora train: ')}")
