@@ -41,6 +41,9 @@ class Capabilities:
     strategies: tuple[str, ...] = ("single",)
     collective: str | None = None     # torch.distributed's (or mlx's) backend; None: one process only
     activation_offload: bool = False  # whether host memory is another memory
+    adapters: tuple[str, ...] = ("lora", "rslora", "dora", "pissa", "loftq", "full")
+    autocast: bool = True             # whether weights of one dtype can be computed with in another
+    lacks: Mapping[str, str] = field(default_factory=dict)  # settings that have no effect here, and why
     tested: frozenset[str] = frozenset()  # the cells that tests of this repository run on real hardware
     notes: str = ""
 
@@ -63,6 +66,7 @@ class Found:
     cores: int = 0                    # of the processor; 0: not asked
     threads: int = 0                  # that the environment states; 0: none
     automatic: bool = True            # whether `auto` may take it
+    device: str = ""                  # where it is not the row's: MLX's CPU build has no gpu
     reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
     slow: Mapping[str, str] = field(default_factory=dict)     # cell -> warning; "" for the whole row
 
@@ -95,26 +99,35 @@ class BackendUnavailable(UsageError, ValueError):
     """The backend that was asked for is unknown, or not on this machine."""
 
 
-LOOPS = {"torch": "", "mlx": "the MLX loop is not built yet"}  # framework -> why no loop runs it; "" where one does
+LOOPS = {"torch": "", "mlx": ""}  # framework -> why no loop runs it; "" where one does
 BNB_4BIT = ("nf4", "fp4")
 TORCH_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "tp", "accelerate")
 TORCH_OPTIMIZERS = ("adamw", "fused_adamw", "adam", "sgd", "adadelta")
 BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
 
-_GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
+_NOT_ON_MLX = {
+    "profile": "it is torch's profiler", "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
+    "reentrant_checkpointing": "it is a form of torch's checkpointing", "use_activation_cpu_offload": "host and device share one memory"}
+
+_GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
                     strategies=TORCH_STRATEGIES, collective="nccl", activation_offload=True)
 CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.CUDA: replace(_GPU, notes="NVIDIA GPU"),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
     Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
-    Backend.MLX: Capabilities("mlx", "gpu", ("bf16", "fp16", "fp32"), ("affine4", "none"), ("adamw", "adam", "sgd", "adadelta"),
-                              strategies=("mlx",), collective="ring", notes="Apple silicon; the MLX loop is not built yet"),
-    Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "none"), TORCH_OPTIMIZERS,
+    Backend.MLX: Capabilities("mlx", "gpu", ("bf16", "fp16", "fp32"), ("nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none"),
+                              ("adamw", "adam", "sgd", "adadelta"), strategies=("single", "mlx"), collective="ring",
+                              adapters=("lora", "rslora", "dora", "full"), autocast=False, lacks=_NOT_ON_MLX,
+                              notes="Apple silicon; what is marked ran on MLX's Linux CPU build", tested=frozenset((
+                                  "fp32", "bf16", "fp16", "nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none", "adamw", "adam", "sgd", "adadelta",
+                                  "single", "mlx", "lora", "rslora", "dora", "full"))),
+    Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS,
                               notes="Apple silicon through torch; one process, no collective"),
-    Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
+    Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "affine4", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
                               strategies=TORCH_STRATEGIES, collective="gloo", notes="any CPU; slow", tested=frozenset((
-                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES))),
+                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES,
+                                  "lora", "rslora", "dora", "pissa", "loftq", "full"))),
 }
 
 
@@ -186,8 +199,18 @@ def _mlx(row, machine):
         return _absent(machine.mlx["error"])
     build = machine.mlx.get("build", "")
     has_metal = machine.system == "Darwin" and build == "mlx-metal"
+    lm = machine.mlx.get("lm_version", "")
+    if not build or not lm:
+        lacking = "mlx-lm" if build else "mlx's device code (mlx-metal, or mlx-cpu on Linux)"
+        return _absent(f"mlx {machine.mlx.get('version')} is installed without {lacking}: pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)")
     device = Device(f"mlx {machine.mlx.get('version')} ({build})", "", machine.memory_total, machine.memory_available, True)
-    return Found(True, (device,), row.dtypes, row.quantizers, row.optimizers, row.collective, automatic=has_metal)
+    slow = {"nf4": "NF4 weights are dequantized for each product; affine4 is MLX's own form"}
+    dtypes = row.dtypes
+    if build == "mlx-cpu":
+        slow[""] = "mlx's CPU build is there to try things out, and slow"
+        dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
+    return Found(True, (device,), tuple(d for d in dtypes if d in row.dtypes), row.quantizers, row.optimizers, row.collective,
+                 automatic=has_metal, device="cpu" if build == "mlx-cpu" else "", slow=slow)
 
 
 def _cpu(row, machine):
@@ -231,7 +254,8 @@ class MemoryInfo(dict):
     """{name: bytes}; printed with labels and units."""
 
     LABELS = {"allocated": "Memory allocated", "reserved": "Memory reserved", "free": "Memory free", "rss": "Memory of this process",
-              "total": "Total memory", "available": "Available memory"}
+              "total": "Total memory", "available": "Available memory", "active": "MLX memory active", "peak": "MLX memory at most",
+              "unified": "Unified memory"}
 
     def __str__(self) -> str:
         return "\n".join(f"{self.LABELS[name]}: {memory.shown(count)}" for name, count in self.items())
@@ -253,7 +277,7 @@ class BackendManager:
         name = self._detected() if backend == "auto" else self._checked(str(backend))
         self.backend = Backend(name) if name in list(Backend) else name
         self.found, spec = self.probe(name), self.spec(name)
-        self.capabilities, self.device = spec.capabilities, spec.device
+        self.capabilities, self.device = spec.capabilities, self.found.device or spec.device
         if verbose:
             print("\n".join(self.describe()))
 
@@ -348,6 +372,10 @@ class BackendManager:
             module, found = getattr(torch, self.capabilities.device), self.found
             info = MemoryInfo(allocated=module.memory_allocated(0), reserved=module.memory_reserved(0), total=found.memory_total)
             return info if found.memory_free is None else MemoryInfo(info, free=module.mem_get_info(0)[0])  # some drivers do not tell
+        if self.capabilities.framework == "mlx":
+            import mlx.core as mx
+
+            return MemoryInfo(active=mx.get_active_memory(), peak=mx.get_peak_memory(), unified=self.found.memory_total)
         if self.capabilities.device == "mps":
             import torch
 

@@ -123,7 +123,61 @@ def torch_loop(run) -> dict:
     return run.finish(sha256, memory.peak())
 
 
-LOOPS = {"torch": torch_loop}
+def mlx_loop(run) -> dict:
+    """Train on MLX: Apple silicon, or MLX's builds for Linux."""
+    from anyqlora.on_mlx.build import build, check_gradients
+    from anyqlora.on_mlx.evaluate import evaluator
+    from anyqlora.on_mlx.memory import is_out_of_memory
+    from anyqlora.on_mlx.runtime import Runtime
+    from anyqlora.on_mlx.state import finished, restore, restore_best, snapshot
+
+    config = run.config
+    runtime = Runtime(run.plan)
+    memory = run.closing(runtime.memory)
+    built = build(config, runtime)
+    run.check_room(sum(value.size for value in built.trainable().values()))
+    runtime.prepare(built, run.ranks)
+    if run.restored:
+        restore(runtime, run.restored)
+    evaluation = evaluator(run, built.model)
+    if run.data.held_out and (not run.restored or run.pending_evaluation):
+        run.evaluate(run.first_step, evaluation)
+
+    def gradients(step: int, batches: list) -> float | None:
+        """Accumulate the step's gradients. Returns the sum of this process's token losses, or None when memory ran out."""
+        runtime.seed(run.seed(step))
+        trained = run.trained(step)  # of the whole step: every token weighs the same
+        try:
+            return sum(runtime.backward(batch, trained) for batch in batches)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            run.out_of_memory(step)
+            return None
+
+    for step, lr in run.steps():
+        batches = run.batches(step)
+        while (loss := run.agreed(step, gradients(step, batches))) is None:
+            runtime.forget()
+            batches = run.halved(step)
+        if step == run.first_step:
+            check_gradients(runtime.reduced())
+        result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
+        run.report(step, loss, result, lr, memory.used())
+
+        if run.due("evaluate", step):
+            run.evaluate(step + 1, evaluation)
+        if run.due("save", step):
+            run.save(step + 1, lambda: snapshot(runtime, built))
+
+    restore_best(runtime, run)
+    if run.data.held_out:
+        run.evaluate(run.last_step, evaluation)
+    sha256 = run.write_finished(*finished(runtime, built, run))
+    return run.finish(sha256, memory.peak())
+
+
+LOOPS = {"torch": torch_loop, "mlx": mlx_loop}
 
 if __name__ == "__main__":
     with explained("train.py"):

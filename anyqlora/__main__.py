@@ -17,12 +17,13 @@ VERBS = {  # verb -> (late-bound main(argv), help)
     "eval": ("anyqlora.commands.eval:main", "loss, perplexity and exact match of a finished run"),
     "config": ("anyqlora.commands.config:main", "config explain [flags]: each value and where it came from"),
     "backends": ("anyqlora.commands.backends:main", "what each backend can do, and what this machine does"),
-    "export": ("", "merged, gguf, mlx and peft exports are not built yet"),
+    "export": ("anyqlora.commands.export:main", "an adapter in the form that mlx-lm or PEFT takes"),
+    "convert": ("anyqlora.commands.convert:main", "a model directory between Hugging Face's form and mlx-lm's"),
     "report": ("", "the HTML report is not built yet; metrics.jsonl in the run directory has every step"),
     "runs": ("", "the local page of runs is not built yet"),
-    "verify": ("anyqlora.commands.verify:main", "verify --resume RUN: proves that a stopped and resumed run ends like a whole one"),
+    "verify": ("anyqlora.commands.verify:main", "verify --resume RUN: a resumed run ends like a whole one; verify --parity: backends agree, step by step"),
     "strategies": ("anyqlora.commands.strategies:main", "how processes share the work: strategies list, strategies show NAME"),
-    "quantize": ("", "writing quantized directories is not built yet"),
+    "quantize": ("anyqlora.commands.quantize:main", "write a model directory with quantized weights, once"),
 }
 
 

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,8 @@ STAGED, OLD, REMOVED = ".staged", ".old", ".removed"
 
 
 Content = bytes | list  # of a file: bytes, or pieces of bytes that lie elsewhere, such as a model's own tensors
-SAFETENSORS = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16", "int32": "I32", "float32": "F32", "int64": "I64",
-               "float64": "F64"}  # numpy's names -> the format's
+SAFETENSORS = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "int32": "I32", "uint32": "U32",
+               "float32": "F32", "int64": "I64", "float64": "F64"}  # numpy's names -> the format's
 
 
 class Disk:
@@ -68,20 +69,28 @@ def pieces(content: Content) -> Iterable[bytes]:
     return [content] if isinstance(content, bytes) else content
 
 
-def tensors_to_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> list:
+def tensors_to_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None, dtypes: Mapping[str, str] | None = None) -> list:
     """A safetensors file, as pieces: a header, then the tensors' own memory, which is not copied.
 
     The library's own `save` makes one block of all: of a whole model and its moments that is three times the model. The bytes are
-    the same for tensors of one dtype (https://github.com/huggingface/safetensors#format).
+    the same for tensors of one dtype (https://github.com/huggingface/safetensors#format). `dtypes` names the format's type of tensors
+    whose bits numpy holds as another: it has no bf16.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, value in ordered:
         start, end = end, end + value.nbytes
-        header[name] = {"dtype": SAFETENSORS[value.dtype.name], "shape": list(value.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": (dtypes or {}).get(name) or SAFETENSORS[value.dtype.name], "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data for _, value in ordered)]
+
+
+def saved_by(thing, **options) -> dict[str, bytes]:
+    """{name: content} of what `thing.save_pretrained` writes."""
+    with tempfile.TemporaryDirectory() as directory:
+        thing.save_pretrained(directory, **options)
+        return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()}
 
 
 def size_and_hash(content: Content) -> dict:

@@ -56,7 +56,7 @@ def flags_of(function):
     def flag(f):
         shown = str(f.default).lower() if isinstance(f.default, bool) else f.default
         choices = f.metadata["choices"]
-        options = " [" + "|".join(str(c).lower() if isinstance(c, bool) else c for c in choices) + "]" if choices else ""
+        options = " [" + "|".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices) + "]" if choices else ""
         default = f" (default: {shown})" if shown != "" else ""
         text = (f.metadata["help"] + options + default).replace("%", "%%")
         return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=typing.Annotated[str, text])

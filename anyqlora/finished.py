@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,12 @@ from .config import SETTINGS, TrainConfig, from_environment, from_file, parsed
 from .errors import UsageError
 from .examples import DIALOGUES, Example
 from .formats import BadRow, Talk
+from .log import Lines
 from .tables import nearest
+from .terminal import printable
 
+OF_SEVERAL = ("mesh", "layout", "strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters",
+              "use_cpu_offload")  # not here
 WEIGHTS = {"adapter": "adapter_model.safetensors", "model": "model.safetensors"}
 
 
@@ -122,3 +127,34 @@ def read(directory: Path) -> Finished:
             raise UsageError("its sha256 is not the one that was written", where=str(weights),
                              cure=f"a checkpoint of {directory / 'checkpoints'}")
     return run
+
+
+def plan_here(run: Finished, changed: dict):
+    """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is said."""
+    from backend_manager import BackendManager  # not for reading a run
+
+    own = {"model_name": str(run.folder)} if run.config.adapter == "full" else {}  # a whole model needs no base
+    together = {name: SETTINGS[name].default for name in OF_SEVERAL}
+    sources = {**run.config.sources, **dict.fromkeys(OF_SEVERAL, "default")}
+    config = run.config.with_(strict=False, sources=sources, **{**together, "strategy": "single", "world_size": 1, **changed, **own})
+    if "backend" not in changed and config.backend not in BackendManager().available():
+        print(f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers", file=sys.stderr)
+        config = config.with_(backend="auto")
+    plan = BackendManager(config.backend).plan(config)
+    for adjustment in plan.adjustments:
+        if adjustment.field in ("precision", "quantizer"):  # the rest is about training
+            print(printable(str(adjustment)), file=sys.stderr)
+    return plan
+
+
+@dataclass
+class Asked:
+    """What `evaluator` reads of a run."""
+
+    config: object
+    data: data.Data
+    tokenizer: object
+    console: Lines
+
+    def interruptible(self) -> None:
+        """Nothing has to be saved: Ctrl-C ends it."""

@@ -78,11 +78,11 @@ def _explained(config: TrainConfig) -> Iterator[None]:
 
 def check_weights(directory: Path) -> None:
     """Raises UsageError when a weight file is missing, cut short or not safetensors. Reads headers only."""
-    for name in _weight_files(directory):
+    for name in weight_files(directory):
         check_safetensors(directory / name)
 
 
-def _weight_files(directory: Path) -> list[str]:
+def weight_files(directory: Path) -> list[str]:
     """The files that transformers reads: one, or those that the index names. Raises UsageError."""
     if (directory / SINGLE).exists():
         return [SINGLE]

@@ -47,7 +47,7 @@ class Machine:
     cuda: tuple[Device, ...] = ()                        # NVIDIA's or, where torch is built for ROCm, AMD's
     xpu: tuple[Device, ...] = ()
     mps: Mapping = field(default_factory=dict)           # built, available, allocates, quantizes, bf16, memory_total, memory_free, error
-    mlx: Mapping = field(default_factory=dict)           # version, build (one of MLX_BUILDS), error
+    mlx: Mapping = field(default_factory=dict)           # version, build (one of MLX_BUILDS; "": none), lm_version (mlx-lm's), error
     bitsandbytes: Mapping = field(default_factory=dict)  # version, library (the native library's file), error
 
     def to_dict(self) -> dict:
@@ -201,7 +201,7 @@ def _mlx() -> dict:
     if importlib.util.find_spec("mlx") is None:
         return {"error": "mlx is not installed"}
     build = next((name for name in MLX_BUILDS if _version(name)), "")
-    return {"version": _version("mlx"), "build": build}
+    return {"version": _version("mlx"), "build": build, "lm_version": _version("mlx-lm")}
 
 
 def _version(package: str) -> str:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from .config import TrainConfig
 from .layouts import Linear, Shapes, source_of
-from .tables import FUSED_ADAPTERS, FUSED_QUANTIZERS, FUSED_STRATEGIES
+from .tables import AFFINE, BITS, FUSED_ADAPTERS, FUSED_QUANTIZERS, FUSED_STRATEGIES
 
 FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
 STORED = {"fp32": 4, "bf16": 2, "fp16_autocast": 4, "bf16_autocast": 4, "bf16_buffers_autocast": 2}  # of an unquantized frozen weight
 MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta": 8, "sgd": 0,  # bytes per trained parameter
            "adamw_8bit": 2 + 2 * 4 / 256, "paged_adamw_8bit": 2 + 2 * 4 / 256}  # 8-bit: one float32 scale per 256 values
+GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for choice
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 LOSS_BYTES, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 512 << 20, 128_000  # of the logits that are made at a time
 FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
@@ -58,7 +59,7 @@ class Widths:
     @classmethod
     def of(cls, config: TrainConfig) -> Widths:
         is_full = config.adapter == "full"
-        stored = FULL if is_full else STORED[config.precision]
+        stored = FULL if is_full else stored_bytes(config)
         computed = FULL if config.precision == "fp32" else 2
         autocast = config.precision.endswith("autocast") or (is_full and computed == 2)
         return cls(stored, computed, stored if config.quantizer in ("nf4", "fp4") else computed, autocast)
@@ -67,6 +68,16 @@ class Widths:
     def copied(self) -> int:
         """What an adapter computes in: float32, unless autocast turns its input into 16 bits."""
         return self.computed if self.autocast else FULL
+
+
+def stored_bytes(config: TrainConfig) -> int:
+    """Of an unquantized frozen weight. MLX has no autocast: it keeps in 16 bits what it computes in 16 bits."""
+    return 2 if config.backend == "mlx" and config.precision != "fp32" else STORED[config.precision]
+
+
+def group_size(config: TrainConfig) -> int:
+    """Weights of a row that share a scale; 0 where scales know no rows."""
+    return config.affine_group_size if config.quantizer in AFFINE else GROUPS.get(config.quantizer, 0)
 
 
 def shown(count: float) -> str:
@@ -139,7 +150,7 @@ def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
     linears = shapes.layers * sum(linear.count * quantized_bytes(linear, config) for linear in shapes.linears)
     cache = cache_bytes(shapes, config)
     return {"linear weights": linears, **({"dequantized weights": cache} if cache else {}),
-            "embedding, head, norms": shapes.other_parameters * STORED[config.precision], "adapter": adapter_parameters(shapes, config) * FULL}
+            "embedding, head, norms": shapes.other_parameters * stored_bytes(config), "adapter": adapter_parameters(shapes, config) * FULL}
 
 
 def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -150,14 +161,19 @@ def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 def quantized_bytes(linear: Linear, config: TrainConfig) -> int:
     """One linear: nf4 and fp4 half a byte per weight and a scale per 64 (float32; with double quantization one byte, and float32
-    per 256 scales); int8 one byte per weight and a float32 scale per output; none the precision's own dtype."""
+    per 256 scales); int8 one byte per weight and a float32 scale per output; affine a scale and a bias per group of a row; none the
+    precision's own dtype."""
     n = linear.outputs * linear.inputs
     if config.quantizer == "none":
-        return n * STORED[config.precision]
+        return n * stored_bytes(config)
+    if group := group_size(config):
+        scale = 1 if config.quantizer in GROUPS else 2 * (FULL if config.backend == "mlx" and config.precision == "fp32" else 2)
+        return n * BITS[config.quantizer] // 8 + scale * n // group
     if config.quantizer == "int8":
         return n + FULL * linear.outputs
     scales = -(-n // BLOCK)
-    scale_bytes = scales + FULL * -(-scales // SCALES_BLOCK) if config.double_quant else FULL * scales
+    nested = config.double_quant and config.backend != "mlx"  # there the scales are unpacked when they are read
+    scale_bytes = scales + FULL * -(-scales // SCALES_BLOCK) if nested else FULL * scales
     return -(-n // 2) + scale_bytes
 
 
@@ -324,6 +340,8 @@ def head_bytes(shapes: Shapes, config: TrainConfig) -> int:
 def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
     """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a cache's size on a
     CPU, and keep a GPU busy. 0: all of a micro-batch."""
+    if config.backend == "mlx":
+        return 0
     if config.loss_rows != "auto":
         return config.loss_rows
     budget = LOSS_BYTES_ON_GPU if config.backend in FUSED_DROPOUT else LOSS_BYTES

@@ -27,7 +27,7 @@ from .world import Alone
 RESULT, IDENTITY = "result.json", "identity.json"
 # What makes two runs the same run. Change one of these and resuming would not continue what was started.
 SETTINGS = (
-    "quantizer", "adapter", "double_quant", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "quantizer", "adapter", "double_quant", "affine_group_size", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
     "context_length", "packing", "prompt_format", "dataset_format", "dataset_samples", "on_bad_row", "on_long_row", "eval_fraction",
     "seed", "num_epochs", "max_steps", "lr", "lr_scheduler", "warmup_steps", "warmup_ratio", "cosine_min_lr_ratio", "lr_cycles", "lr_power",
     "lr_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "wd", "apply_gradient_clipping", "grad_norm", "spike_guard",

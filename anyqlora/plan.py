@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from . import layouts, memory, mesh, prequantized, tables
 from .config import AUTO, TrainConfig, checked
 from .errors import NotBuilt, UsageError
-from .tables import FUSED_STRATEGIES
+from .tables import BITS, FUSED_STRATEGIES
 
 GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
@@ -153,6 +153,8 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         prequantized.adopt(draft, described)
         _positions(draft, described)
     _quantizer(draft, backend, row, found)
+    if draft.config.adapter not in row.adapters:
+        _refuse(draft.config, "adapter", backend, False, found, row.adapters)
     checked(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
@@ -160,6 +162,8 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
     _fast_paths(draft, row, shapes, found)
+    if shapes and not (described and prequantized.quantized_as(described)):
+        _groups(draft, shapes)
     if shapes is not None and found.memory_free is not None:
         _sharded(draft, shapes, found.memory_free)
         _evaluation(draft, shapes, found.memory_free)
@@ -236,6 +240,8 @@ def _precision(draft, backend, row, found) -> None:
         instead = next(d for d in ("fp16", "fp32", "bf16") if d in found.dtypes)
         why = found.why(dtype) if dtype in row.dtypes else f"backend {backend} does not compute in {dtype}"
         draft.adjust("precision", PRECISION_OF[instead], why)
+    elif not row.autocast and PRECISION_OF[dtype] != asked:
+        draft.adjust("precision", PRECISION_OF[dtype], f"backend {backend} has no autocast: what is computed in 16 bits is kept in 16 bits")
 
 
 def _quantizer(draft, backend, row, found) -> None:
@@ -244,12 +250,26 @@ def _quantizer(draft, backend, row, found) -> None:
     if config.quantizer in found.quantizers:
         return
     in_row = config.quantizer in row.quantizers
+    same_bits = next((name for name in found.quantizers if BITS.get(name) == BITS.get(config.quantizer)), None)
+    if config.asked("n_bits") and not config.asked("quantizer") and same_bits and not in_row:
+        draft.adjust("quantizer", same_bits, f"backend {backend} has no {config.quantizer}; this is its own of {config.n_bits} bits")
+        return
     if "none" not in found.quantizers or any(map(config.asked, ("quantizer", "train_type", "n_bits"))):
         _refuse(config, "quantizer", backend, in_row, found, found.quantizers)
     why = found.why(config.quantizer) if in_row else f"backend {backend} has no {config.quantizer}"
     instead = "int8" if "int8" in found.quantizers else "none"
     draft.adjust("quantizer", instead, why)
     draft.choose("n_bits", 8 if instead == "int8" else 16)
+
+
+def _groups(draft, shapes) -> None:
+    """Affine groups do not cross the end of a row. Raises UsageError naming every layer whose inputs are no multiple of one."""
+    config = draft.config
+    group = memory.group_size(config)
+    wrong = [f"{linear.name} has {linear.inputs}" for linear in shapes.linears if group and linear.inputs % group]
+    if wrong:
+        raise UsageError(f"quantizer {config.quantizer}: inputs are taken in groups of {group}, and {', '.join(wrong)}",
+                         where=config.sources.get("quantizer", ""), cure="--affine_group_size 32 where that divides them, or --quantizer nf4")
 
 
 def _optimizer(draft, backend, row, found) -> None:
@@ -260,6 +280,9 @@ def _optimizer(draft, backend, row, found) -> None:
 def _placement(draft, backend, row) -> None:
     """Where weights and activations stay."""
     config = draft.config
+    for name, why in row.lacks.items():
+        if getattr(config, name) not in (False, 0, AUTO):
+            raise UsageError(f"{name} has no effect on backend {str(backend)!r}: {why}", where=config.sources.get(name, ""), cure=f"leave out {name}")
     if config.use_cpu_offload is True and config.strategy not in ("fsdp", "deepspeed"):
         raise UsageError(f"use_cpu_offload: strategy {config.strategy} keeps all weights on the device", where=config.sources.get("use_cpu_offload", ""),
                          cure="--strategy fsdp or deepspeed, --use_activation_cpu_offload true, or leave it out")
@@ -284,7 +307,10 @@ def _fast_paths(draft, row, shapes, found) -> None:
     draft.choose("fused", is_built and memory.is_fused(draft.config))
     if draft.config.flat == AUTO:
         draft.choose("flat", is_built and row.device == "cpu" and draft.config.loss_rows != 0)
-    draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
+    rows = memory.loss_rows(shapes, draft.config)
+    if draft.config.loss_rows not in (AUTO, rows):
+        draft.adjust("loss_rows", rows, f"backend {draft.config.backend} makes the logits of a whole micro-batch at a time")
+    draft.choose("loss_rows", rows)
     if draft.config.threads == AUTO and found.cores:
         narrow = shapes is not None and shapes.hidden * shapes.intermediate < NARROW
         draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, draft.config.world_size))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .errors import NotBuilt, UsageError
+from .tables import AFFINE, BITS, QUANTIZERS
 
 NEEDS_FULL_PRECISION = ("pissa", "loftq", "full")
 
@@ -12,6 +13,9 @@ def quantized_as(described: dict) -> str | None:
 
     Raises NotBuilt for weights quantized by another method.
     """
+    packed = described.get("quantization")
+    if packed:
+        return _packed_by_mlx(packed)
     about = described.get("quantization_config") or described.get("text_config", {}).get("quantization_config")
     if not about:
         return None
@@ -20,6 +24,18 @@ def quantized_as(described: dict) -> str | None:
         raise NotBuilt(f"the checkpoint's weights are quantized by {method}, which is not read", where="config.json: quantization_config",
                        cure="the same model with unquantized (bf16) weights")
     return about.get("bnb_4bit_quant_type", "fp4") if about.get("load_in_4bit") else "int8"
+
+
+def _packed_by_mlx(about: dict) -> str:
+    """The quantizer that mlx-lm's `quantization` describes. Raises NotBuilt for one that is not in the table."""
+    mode, bits = about.get("mode", "affine"), about.get("bits")
+    name = mode if mode != "affine" else f"affine{bits}"
+    single = [key for key, value in about.items() if isinstance(value, (dict, bool))]
+    if name not in QUANTIZERS or single:
+        what = f"{mode} in {bits} bits" if name not in QUANTIZERS else f"layer by layer ({single[0]})"
+        raise NotBuilt(f"the checkpoint's weights are quantized {what}, which is not read", where="config.json: quantization",
+                       cure="the same model with unquantized (bf16) weights")
+    return name
 
 
 def adopt(draft, described: dict) -> None:
@@ -31,6 +47,12 @@ def adopt(draft, described: dict) -> None:
     if config.adapter in NEEDS_FULL_PRECISION:
         raise UsageError(f"adapter {config.adapter} needs the full-precision weights, and this checkpoint's are quantized ({found})",
                          where=config.sources.get("adapter", ""), cure="--adapter lora, or the same model with unquantized weights")
+    group = (described.get("quantization") or {}).get("group_size", config.affine_group_size)
+    if found in AFFINE and group != config.affine_group_size:
+        if config.asked("affine_group_size"):
+            raise UsageError(f"affine_group_size = {config.affine_group_size} contradicts the checkpoint, whose groups have {group}",
+                             where=config.sources["affine_group_size"], cure=f"--affine_group_size {group}, or leave it out")
+        draft.choose("affine_group_size", group)
     if found != config.quantizer:
         asked = next((name for name in ("quantizer", "n_bits") if config.asked(name)), None)
         asked = asked or ("train_type" if config.quantizer == "none" and config.asked("train_type") else None)
@@ -38,4 +60,4 @@ def adopt(draft, described: dict) -> None:
             raise UsageError(f"{asked} = {getattr(config, asked)} contradicts the checkpoint, whose weights are quantized already: {found}",
                              where=config.sources.get(asked, ""), cure=f"--quantizer {found}, or the same model with unquantized weights")
         draft.adjust("quantizer", found, "the checkpoint's weights are quantized already")
-        draft.choose("n_bits", 8 if found == "int8" else 4)
+        draft.choose("n_bits", BITS[found])

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from statistics import median
+from typing import NamedTuple
 
 from .audit import findings
 from .card import card
@@ -29,6 +30,14 @@ from .views import view
 from .world import Alone
 
 NON_FINITE_LIMIT = 3
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did. `grad_norm` is the 2-norm before clipping, over all trained tensors and ranks."""
+
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
 
 
 class Run:

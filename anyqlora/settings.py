@@ -36,6 +36,7 @@ class TrainConfig:
     adapter: str = setting(AUTO, "what is learned; auto: as train_type says", choices=(AUTO, *tables.ADAPTERS))
     n_bits: int | str = setting(AUTO, "4 or 8: qlora's nf4 or int8; auto: as quantizer says", also=("bits",))
     double_quant: bool = setting(True, "quantize the 4-bit scales too", also=("bnb_4bit_use_double_quant",))
+    affine_group_size: int = setting(64, "weights of a row that share a scale and a bias of an affine quantizer", choices=(32, 64, 128))
     hqq_group_size: int = setting(64, "HQQ's group size", low=1)
     llama_pro_path: str = setting("", "directory of a block-expanded model")
     lora_rank: int = setting(16, "rank of the adapters", also=("lora_r", "r"), low=1)
@@ -231,8 +232,8 @@ def parsed(name: str, raw: object, where: str) -> object:
     else:
         refuse("true or false")
     if choices and value not in choices:
-        shown = [str(c).lower() if isinstance(c, bool) else c for c in choices]
-        raise UsageError(f"{name}: unknown value {text!r}{tables.nearest(text, map(str, shown))}", where=where,
+        shown = [str(c).lower() if isinstance(c, bool) else str(c) for c in choices]
+        raise UsageError(f"{name}: unknown value {text!r}{tables.nearest(text, shown)}", where=where,
                          cure="one of: " + ", ".join(shown))
     return value
 

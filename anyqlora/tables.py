@@ -19,9 +19,17 @@ QUANTIZERS = {
     "int8": "anyqlora.on_torch.quantizers.bnb:Int8",
     "hqq": "!HQQ quantization is not built yet; use nf4, fp4 or int8",
     "torchao_int4": "!torchao's int4 is not built yet; use nf4, fp4 or int8",
-    "affine4": "!the portable affine4 base comes with the MLX loop; use nf4, fp4 or int8",
+    "affine4": "anyqlora.on_torch.quantizers.affine:Affine4",
+    "affine2": "anyqlora.on_mlx.quantizers:Affine2",  # from here on: MLX's own, which no torch backend has in its row
+    "affine3": "anyqlora.on_mlx.quantizers:Affine3",
+    "affine5": "anyqlora.on_mlx.quantizers:Affine5",
+    "affine6": "anyqlora.on_mlx.quantizers:Affine6",
+    "affine8": "anyqlora.on_mlx.quantizers:Affine8",
+    "mxfp4": "anyqlora.on_mlx.quantizers:Mxfp4",
+    "nvfp4": "anyqlora.on_mlx.quantizers:Nvfp4",
 }
-BITS = {"none": 16, "nf4": 4, "fp4": 4, "int8": 8, "hqq": 4, "torchao_int4": 4, "affine4": 4}
+AFFINE = ("affine2", "affine3", "affine4", "affine5", "affine6", "affine8")
+BITS = {"none": 16, "nf4": 4, "fp4": 4, "int8": 8, "hqq": 4, "torchao_int4": 4, **{name: int(name[-1]) for name in AFFINE}, "mxfp4": 4, "nvfp4": 4}
 
 ADAPTERS = {
     "lora": "anyqlora.on_torch.adapters.lora:Lora",
@@ -40,10 +48,24 @@ STRATEGIES = {
     "deepspeed": "anyqlora.on_torch.strategies.deepspeed:DeepSpeed",
     "tp": "anyqlora.on_torch.strategies.tp:TensorParallel",
     "accelerate": "anyqlora.on_torch.strategies.accelerate:Accelerate",
-    "mlx": "!strategy mlx comes with the MLX loop, which is not built yet",
+    "mlx": "anyqlora.on_mlx.ranks:Ranks",
     "pipeline": "!pipeline parallelism is not offered",
     "megatron": "!Megatron-LM is not offered; use tp or fsdp",
     "tpu": "!TPUs are not offered",
+}
+
+ON_MLX = {  # what the MLX loop takes for names that torch has too
+    "none": "anyqlora.on_mlx.quantizers:Unquantized",
+    "nf4": "anyqlora.on_mlx.quantizers:Nf4",
+    "affine4": "anyqlora.on_mlx.quantizers:Affine4",
+    "lora": "anyqlora.on_mlx.adapters:Lora",
+    "rslora": "anyqlora.on_mlx.adapters:RankStabilisedLora",
+    "dora": "anyqlora.on_mlx.adapters:Dora",
+    "full": "anyqlora.on_mlx.adapters:Full",
+    "adamw": "anyqlora.on_mlx.optimizers:adamw",
+    "adam": "anyqlora.on_mlx.optimizers:adam",
+    "sgd": "anyqlora.on_mlx.optimizers:sgd",
+    "adadelta": "anyqlora.on_mlx.optimizers:adadelta",
 }
 
 TRAIN_TYPES = {  # fsdp_qlora's names -> (quantizer, adapter); a string is a refusal
@@ -77,6 +99,12 @@ OPTIMIZERS = {
 
 RANKS = {  # framework -> how the processes of a run meet and talk
     "torch": "anyqlora.on_torch.ranks:Ranks",
+    "mlx": "anyqlora.on_mlx.ranks:Ranks",
+}
+
+OPENED = {  # framework -> how a finished run is opened: f(run, plan)
+    "torch": "anyqlora.on_torch.tuned:opened",
+    "mlx": "anyqlora.on_mlx.tuned:opened",
 }
 
 VIEWS = {  # log_to: what is shown; none of them named is auto

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from .config import TrainConfig
 from .errors import UsageError
@@ -31,9 +33,11 @@ class World:
 
     @classmethod
     def here(cls, config: TrainConfig, environ: Mapping[str, str] = os.environ) -> World:
-        """This process, from the environment that torchrun, `srun` or train.py itself made. Raises UsageError for half of one."""
+        """This process, from the environment that torchrun, `srun`, mlx.launch or train.py itself made. Raises UsageError for half of one."""
         if any(environ.get(name) for name in OF_TORCHRUN[:3]):
             world = cls._of_torchrun(environ)
+        elif environ.get("MLX_RANK"):
+            world = cls._of_mlx_launch(environ)
         elif environ.get("SLURM_JOB_ID"):
             world = cls._of_slurm(config, environ)
         else:
@@ -54,6 +58,22 @@ class World:
         if not 0 <= rank < size:
             raise UsageError(f"RANK {rank} is not one of WORLD_SIZE {size}", where="environment", cure="start with torchrun, which sets both")
         return cls(rank, size, local, "the launcher", environ["MASTER_ADDR"], environ["MASTER_PORT"])
+
+    @classmethod
+    def _of_mlx_launch(cls, environ: Mapping[str, str]) -> World:
+        """mlx.launch gives each process its rank, and a file with the addresses of all."""
+        path = environ.get("MLX_HOSTFILE", "")
+        try:
+            hosts = json.loads(Path(path).read_text(encoding="utf-8"))
+            size = len(hosts)
+            local = [host[0].rpartition(":")[0] for host in hosts]
+        except (OSError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise UsageError(f"MLX_RANK is set, and MLX_HOSTFILE {path!r} cannot be read: {error}", where="environment",
+                             cure="mlx.launch --backend ring, which sets both; or --world_size N without it") from None
+        rank = _number(environ, "MLX_RANK")
+        if rank >= size:
+            raise UsageError(f"MLX_RANK {rank} is not one of the {size} of {path}", where="environment", cure="start with mlx.launch, which sets both")
+        return cls(rank, size, local[:rank].count(local[rank]), "mlx.launch")
 
     @classmethod
     def _of_slurm(cls, config: TrainConfig, environ: Mapping[str, str]) -> World:

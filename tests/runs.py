@@ -20,7 +20,7 @@ def run(output, name="run", during=None, **settings) -> Path:
     """
     config = resolve({"output_dir": str(output), "run_name": name, "backend": "cpu", **settings}, environ={}, said="test")
     loops = dict(train.LOOPS)
-    train.LOOPS["torch"] = lambda run: loops["torch"](_watched(run, during))
+    train.LOOPS.update({name: lambda run, loop=loop: loop(_watched(run, during)) for name, loop in loops.items()})
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             train.train(config)

@@ -18,8 +18,8 @@ from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, RunError, UsageError
 from anyqlora.layouts import read_config
 from anyqlora.on_torch.adapters.factored import factors
-from anyqlora.on_torch.adapters.lora import shortest
 from anyqlora.on_torch.quantizers.bnb import Nf4
+from anyqlora.targets import shortest
 
 KINDS = [name for name, row in tables.ADAPTERS.items() if not row.startswith("!") and name != "full"]
 IDS = torch.arange(5, 35).reshape(2, 15) * 7 % 500
@@ -185,7 +185,7 @@ def test_targets_that_are_not_there_are_refused(stated, message, base, tmp_path)
 def test_whole_names_where_the_last_part_says_too_much():
     model = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"proj": torch.nn.Linear(2, 2), "out": torch.nn.Linear(2, 2)}),
                                  "b": torch.nn.ModuleDict({"proj": torch.nn.Linear(2, 2)})})
-    assert shortest({"a.proj", "a.out"}, model) == ["a.proj", "out"]
+    assert shortest({"a.proj", "a.out"}, (name for name, _ in model.named_modules())) == ["a.proj", "out"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

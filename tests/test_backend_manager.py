@@ -34,15 +34,15 @@ THIS = observe()
 
 # machine -> what is available, what auto takes, its device, dtypes (best first), quantizers, collective
 EXPECTED = {
-    "t4": (["cuda", "cpu"], "cuda", "cuda:0", ("fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "nccl"),
-    "a100": (["cuda", "cpu"], "cuda", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "nccl"),
-    "h200": (["cuda", "cpu"], "cuda", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "nccl"),
-    "rx7900": (["rocm", "cpu"], "rocm", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "nccl"),
-    "arc": (["xpu", "cpu"], "xpu", "xpu:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), "xccl"),
-    "m1_macos13": (["cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("none",), "gloo"),
-    "m3": (["mlx", "mps", "cpu"], "mps", "mps", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "none"), None),
-    "linux_mlx": (["mlx", "cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("nf4", "fp4", "int8", "none"), "gloo"),
-    "nothing": (["cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("none",), "gloo"),
+    "t4": (["cuda", "cpu"], "cuda", "cuda:0", ("fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "nccl"),
+    "a100": (["cuda", "cpu"], "cuda", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "nccl"),
+    "h200": (["cuda", "cpu"], "cuda", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "nccl"),
+    "rx7900": (["rocm", "cpu"], "rocm", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "nccl"),
+    "arc": (["xpu", "cpu"], "xpu", "xpu:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "xccl"),
+    "m1_macos13": (["cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("affine4", "none"), "gloo"),
+    "m3": (["mlx", "mps", "cpu"], "mlx", "gpu", ("bf16", "fp16", "fp32"), CAPABILITIES[Backend.MLX].quantizers, "ring"),
+    "linux_mlx": (["mlx", "cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("nf4", "fp4", "int8", "affine4", "none"), "gloo"),
+    "nothing": (["cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("affine4", "none"), "gloo"),
 }
 
 
@@ -96,16 +96,16 @@ def test_broken_driver_library_and_metal_have_reasons():
     assert BackendManager(machine=no_driver).probe("cuda").why("available") == "the NVIDIA driver is too old"
     no_library = without(t4, bitsandbytes={"version": "0.50.2", "error": "libcudart.so.13: cannot open"})
     found = BackendManager(machine=no_library).found
-    assert found.quantizers == ("none",)
+    assert found.quantizers == ("affine4", "none")
     assert "libcudart" in found.why("nf4")
     assert "paged_adamw" not in found.optimizers
     assert "adamw" in found.optimizers
     wrong = without(m3, mps={**m3.mps, "quantizes": False, "bf16": False})
-    found = BackendManager(machine=wrong).found
+    found = BackendManager("mps", machine=wrong).found
     assert found.dtypes == ("fp16", "fp32")
-    assert found.quantizers == ("none",)
+    assert found.quantizers == ("affine4", "none")
     dead = without(m3, mps={"built": True, "available": True, "allocates": False, "error": "Metal is out of reach"})
-    assert BackendManager(machine=dead).backend == "cpu"
+    assert BackendManager(machine=without(dead, mlx={"error": "mlx is not installed"})).backend == "cpu"
     no_nccl = without(t4, torch={**t4.torch, "collectives": ["gloo"]})
     assert BackendManager(machine=no_nccl).get_distributed_backend() == "gloo"
     with pytest.raises(BackendUnavailable, match="torch is not installed"):
@@ -137,14 +137,30 @@ def test_unknown_backend_lists_the_known():
 
 
 def test_backend_without_a_loop_is_refused_and_passed_over():
-    with pytest.raises(NotBuilt, match="the MLX loop is not built yet"):
-        BackendManager("mlx", machine=MACHINES["m3"])
-    assert "mlx" in BackendManager(machine=MACHINES["m3"]).available()
+    table = {**CAPABILITIES, Backend.MLX: replace(CAPABILITIES[Backend.MLX], framework="jax")}
+    with pytest.raises(NotBuilt, match="no loop runs framework 'jax'"):
+        BackendManager("mlx", machine=MACHINES["m3"], table=table)
+    passed_over = BackendManager(machine=MACHINES["m3"], table=table)
+    assert "mlx" in passed_over.available() and passed_over.backend == "mps"
     table = {**CAPABILITIES, Backend.CPU: replace(CAPABILITIES[Backend.CPU], framework="jax")}
     with pytest.raises(NotBuilt, match="no loop runs framework 'jax'"):
         BackendManager("cpu", machine=MACHINES["nothing"], table=table)
     with pytest.raises(BackendUnavailable):
         BackendManager(machine=MACHINES["nothing"], table=table)
+
+
+@pytest.mark.parametrize(("mlx", "said"), [({"error": "mlx is not installed"}, "not installed"), ({"version": "0.32.4", "build": "", "lm_version": "0.32.2"}, "device code"),
+                                           ({"version": "0.32.4", "build": "mlx-metal", "lm_version": ""}, "without mlx-lm")])
+def test_half_of_mlx_is_none(mlx, said):
+    manager = BackendManager(machine=without(MACHINES["m3"], mlx=mlx))
+    assert manager.backend == "mps" and said in manager.probe("mlx").why("available")
+    with pytest.raises(BackendUnavailable, match=said):
+        BackendManager("mlx", machine=without(MACHINES["m3"], mlx=mlx))
+
+
+def test_mlx_without_metal_runs_when_it_is_named():
+    manager = BackendManager("mlx", machine=MACHINES["linux_mlx"])
+    assert (manager.backend, manager.device, manager.found.dtypes[0]) == ("mlx", "cpu", "fp32") and "slow" in manager.found.slow[""]
 
 
 def test_usage_of_the_reference_document(capsys, monkeypatch):
@@ -246,25 +262,27 @@ TESTED = [(backend, column, cell) for backend, column, cell, tested in backends.
 
 
 def test_only_the_cpu_is_tested_on_hardware():
-    assert {backend for backend, _, _ in TESTED} == {"cpu"}
+    """MLX's Linux build is a CPU's too; its cells are run by tests/test_mlx_*.py."""
+    assert {backend for backend, _, _ in TESTED} == {"cpu", "mlx"}
+    assert "Linux CPU build" in CAPABILITIES[Backend.MLX].notes
 
 
 def test_cells_are_names_of_the_tables():
     known = {"dtypes": {"bf16", "fp16", "fp32"}, "quantizers": tables.QUANTIZERS, "optimizers": tables.OPTIMIZERS,
-             "strategies": tables.STRATEGIES}
+             "strategies": tables.STRATEGIES, "adapters": tables.ADAPTERS}
     for _, column, cell, _ in backends.cells():
         assert cell in known[column]
     assert set(LOOPS) == {row.framework for row in CAPABILITIES.values()}
 
 
-@pytest.mark.parametrize("dtype", [cell for _, column, cell in TESTED if column == "dtypes"])
+@pytest.mark.parametrize("dtype", [cell for backend, column, cell in TESTED if column == "dtypes" and backend == "cpu"])
 def test_tested_dtype_multiplies(dtype):
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     x = torch.arange(16.0).reshape(4, 4)
     assert torch.equal((x.to(kind) @ torch.eye(4).to(kind)).float(), x)
 
 
-@pytest.mark.parametrize("quantizer", [cell for _, column, cell in TESTED if column == "quantizers"])
+@pytest.mark.parametrize("quantizer", [cell for backend, column, cell in TESTED if column == "quantizers" and backend == "cpu" and cell not in tables.AFFINE])
 def test_tested_quantizer_gives_a_product_and_its_gradient(quantizer):
     """Reference: the float32 product; half the levels of the range per weight is the most that rounding may cost."""
     torch.manual_seed(0)
@@ -283,7 +301,7 @@ def test_tested_quantizer_gives_a_product_and_its_gradient(quantizer):
     assert (gradient - plain.weight.sum(0)).norm() / plain.weight.sum(0).norm() < 0.5
 
 
-@pytest.mark.parametrize("optimizer", [cell for _, column, cell in TESTED if column == "optimizers"])
+@pytest.mark.parametrize("optimizer", [cell for backend, column, cell in TESTED if column == "optimizers" and backend == "cpu"])
 def test_tested_optimizer_goes_downhill(optimizer):
     torch.manual_seed(0)
     x = torch.nn.Parameter(torch.randn(8192))

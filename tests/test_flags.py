@@ -100,6 +100,14 @@ def test_each_way_of_keeping_and_learning_weights_gives_other_numbers(plain, tmp
     assert any("magnitude" in name for name in runs.adapter(ways["bnb_dora"]))
 
 
+@shows("affine_group_size")
+def test_smaller_groups_keep_more_of_the_weights(tmp_path):
+    """The first step sees the frozen weights alone; how far its loss is from that of the plain ones is what packing cost."""
+    plain = losses(run(tmp_path, "plain", quantizer="none", train_type="lora", max_steps=1))[0]
+    packed = [losses(run(tmp_path, str(group), quantizer="affine4", affine_group_size=group, max_steps=1))[0] for group in (32, 128)]
+    assert 0 < abs(packed[0] - plain) < abs(packed[1] - plain)
+
+
 @shows("lora_rank", "lora_alpha", "lora_target_modules", "lr", "wd", "adam_beta1", "adam_beta2", "adam_eps", "apply_gradient_clipping", "config")
 def test_one_step_of_adamw_is_the_formula(tmp_path):
     """A has no gradient in the first step, so decay alone moves it; B starts at zero, so the update alone does."""

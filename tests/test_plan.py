@@ -260,21 +260,36 @@ def test_one_process():
     with pytest.raises(UsageError, match="neither -1 nor at least 1"):
         plan("h200", world_size=0)
     with pytest.raises(UsageError, match="has no way for processes to talk"):
-        plan("m3", world_size=2)
+        plan("m3", backend="mps", world_size=2)
+
+
+def test_mlx_has_its_own_way_for_processes_to_talk():
+    together = plan("m3", world_size=2)
+    assert (together.backend, together.strategy, together.world_size) == ("mlx", "mlx", 2)
+    assert (plan("m3").strategy, plan("m3").world_size) == ("single", 1)
+
+
+def test_bits_that_are_asked_for_are_had_in_a_backends_own_form():
+    assert ledger(plan("m3", n_bits=8)) == {"quantizer": ("int8", "affine8")} and plan("m3", n_bits=4).quantizer == "nf4"
+    with pytest.raises(UsageError, match="backend mlx has no int8"):
+        plan("m3", quantizer="int8")
 
 
 def test_offload_where_there_is_no_other_memory():
     assert plan("a100", use_activation_cpu_offload=True).use_activation_cpu_offload
     for machine in ("m3", "nothing"):
         with pytest.raises(UsageError, match="already are in host memory"):
-            plan(machine, use_activation_cpu_offload=True, train_type="lora")
+            plan(machine, backend="mps" if machine == "m3" else "auto", use_activation_cpu_offload=True, train_type="lora")
+    with pytest.raises(UsageError, match="host and device share one memory"):
+        plan("m3", use_activation_cpu_offload=True, train_type="lora")
     with pytest.raises(NotBuilt, match="parameter offload comes with"):
         plan("a100", use_cpu_offload=True)
 
 
 def test_warnings_change_nothing():
     assert any("slow" in warning for warning in plan("linux_mlx").warnings)
-    assert any("quantized weights" in warning for warning in plan("m3").warnings)
+    assert any("quantized weights" in warning for warning in plan("m3", backend="mps").warnings)
+    assert any("affine4 is MLX's own" in warning for warning in plan("m3").warnings) and plan("m3", quantizer="affine4").warnings == ()
     assert plan("a100").warnings == ()
 
 
@@ -294,10 +309,10 @@ def test_a_backend_other_than_the_managers_is_refused():
 def test_a_removed_cell_is_refused(machine, backend, column, cell, settings):
     row = CAPABILITIES[backend]
     if cell in getattr(row, column):
-        plan(machine, **settings)  # with the cell it is planned
+        plan(machine, backend=backend, **settings)  # with the cell it is planned
     table = {**CAPABILITIES, backend: replace(row, **{column: tuple(c for c in getattr(row, column) if c != cell)})}
     with pytest.raises(UsageError, match=f"'{cell}' is not available on backend '{backend}'") as caught:
-        plan(machine, table=table, **settings)
+        plan(machine, table=table, backend=backend, **settings)
     assert caught.value.exit_code == 2
 
 

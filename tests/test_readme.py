@@ -62,7 +62,7 @@ def test_the_commands_of_this_readme_in_their_order(place, monkeypatch, capsys):
             assert (newest / "result.json").exists(), command
             if not (place / "runs" / "one").exists():
                 newest.rename(place / "runs" / "one")
-    assert seen == {"data", "train", "plan", "config", "chat", "generate", "eval"}
+    assert seen == {"data", "train", "plan", "config", "chat", "generate", "eval", "quantize", "export"}
 
 
 @pytest.mark.parametrize("command", INLINE)
@@ -121,4 +121,4 @@ def test_messages_of_the_troubleshooting_table_are_in_the_source(quoted):
 def test_the_settings_that_the_text_names_exist():
     from anyqlora.config import SETTINGS
     named = {name.replace("-", "_") for text in (*COMMANDS, *re.findall(r"`(--[^`]+)`", README)) for name in re.findall(r"--([a-z_-]+)", text)}
-    assert named - set(SETTINGS) <= {"prompt", "file"} and len(named) > 20
+    assert named - set(SETTINGS) <= {"prompt", "file", "parity", "to", "out"} and len(named) > 20

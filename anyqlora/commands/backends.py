@@ -8,7 +8,7 @@ from backend_manager import CAPABILITIES, LOOPS, BackendManager, BackendUnavaila
 
 from ..errors import UsageError
 
-COLUMNS = {"dtypes": "arithmetic", "quantizers": "frozen weights", "optimizers": "optimizers", "strategies": "strategies"}
+COLUMNS = {"dtypes": "arithmetic", "quantizers": "frozen weights", "adapters": "what learns", "optimizers": "optimizers", "strategies": "strategies"}
 TESTED = "✓"
 LEGEND = f"{TESTED} = run by a test of this repository on that hardware. The rest follows from documentation and is untested."
 
@@ -42,7 +42,7 @@ def here(manager: BackendManager) -> Iterator[str]:
         why = LOOPS.get(row.framework)
         yield f"{name:5} yes: {', '.join(device.name for device in found.devices)}" + (f" ({why})" if why else "")
         for column, title in COLUMNS.items():
-            if column != "strategies":
+            if hasattr(found, column):
                 yield f"      {title:14} {', '.join(getattr(found, column)) or 'none'}"
         yield from (f"      without {cell}: {why}" for cell, why in found.reasons.items())
 

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     run = find(name)
     values.setdefault("max_new_tokens", max(run.config.max_new_tokens, PLACE))
 
-    from ..on_torch.tuned import load
+    from .opened import load
 
     tuned = load(run, values)
     print(printable(f"{run.directory} on {run.config.model_name}; an empty line starts anew, Ctrl-D ends"))

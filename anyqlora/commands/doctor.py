@@ -230,7 +230,7 @@ def tiny_run(backend: str, directory: str) -> dict:
         run = read(Path(directory) / TINY["run_name"])
         with safe_open(run.folder / "adapter_model.safetensors", "np") as file:
             moved = all(file.get_tensor(name).any() for name in file.keys() if ".lora_B." in name)  # noqa: SIM118 - a handle, not a dict
-        from ..on_torch.tuned import load  # not before the plan has refused what this machine lacks
+        from .opened import load  # not before the plan has refused what this machine lacks
 
         tuned = load(run, {})
         again = tuned.evaluate(run.held_out(tuned.tokenizer))["loss"]

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     other = values.pop("dataset", "")
 
     from ..log import Lines
-    from ..on_torch.tuned import load
+    from .opened import load
 
     tuned = load(run, {"samples": 0, **values})
     rows = run.held_out(tuned.tokenizer, other, Lines(tuned.plan, 0).warn)

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 
     run = find(name)
 
-    from ..on_torch.tuned import load
+    from .opened import load
 
     tuned = load(run, values)
     answers = tuned.answer([run.asked(prompt) for prompt in prompts], temperature=temperature)

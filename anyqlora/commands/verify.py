@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ..checkpoint import ADAPTER, MOMENTS, Checkpoints
 from ..config import from_file
-from ..errors import NotBuilt, RunError, UsageError
+from ..errors import RunError, UsageError
 from ..terminal import printable
-from . import arguments
+from . import arguments, parity
 
 USAGE = """usage: python -m anyqlora verify --resume RUN [--steps N] [--backend NAME] [--model_name BASE] [--offline true] [--trust_remote_code true]
 
@@ -27,11 +27,11 @@ TIMING = ("seconds", "_per_second", "_bytes")  # ends of the names of what diffe
 
 def main(argv: list[str]) -> int:
     if arguments.wants_help(argv):
-        print(USAGE)
+        print(USAGE, parity.USAGE, sep="\n\n")
         return 0
-    name, values = arguments.read(argv, {"resume": str, "parity": str, "steps": float}, SETTINGS)
-    if "parity" in values:
-        raise NotBuilt("verify --parity is not built yet", where="command line: --parity")
+    if "--parity" in argv:
+        return parity.main([word for word in argv if word != "--parity"])
+    name, values = arguments.read(argv, {"resume": str, "steps": float}, SETTINGS)
     directory = Path(values.pop("resume", "") or name)
     steps = int(values.pop("steps", 8))
     if not (directory / "config.resolved.yaml").is_file():

@@ -50,14 +50,15 @@ class Base:
     adapter: object
     dtype: torch.dtype
     device: torch.device
-    is_quantized: bool  # in its files
+    quantized: str  # how its files are; "": they are not
     trust_remote_code: bool
 
     def __call__(self, quantise, device: torch.device | None = None) -> nn.Module:
         """Each linear weight goes through `quantise(name, module, weight)` and ends on `device`."""
         options = {"dtype": self.dtype, "device": device or self.device, "trust_remote_code": self.trust_remote_code}
-        if self.is_quantized:
-            model = weights.read_quantized(self.directory, self.quantizer, **options)
+        if self.quantized:
+            reading = weights.read_packed if self.quantized in tables.AFFINE else weights.read_quantized
+            model = reading(self.directory, self.quantizer, **options)
             self.adapter.choose(model, self.quantizer.module_type)
             return model
         return weights.read(self.directory, weights.Placing(self.quantizer, quantise, self.adapter.choose), **options)
@@ -75,6 +76,8 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     plan, directory = runtime.plan, base_directory(config)
     adapter = tables.load(tables.choose("adapter", plan.adapter, tables.ADAPTERS))(config, runtime.device)
     quantizer = tables.load(tables.choose("quantizer", plan.quantizer, tables.QUANTIZERS))(COMPUTE[plan.precision], config.double_quant)
+    if plan.quantizer in tables.AFFINE:
+        quantizer.group = config.affine_group_size
     already = quantized_as(read_config(directory))
     stored = torch.float32 if adapter.folder == "model" else STORED[plan.precision]  # what is learned is float32
 
@@ -85,7 +88,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
             adapter.observe(name, weight, quantizer.dequantize(module))
         return held
 
-    base = Base(str(directory), quantizer, adapter, stored, runtime.device, bool(already), config.trust_remote_code)
+    base = Base(str(directory), quantizer, adapter, stored, runtime.device, already or "", config.trust_remote_code)
     runtime.memory.start()
     with unmapping():
         model = runtime.strategy.materialise(base, fill)

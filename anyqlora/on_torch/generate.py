@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ..layouts import position_table
+from .. import evaluation
+from ..evaluation import PAD, alike, learned_ends, stops
+
+__all__ = ["answers", "evaluating", "learned_ends", "room", "stop_ids"]
 
 
 @contextlib.contextmanager
@@ -27,22 +29,9 @@ def evaluating(model: nn.Module):
                 module.training = mode
 
 
-RARE = 1 / 20  # of the commonest end token: what ends fewer answers ends them by chance, where rows were cut
-PAD = 0  # whatever stands in padding is masked; a tokenizer's own pad token may lie beyond the embedding
-
-
-def learned_ends(report: dict) -> list[str]:
-    """The tokens that ended the answers of a run's training rows, from its data report: a base model whose chat template ends turns
-    with a token of its own names that one nowhere else."""
-    counts = report.get("train", {}).get("end_tokens", {})
-    return [name for name, count in counts.items() if count >= RARE * max(counts.values())]
-
-
 def stop_ids(model: nn.Module, tokenizer, ends: Sequence[str] = ()) -> list[int]:
     """The tokens that end an answer: the tokenizer's, those that the model's generation settings name, and `ends`."""
-    named = getattr(model.generation_config, "eos_token_id", None)
-    named = named if isinstance(named, list) else [named]
-    return sorted({i for i in [tokenizer.eos_token_id, *named, *map(tokenizer.convert_tokens_to_ids, ends)] if i is not None})
+    return stops(tokenizer, getattr(model.generation_config, "eos_token_id", None), ends)
 
 
 @contextlib.contextmanager
@@ -58,8 +47,7 @@ def own_settings(model: nn.Module) -> Iterator[None]:
 
 def room(model: nn.Module, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
     """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of positions."""
-    table = position_table(model.config.to_dict())
-    return lambda prompt: max_new_tokens if table is None else min(max_new_tokens, max(table - len(prompt), 0))
+    return evaluation.room(model.config.to_dict(), max_new_tokens)
 
 
 def answers(model: nn.Module, tokenizer, prompts: list, *, max_new_tokens: int, batch_size: int = 16, ends: Sequence[str] = (),
@@ -70,9 +58,9 @@ def answers(model: nn.Module, tokenizer, prompts: list, *, max_new_tokens: int, 
     """
     texts: list[str] = [""] * len(prompts)
     left = list(map(room(model, max_new_tokens), prompts))
-    stops = stop_ids(model, tokenizer, ends)
+    ending = stop_ids(model, tokenizer, ends)
     device = next(model.parameters()).device
-    asked = {"do_sample": False, "eos_token_id": stops, "pad_token_id": PAD, "use_cache": True, **sampling}
+    asked = {"do_sample": False, "eos_token_id": ending, "pad_token_id": PAD, "use_cache": True, **sampling}
     with evaluating(model), own_settings(model):
         for some in alike(prompts, left, batch_size):
             between()
@@ -86,14 +74,6 @@ def answers(model: nn.Module, tokenizer, prompts: list, *, max_new_tokens: int, 
                                  generation_config=GenerationConfig(max_new_tokens=left[some[0]], **asked))
             for row, i in enumerate(some):
                 new = out[row, width:].tolist()
-                end = next((k for k, token in enumerate(new) if token in stops), len(new))
+                end = next((k for k, token in enumerate(new) if token in ending), len(new))
                 texts[i] = tokenizer.decode(new[:end], skip_special_tokens=True)
     return texts
-
-
-def alike(prompts: list, left: list[int], batch_size: int) -> Iterator[list[int]]:
-    """Numbers of prompts that are answered together: of about one length, and with as much room."""
-    order = sorted((i for i in range(len(prompts)) if left[i]), key=lambda i: len(prompts[i]))
-    for _, group in itertools.groupby(order, key=left.__getitem__):
-        numbers = list(group)
-        yield from (numbers[first:first + batch_size] for first in range(0, len(numbers), batch_size))

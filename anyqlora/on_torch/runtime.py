@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 from .. import plugins, tables
 from ..checkpoint import Disk, tensors_to_bytes, to_json, write_directory
 from ..errors import UsageError
+from ..run import StepResult
 from .device import Memory
 from .loss import token_loss
 from .offload import offloaded
 from .prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
-from .strategies.single import StepResult
 
 LEARNED, MOMENTS, LOOP = "learned.safetensors", "moments.safetensors", "loop.json"
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, tensors_to_bytes, to_json
+from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, saved_by, tensors_to_bytes, to_json
 from ..errors import UsageError
 from ._compat import quietly
 from .build import Built
@@ -53,7 +50,8 @@ def restore_best(runtime: Runtime, run) -> None:
 
 def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
-    files = directory_files(run.tokenizer)
+    with quietly():
+        files = saved_by(run.tokenizer)
     if built.adapter.folder == "model":
         files |= whole_model(runtime)
     else:
@@ -70,15 +68,12 @@ def whole_model(runtime: Runtime) -> dict[str, bytes]:
     model = strategy.unwrap()
     dtype = getattr(torch, str(model.config.to_dict().get("dtype") or "float32"))
     if strategy.keeps_whole:
-        return directory_files(model.to(dtype), **options) if runtime.is_main_process else {}
+        return _files(model.to(dtype), **options) if runtime.is_main_process else {}
     learned = strategy.gather_trainable()
     values = {name: tensor.to(dtype) for name, tensor in learned.items()}
-    return directory_files(model, **options, state_dict=values) if runtime.is_main_process else {}
+    return _files(model, **options, state_dict=values) if runtime.is_main_process else {}
 
 
-def directory_files(thing, **options) -> dict[str, bytes]:
-    """{name: content} of what `thing.save_pretrained` writes."""
-    with tempfile.TemporaryDirectory() as directory:
-        with quietly():
-            thing.save_pretrained(directory, **options)
-        return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+def _files(model, **options) -> dict[str, bytes]:
+    with quietly():
+        return saved_by(model, **options)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from backend_manager import BackendManager
-
 from .. import tokenizer
 from ..checkpoint import ADAPTER
-from ..config import SETTINGS
 from ..data import Data, check_tokens, tokens_of
 from ..errors import UsageError
 from ..examples import prompt_ids
-from ..finished import Finished
+from ..finished import Asked, Finished, plan_here
 from ..log import Lines
-from ..terminal import printable
 from .build import build
 from .device import set_deterministic
 from .evaluate import evaluator
 from .generate import answers, learned_ends, room
 from .runtime import Runtime
-
-OF_SEVERAL = ("mesh", "layout", "strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters", "use_cpu_offload")  # not here
 
 
 @dataclass
@@ -42,7 +35,7 @@ class Tuned:
     def evaluate(self, rows: list) -> dict:
         """As at the end of the run: see evaluate.evaluate. Raises UsageError for tokens that the model does not have."""
         check_tokens(self.plan.config, self.tokenizer, tokens_of(rows))
-        asked = _Asked(self.plan.config, Data([], rows, self.run.report, ""), self.tokenizer, Lines(self.plan, 0))
+        asked = Asked(self.plan.config, Data([], rows, self.run.report, ""), self.tokenizer, Lines(self.plan, 0))
         return evaluator(asked, self.model, self.runtime)()
 
     def answer(self, asked: list, *, temperature: float = 0.0, **options) -> list[str]:
@@ -69,25 +62,16 @@ class Tuned:
                                  cure="a shorter one")
 
 
-@dataclass
-class _Asked:
-    """What `evaluator` reads of a run."""
-
-    config: object
-    data: Data
-    tokenizer: object
-    console: Lines
-
-    def interruptible(self) -> None:
-        """Nothing has to be saved: Ctrl-C ends it."""
-
-
 def load(run: Finished, changed: dict) -> Tuned:
     """The run's model on this machine. `changed` settings (backend, model_name, max_new_tokens ...) take the place of the run's own.
 
     Raises UsageError for a base or a backend that is not here and for an adapter that does not fit the base.
     """
-    plan = plan_here(run, changed)
+    return opened(run, plan_here(run, changed))
+
+
+def opened(run: Finished, plan) -> Tuned:
+    """The run's model as `plan` says. Raises UsageError for an adapter that does not fit the base."""
     config = plan.config
     set_deterministic(config.deterministic)
     words = tokenizer.load(str(run.folder), config.trust_remote_code, config.revision, offline=True)
@@ -103,19 +87,3 @@ def load(run: Finished, changed: dict) -> Tuned:
         # PiSSA's file has what it started from appended to each tensor; the leading part was trained.
         runtime.strategy.load_trainable({name: saved[name][tuple(map(slice, p.shape))] for name, p in built.trainable.items()})
     return Tuned(run, plan, words, model, runtime)
-
-
-def plan_here(run: Finished, changed: dict):
-    """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is said."""
-    own = {"model_name": str(run.folder)} if run.config.adapter == "full" else {}  # a whole model needs no base
-    together = {name: SETTINGS[name].default for name in OF_SEVERAL}
-    sources = {**run.config.sources, **dict.fromkeys(OF_SEVERAL, "default")}
-    config = run.config.with_(strict=False, sources=sources, **{**together, "strategy": "single", "world_size": 1, **changed, **own})
-    if "backend" not in changed and config.backend not in BackendManager().available():
-        print(f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers", file=sys.stderr)
-        config = config.with_(backend="auto")
-    plan = BackendManager(config.backend).plan(config)
-    for adjustment in plan.adjustments:
-        if adjustment.field in ("precision", "quantizer"):  # the rest is about training
-            print(printable(str(adjustment)), file=sys.stderr)
-    return plan

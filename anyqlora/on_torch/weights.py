@@ -228,7 +228,71 @@ def read_quantized(directory: str, quantizer, *, dtype: torch.dtype, device: tor
             made.quant_state = getattr(module, "quant_state", None)
             model.set_submodule(name, made)
     model.hf_quantizer.remove_quantization_config(model)
+    give_dtype(model, dtype)
     return model
+
+
+def give_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """What is not packed in `dtype`: transformers leaves a quantized checkpoint's other weights as they are in the files."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not kept_in_float32(model, name):
+            parameter.data = parameter.data.to(dtype)
+
+
+def read_packed(directory: str, quantizer, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+    """The causal LM of a directory whose linear weights are packed as the affine quantizer packs them: codes, scales and biases as they are
+    in the files. Raises UsageError for files that are not this model's, NotBuilt where more than linear layers is packed."""
+    there = {name: about["dtype"] for path in Path(directory).glob("*.safetensors") for name, about in check_safetensors(path).items() if name != "__metadata__"}
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # mlx-lm's words, which transformers does not know
+    stream = _PackedConfig(quantizer, there, dtype)
+    model = _loaded(directory, trust_remote_code, dtype=dtype, device_map={"": device}, quantization_config=stream, config=config)
+    model.hf_quantizer.remove_quantization_config(model)
+    for module in model.modules():
+        if isinstance(module, quantizer.module_type):  # codes, scale and bias are read as they are; no precision changes them
+            scales, biases = module.scales.data, module.biases.data
+            del module.scales, module.biases
+            module.scales, module.biases = scales, biases
+    give_dtype(model, dtype)
+    return model
+
+
+@register_quantization_config(f"{METHOD}_packed")
+class _PackedConfig(QuantizationConfigMixin):
+    """Carries the affine quantizer and {tensor: type} of the files through `from_pretrained`; it is never written to disk."""
+
+    def __init__(self, quantizer=None, there: dict | None = None, dtype: torch.dtype = torch.float32, **ignored):
+        self.quant_method, self.quantizer, self.there, self.dtype = f"{METHOD}_packed", quantizer, there, dtype
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+@register_quantizer(f"{METHOD}_packed")
+class _Packed(HfQuantizer):
+    """Puts the modules in place that the packed tensors belong to."""
+
+    requires_calibration = False
+    is_trainable = True
+
+    def _process_model_before_weight_loading(self, model, **_):
+        about = self.quantization_config
+        packed = {name.removesuffix(".scales") for name in about.there if name.endswith(".scales")}
+        layers = linears(model)
+        others = sorted(packed - layers.keys())
+        if others:
+            raise NotBuilt(f"{len(others)} parts of the checkpoint are packed that are no frozen linear layers here, {others[0]} is the first",
+                           where=model.name_or_path, cure="python -m anyqlora quantize of the full-precision model: it packs linear layers only")
+        for name in packed:
+            scales = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[about.there[f"{name}.scales"]]
+            model.set_submodule(name, about.quantizer.empty(layers[name]).expect_files(scales))
+
+    def update_dtype(self, dtype):
+        return dtype
+
+    def is_serializable(self) -> bool:
+        return False
 
 
 def _loaded(directory: str, trust_remote_code: bool, **options) -> nn.Module:

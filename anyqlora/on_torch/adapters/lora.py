@@ -8,7 +8,6 @@ import re
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 from torch import nn
 
 from ...config import TrainConfig
@@ -16,11 +15,9 @@ from ...errors import NotBuilt, RunError, UsageError
 from ...layouts import DEMO_BASE
 from ...memory import BLOCK
 from ...schedule import uniform_start
+from ...targets import ALL, PREFIX, chosen, last, plain, shortest, whole
 from .._compat import refused_targets, rerouted_targets
 from ..linears import inputs, text_linears
-
-PREFIX = "base_model.model."  # what PEFT puts before every name
-ALL = ("all", "all-linear")
 
 
 class Lora:
@@ -38,10 +35,10 @@ class Lora:
         """Resolve lora_target_modules into names of linear layers (of type `held` where already packed). Raises UsageError."""
         stated, where = self.config.lora_target_modules, self.config.sources.get("lora_target_modules", "")
         layers = text_linears(model, held)
-        lasts = {_last(name) for name in layers}
+        lasts = {last(name) for name in layers}
         barred = rerouted_targets(model) | refused_targets(model, lasts)
-        self.chosen = targets(stated, model.config.model_type, layers)
-        wrong = {name for name in self.chosen if _last(name) in barred}
+        self.chosen = chosen(stated, model.config.model_type, layers)
+        wrong = {name for name in self.chosen if last(name) in barred}
         if stated in ALL:
             self.chosen -= wrong
         elif wrong:
@@ -56,8 +53,8 @@ class Lora:
 
     def attach(self, model: nn.Module) -> nn.Module:
         self.peft_config = LoraConfig(
-            r=self.config.lora_rank, lora_alpha=_whole(self.config.lora_alpha), lora_dropout=self.config.lora_dropout,
-            target_modules=shortest(self.chosen, model), bias="none", task_type="CAUSAL_LM", **self.variant)
+            r=self.config.lora_rank, lora_alpha=whole(self.config.lora_alpha), lora_dropout=self.config.lora_dropout,
+            target_modules=shortest(self.chosen, (name for name, _ in model.named_modules())), bias="none", task_type="CAUSAL_LM", **self.variant)
         model = get_peft_model(model, self.peft_config, autocast_adapter_dtype=True)
         layers = {name.removeprefix(PREFIX): module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         if layers.keys() != self.chosen:
@@ -105,56 +102,6 @@ class Dora(Lora):
                            cure="--adapter lora, or --quantizer none")
 
 
-def targets(stated: str, model_type: str, layers: dict[str, nn.Module]) -> set[str]:
-    """The names among `layers` that `lora_target_modules` states: all of them, PEFT's choice for the architecture, a
-    comma-separated list of last parts of names, or a regex of whole names."""
-    if stated in ALL:
-        return set(layers)
-    if stated == "default":
-        names = [name for name in DEFAULTS.get(model_type, ()) if any(_last(layer) == name for layer in layers)]
-        if not names:
-            raise UsageError(f"lora_target_modules: PEFT has no default for {model_type} models", cure="--lora_target_modules all")
-        stated = ",".join(names)
-    if re.search(r"[\\^$*+?(){}\[\]|]", stated):
-        try:
-            return {name for name in layers if re.fullmatch(stated, name)}
-        except re.error as error:
-            raise UsageError(f"lora_target_modules: {stated!r} is not a regex: {error}") from None
-    wanted = [name.strip() for name in stated.split(",") if name.strip()]
-    found = {w: {name for name in layers if name == w or name.endswith(f".{w}")} for w in wanted}
-    unknown = [w for w, names in found.items() if not names]
-    if unknown:
-        raise UsageError(f"lora_target_modules: no linear layer is called {', '.join(unknown)}",
-                         cure="names among: " + ", ".join(sorted({_last(name) for name in layers})))
-    return set().union(*found.values())
-
-
-def shortest(chosen: set[str], model: nn.Module) -> list[str]:
-    """What to tell PEFT, and every other reader of adapter_config.json: last parts of names where they say it, else whole names."""
-    others = {_last(name) for name, _ in model.named_modules() if name not in chosen}
-    return sorted({name if _last(name) in others else _last(name) for name in chosen})
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _whole(number: float) -> float | int:
-    """32 for 32.0: readers of adapter_config.json expect a whole alpha."""
-    return int(number) if number == int(number) else number
-
-
 def peft_name(parameter: str) -> str:
     """The name in adapter_model.safetensors of a parameter of a PEFT model."""
     return re.sub(r"\.default(\.weight)?$", r"\1", parameter).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-
-
-def plain(value):
-    """`value` as JSON with sets sorted, so that PYTHONHASHSEED does not show."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
-    if isinstance(value, (set, frozenset)):
-        return sorted(plain(v) for v in value)
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(getattr(value, "value", value))

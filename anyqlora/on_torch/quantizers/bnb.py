@@ -94,6 +94,18 @@ class _FourBit:
         return module.weight.data
 
 
+    def files(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """{tensor of a file: value} of the weight `name`, as transformers and bitsandbytes read it."""
+        codes, state = self.quantize(weight)
+        return {name: codes, **{f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}}
+
+    def stated(self) -> dict:
+        """What config.json says of such files, in transformers' words."""
+        return {"quantization_config": {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": self.kind,
+            "bnb_4bit_use_double_quant": self.double_quant, "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "uint8"}}
+
+
 class _RowsAcrossBlocks(bnb.nn.Linear4bit):
     """A Linear4bit whose rows do not end where blocks end.
 

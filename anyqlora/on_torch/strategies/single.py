@@ -5,20 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from ...run import StepResult
 from ..precision import LossScaler, autocast
-
-
-class StepResult(NamedTuple):
-    """What one optimizer step did. `grad_norm` is the 2-norm before clipping, over all trained tensors and ranks."""
-
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
 
 
 @dataclass

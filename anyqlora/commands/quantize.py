@@ -1,0 +1,47 @@
+"""python -m anyqlora quantize MODEL --to affine4|nf4 --out DIR: a directory with quantized weights, written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import tables
+from ..errors import UsageError
+from ..memory import shown
+from ..terminal import printable
+from . import arguments
+
+USAGE = """usage: python -m anyqlora quantize MODEL --to affine4|nf4 --out DIR [--affine_group_size 32|64|128] [--double_quant true|false]
+                                  [--revision R] [--offline true]
+
+Writes DIR with MODEL's linear weights quantized and everything else as it is, reading one tensor at a time. affine4 (scale and bias, MLX's
+packing) is read by every backend here and by mlx-lm; nf4 by every backend here, transformers and bitsandbytes."""
+KINDS = ("affine4", "nf4")
+SETTINGS = ("affine_group_size", "double_quant", "revision", "offline")
+
+
+def main(argv: list[str]) -> int:
+    if arguments.wants_help(argv):
+        print(USAGE)
+        return 0
+    model, values = arguments.read(argv, {"to": str, "out": str}, SETTINGS)
+    kind, out = values.pop("to", ""), values.pop("out", "")
+    if not (model and kind and out):
+        raise UsageError("MODEL, --to and --out are needed", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: "))
+    if kind not in KINDS:
+        raise UsageError(f"--to {kind!r}{tables.nearest(kind, KINDS)}", where=arguments.WHERE, cure=f"one of: {', '.join(KINDS)}")
+    from ..config import resolve
+    from ..hub import base_directory
+
+    config = resolve({"model_name": model, "dataset": "demo", "quantizer": kind, **values})
+    directory = base_directory(config)
+
+    import torch
+
+    from ..on_torch.packed_files import write
+
+    quantizer = tables.load(tables.QUANTIZERS[kind])(torch.float32, config.double_quant)
+    if kind in tables.AFFINE:
+        quantizer.group = config.affine_group_size
+    done = write(directory, Path(out), quantizer)
+    print(printable(f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {shown(done['bytes'])}"))
+    return 0

@@ -1,0 +1,146 @@
+"""What is learned on MLX: LoRA, its variants and full fine-tuning, by PEFT's names and in PEFT's orientation."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..config import TrainConfig
+from ..errors import UsageError
+from ..schedule import uniform_start
+from ..targets import PREFIX, chosen, last, plain, shortest, whole
+from .layers import linears, replace
+
+
+class LoraLinear(nn.Module):
+    """base(x) + scale dropout(x) A^T B^T; A [rank, in], B [out, rank], both float32."""
+
+    def __init__(self, base: nn.Module, a: mx.array, b: mx.array, scale: float, dropout: float):
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = base, a, b
+        self.scale, self.dropout = scale, dropout
+        self._key = None  # of this forward pass's dropout: a recomputed one has to draw the same
+
+    def dropped(self, x: mx.array) -> mx.array:
+        """`x` in float32, in training with a part of it zeroed and the rest scaled up."""
+        x = x.astype(mx.float32)
+        if not (self.training and self.dropout):
+            return x
+        kept = mx.random.bernoulli(1 - self.dropout, x.shape, key=self._key)
+        return mx.where(kept, x / (1 - self.dropout), 0)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = self.base_layer(x)
+        delta = (self.dropped(x) @ self.lora_A.T) @ self.lora_B.T
+        return (out + self.scale * delta).astype(out.dtype)
+
+
+class DoraLinear(LoraLinear):
+    """m V x / |V| with V = W + scale B A, its row norms taken as constants of the gradient (Liu et al. 2024, section 4.3), as PEFT has it."""
+
+    def __init__(self, base, a, b, scale, dropout, dequantize):
+        super().__init__(base, a, b, scale, dropout)
+        self.dequantize = dequantize
+        self.lora_magnitude_vector = mx.linalg.norm(self._weight(), axis=1)
+
+    def _weight(self) -> mx.array:
+        return self.dequantize(self.base_layer).astype(mx.float32)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out, dropped = self.base_layer(x), self.dropped(x)
+        bias = self.base_layer.get("bias", 0)
+        weight = self._weight()
+        # Under dropout the frozen part of the difference sees the same dropped input as the adapter.
+        frozen = dropped @ weight.T if self.training and self.dropout else out - bias
+        norm = mx.stop_gradient(mx.linalg.norm(weight + self.scale * (self.lora_B @ self.lora_A), axis=1))
+        share = self.lora_magnitude_vector / norm
+        delta = (dropped @ self.lora_A.T) @ self.lora_B.T
+        return (out + (share - 1) * frozen + share * self.scale * delta).astype(out.dtype)
+
+
+class Lora:
+    """y = W x + (alpha / rank) B A x, with A uniform in +-1/sqrt(in), B zero (Hu et al. 2021)."""
+
+    variant: dict = {}
+    folder = "adapter"
+
+    def __init__(self, config: TrainConfig, quantizer):
+        self.config, self.quantizer = config, quantizer
+
+    @property
+    def scale(self) -> float:
+        return self.config.lora_alpha / self.config.lora_rank
+
+    def wrap(self, base: nn.Module, a: mx.array, b: mx.array) -> LoraLinear:
+        return LoraLinear(base, a, b, self.scale, self.config.lora_dropout)
+
+    def attach(self, model: nn.Module, model_type: str) -> dict[str, str]:
+        """Put adapters on the chosen layers. Returns {file name: path of the parameter}, sorted. Raises UsageError."""
+        config, layers = self.config, linears(model)
+        self.chosen = chosen(config.lora_target_modules, model_type, layers)
+        if not self.chosen:
+            raise UsageError(f"lora_target_modules: {config.lora_target_modules!r} matches no linear layer of this {model_type} model",
+                             where=config.sources.get("lora_target_modules", ""),
+                             cure=f"all, or some of: {', '.join(sorted({last(name) for name in layers}))}")
+        self.modules = [name for name, _ in model.named_modules() if name]
+        model.freeze()
+        names = {}
+        for name in sorted(self.chosen):
+            outputs, inputs = layers[name]
+            a = uniform_start(PREFIX + name, (config.lora_rank, inputs), 1 / math.sqrt(inputs), config.seed)
+            layer = self.wrap(model_at(model, name), mx.array(a), mx.zeros((outputs, config.lora_rank)))
+            layer.base_layer.freeze()
+            replace(model, name, layer)
+            for kind, _ in tree_flatten(layer.trainable_parameters()):
+                names[f"{PREFIX}{name}.{kind}" + ("" if kind == "lora_magnitude_vector" else ".weight")] = f"{name}.{kind}"
+        return dict(sorted(names.items()))
+
+    def describe(self) -> dict:
+        """adapter_config.json, as PEFT itself writes it."""
+        from peft import LoraConfig
+
+        made = LoraConfig(r=self.config.lora_rank, lora_alpha=whole(self.config.lora_alpha), lora_dropout=self.config.lora_dropout,
+                          target_modules=shortest(self.chosen, self.modules), bias="none", task_type="CAUSAL_LM", **self.variant)
+        return plain({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": self.config.model_name})
+
+
+class RankStabilisedLora(Lora):
+    """LoRA scaled by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+
+    variant = {"use_rslora": True}
+
+    @property
+    def scale(self) -> float:
+        return self.config.lora_alpha / math.sqrt(self.config.lora_rank)
+
+
+class Dora(Lora):
+    """LoRA on the direction of each weight row, with a learned magnitude."""
+
+    variant = {"use_dora": True}
+
+    def wrap(self, base, a, b):
+        return DoraLinear(base, a, b, self.scale, self.config.lora_dropout, self.quantizer.dequantize)
+
+
+class Full:
+    """Every weight is learned, in float32."""
+
+    folder = "model"
+
+    def __init__(self, config: TrainConfig, quantizer):
+        self.config = config
+
+    def attach(self, model: nn.Module, model_type: str) -> dict[str, str]:
+        model.unfreeze()
+        return {name: name for name in sorted(name for name, _ in tree_flatten(model.trainable_parameters()))}
+
+    def describe(self) -> dict:
+        return {}
+
+
+def model_at(model: nn.Module, name: str) -> nn.Module:
+    return dict(model.named_modules())[name]

@@ -1,0 +1,142 @@
+"""How frozen weights are kept on MLX: one class for each name that its row of the table has.
+
+A quantizer has
+    bits, module_type
+    pack(linear) -> module              what holds the weight of an nn.Linear from here on
+    dequantize(module) -> array         [out, in], float32 where the codes say no less
+    refusal(inputs) -> str              why a layer with so many inputs cannot be packed, or ""
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from .. import nf4
+from ..config import TrainConfig
+
+
+class Unquantized:
+    bits = 16
+    module_type = nn.Linear
+
+    def __init__(self, config: TrainConfig, compute: mx.Dtype):
+        self.config, self.compute = config, compute
+
+    def refusal(self, inputs: int) -> str:
+        return ""
+
+    def pack(self, linear: nn.Linear) -> nn.Module:
+        return linear
+
+    def dequantize(self, module: nn.Module) -> mx.array:
+        return module.weight
+
+
+class Affine(Unquantized):
+    """w = scale q + bias over groups of a row, MLX's own packing. Codes are taken from float32 weights; scale and bias have the
+    precision of bf16, in memory as in the portable file."""
+
+    mode = "affine"
+    module_type = nn.QuantizedLinear
+
+    @property
+    def group(self) -> int:
+        return self.config.affine_group_size
+
+    def refusal(self, inputs: int) -> str:
+        return f"{inputs} inputs are no multiple of {self.group}" if inputs % self.group else ""
+
+    def pack(self, linear: nn.Linear) -> nn.QuantizedLinear:
+        linear.weight = linear.weight.astype(mx.float32)
+        packed = nn.QuantizedLinear.from_linear(linear, self.group, self.bits, mode=self.mode)
+        for name in ("scales", "biases"):
+            if packed.get(name) is not None and packed[name].dtype != mx.uint8:
+                packed[name] = packed[name].astype(mx.bfloat16).astype(self.compute)
+        return packed
+
+    def dequantize(self, module: nn.QuantizedLinear) -> mx.array:
+        scales, biases = (part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32) for part in (module.scales, module.get("biases")))
+        return mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode)
+
+
+class Affine2(Affine):
+    bits = 2
+
+
+class Affine3(Affine):
+    bits = 3
+
+
+class Affine4(Affine):
+    bits = 4
+
+
+class Affine5(Affine):
+    bits = 5
+
+
+class Affine6(Affine):
+    bits = 6
+
+
+class Affine8(Affine):
+    bits = 8
+
+
+class Mxfp4(Affine):
+    """Four-bit floats that share a power of two (OCP Microscaling 1.0)."""
+
+    bits, mode, group = 4, "mxfp4", 32
+
+
+class Nvfp4(Affine):
+    """Four-bit floats that share an eight-bit float."""
+
+    bits, mode, group = 4, "nvfp4", 16
+
+
+class Nf4Linear(nn.Module):
+    """x W^T + b with W in bitsandbytes' NF4: dequantized for the product, in forward and again in backward, never kept."""
+
+    def __init__(self, packed: nf4.Packed, bias: mx.array | None):
+        super().__init__()
+        self.shape = packed.shape
+        self._codes, self._absmax = mx.array(packed.codes), mx.array(packed.absmax)  # frozen, and no parameters of the files' names
+        if bias is not None:
+            self.bias = bias
+
+        @mx.custom_function
+        def product(x):
+            return x @ self.dequantize().astype(x.dtype).T
+
+        @product.vjp
+        def product_vjp(x, cotangent, output):
+            return cotangent @ self.dequantize().astype(cotangent.dtype)
+
+        self._product = product
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = self._product(x)
+        return out + self.bias if "bias" in self else out
+
+    def dequantize(self) -> mx.array:
+        """float32 [out, in]."""
+        count, room = self.shape[0] * self.shape[1], self._absmax.size * nf4.BLOCK
+        values = mx.array(nf4.LEVELS)[mx.stack([self._codes >> 4, self._codes & 15], axis=-1).reshape(-1).astype(mx.uint32)]
+        if values.size != room:  # the last block is not full, or the last byte is
+            values = mx.concatenate([values[:count], mx.zeros(room - count)])
+        return (values.reshape(-1, nf4.BLOCK) * self._absmax[:, None]).reshape(-1)[:count].reshape(self.shape)
+
+
+class Nf4(Unquantized):
+    bits = 4
+    module_type = Nf4Linear
+
+    def pack(self, linear: nn.Linear) -> Nf4Linear:
+        weight = np.array(linear.weight.astype(mx.float32))
+        return Nf4Linear(nf4.pack(weight, self.config.double_quant), linear.get("bias"))
+
+    def dequantize(self, module: Nf4Linear) -> mx.array:
+        return module.dequantize()

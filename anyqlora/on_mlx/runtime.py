@@ -1,0 +1,99 @@
+"""One planned run's precision, gradients and update on MLX: the verbs of on_torch's Runtime that the loop calls."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+
+from .. import tables
+from ..run import StepResult
+from .loss import arrays, token_loss
+from .memory import Memory
+from .scaler import Scaler
+
+COMPUTE = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16_autocast": mx.float16}
+STORED = COMPUTE  # MLX has no autocast: what is computed in 16 bits is kept in 16 bits
+
+
+class Runtime:
+    """What the MLX loop does with a model; everything that is learned is float32."""
+
+    def __init__(self, plan):
+        self.plan, self.config = plan, plan.config
+        self.compute = COMPUTE[plan.precision]
+        self.memory = Memory()
+        self.scaler = Scaler(enabled=plan.precision == "fp16_autocast")
+        self.gradients: dict[str, mx.array] | None = None  # of this process's micro-batches so far
+        self.summed = False
+
+    def prepare(self, built, ranks) -> None:
+        """Take the built model over; `ranks` are the processes whose gradients are summed."""
+        self.ranks = ranks
+        self.model, self.paths = built.model, built.names
+        self.values, self.moments = built.trainable(), {name: {} for name in built.names}
+        self.update = tables.load(tables.ON_MLX[self.config.optimizer])
+        self.adapted = [module for _, module in self.model.named_modules() if hasattr(module, "lora_A") and module.dropout]
+        self.is_full = built.adapter.folder == "model"
+        self._gradient = mx.value_and_grad(self._loss)
+        if mx.default_device() == mx.gpu:
+            self._gradient = mx.compile(self._gradient)
+
+    def put(self, values: dict[str, mx.array]) -> None:
+        """Make these the model's; a whole model computes in the precision's own type, whatever is learned in."""
+        cast = {self.paths[name]: value.astype(self.compute) if self.is_full else value for name, value in values.items()}
+        self.model.update(tree_unflatten(list(cast.items())))
+
+    def _loss(self, values, ids, targets, segments, key, factor):
+        self.put(values)
+        for module, part in zip(self.adapted, mx.random.split(key, max(len(self.adapted), 1)), strict=False):
+            module._key = part
+        total = token_loss(self.model, ids, targets, segments)
+        return total * factor, total
+
+    def seed(self, seed: int) -> None:
+        """Every micro-batch of a step draws its dropout from here."""
+        self.key = mx.random.key(seed)
+
+    def backward(self, batch, trained: int) -> float:
+        """Accumulate the gradients of one micro-batch of a step with so many `trained` tokens. Returns the sum of its losses."""
+        self.key, key = mx.random.split(self.key)
+        factor = mx.array(self.scaler.scale / trained, mx.float32)
+        (_, total), gradients = self._gradient(self.values, *arrays(batch), key, factor)
+        if self.gradients is not None:
+            gradients = {name: self.gradients[name] + gradient for name, gradient in gradients.items()}
+        mx.eval(total, gradients)
+        self.gradients = gradients
+        self.put(self.values)  # a compiled step leaves what it traced in the model
+        return float(total)
+
+    def reduced(self) -> dict[str, mx.array]:
+        """The step's gradients over all processes."""
+        if not self.summed and self.ranks.size > 1:
+            self.gradients = self.ranks.summed(self.gradients)
+        self.summed = True
+        return self.gradients
+
+    def step(self, lr: float, max_grad_norm: float | None, skip: bool = False) -> StepResult:
+        """Unscale, measure, clip, update, clear. `skip` clears without an update; so do gradients that are not finite."""
+        scale, gradients = self.scaler.scale, self.reduced()
+        if scale != 1:
+            gradients = {name: gradient / scale for name, gradient in gradients.items()}
+        norm = mx.linalg.norm(mx.stack([mx.linalg.norm(gradient.reshape(-1)) for gradient in gradients.values()]))
+        finite = math.isfinite(float(norm))
+        if finite and not skip:
+            if max_grad_norm is not None:
+                part = mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
+                gradients = {name: gradient * part for name, gradient in gradients.items()}
+            self.values = {name: self.update(value, gradients[name], self.moments[name], lr, self.config) for name, value in self.values.items()}
+            mx.eval(self.values, self.moments)
+            self.put(self.values)
+        self.scaler.update(finite)
+        self.gradients, self.summed = None, False
+        return StepResult(float(norm), skip or not finite, scale)
+
+    def forget(self) -> None:
+        """Drop the gradients of a step that is done again, and give the allocator's free memory back."""
+        self.gradients, self.summed = None, False
+        mx.clear_cache()

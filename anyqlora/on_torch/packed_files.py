@@ -1,0 +1,128 @@
+"""A model directory with its linear weights quantized: written once, tensor by tensor, and read by torch and MLX from then on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..checkpoint import STAGED, Disk, tensors_to_bytes, to_json
+from ..errors import DiskFull, NotBuilt, UsageError
+from ..hub import INDEX, SINGLE, weight_files
+from ..layouts import read_config
+from ..prequantized import quantized_as
+from .linears import linears
+from .quantizers.experts import expert_parameters
+from .weights import refuse_what_stays
+
+SHARD = 1 << 30  # bytes of one file at most, and so of what is in memory at a time beside the tensor at work
+DTYPES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}  # that numpy has no name for
+COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+
+
+def write(source: Path, out: Path, quantizer, *, shard: int = SHARD, disk: Disk | None = None) -> dict[str, int]:
+    """Write the model of directory `source` to the new directory `out`, its linear weights as `quantizer` (an object of on_torch/quantizers
+    with `files` and `stated`) packs them, all else as it is. Complete or absent; one tensor and one shard are in memory at a time.
+
+    Returns {"packed": weights, "kept": tensors, "bytes": of the files}. Raises UsageError, NotBuilt, DiskFull.
+    """
+    described = read_config(source)
+    if quantized_as(described):
+        raise UsageError(f"its weights are quantized already: {quantized_as(described)}", where=str(source), cure="the full-precision model")
+    if out.exists():
+        raise UsageError("it is there already", where=str(out), cure="another --out")
+    packed = linear_weights(source)
+    refuse_widths(source, packed, quantizer)
+    disk, staged = disk or Disk(), out.with_name(out.name + STAGED)
+    try:
+        shutil.rmtree(staged, ignore_errors=True)
+        disk.make_directory(staged)
+        index, total = {}, 0
+        for number, tensors in enumerate(shards(pieces(source, packed, quantizer), shard), 1):
+            name = f"model-{number:05d}.safetensors"
+            total += sum(value.nbytes for value in tensors.values())
+            disk.write(staged / name, file_of(tensors))
+            index |= dict.fromkeys(tensors, name)
+        if len(set(index.values())) == 1:
+            disk.rename(staged / "model-00001.safetensors", staged / SINGLE)
+        else:
+            disk.write(staged / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": index}))
+        for path in sorted({path for pattern in COPIED for path in source.glob(pattern)} - {source / "config.json", source / INDEX}):
+            disk.write(staged / path.name, path.read_bytes())
+        disk.write(staged / "config.json", (json.dumps({**described, **quantizer.stated()}, indent=2) + "\n").encode())
+        disk.sync_directory(staged)
+        disk.rename(staged, out)
+        disk.sync_directory(out.parent)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise DiskFull(f"cannot be written: {error.strerror or error}", where=str(out), cure="room there, or another --out") from None
+    return {"packed": len(packed), "kept": len(index) - len(packed), "bytes": total}
+
+
+def linear_weights(source: Path) -> set[str]:
+    """Names of the weights that are packed: the frozen linear layers', as the checkpoint calls them. Raises NotBuilt where it calls them
+    otherwise than the model does, or has experts."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    experts = expert_parameters(model)
+    if experts:
+        raise NotBuilt(f"{experts[0]}: packed files of a mixture of experts, which no library would read", where=str(source), cure="--quantizer nf4 when training")
+    names = {f"{name}.weight" for name in linears(model)}
+    refuse_what_stays(model, names)
+    there = {name for file in weight_files(source) for name in _names(source / file)}
+    missing = sorted(names - there)
+    if missing:
+        raise NotBuilt(f"{len(missing)} linear layers have other names in the checkpoint than in the model, {missing[0]} is the first", where=str(source),
+                       cure="--quantizer nf4 when training")
+    return names
+
+
+def refuse_widths(source: Path, packed: set[str], quantizer) -> None:
+    """Raises UsageError naming every weight whose rows are no whole groups."""
+    group = getattr(quantizer, "group", 1)
+    wrong = []
+    for file in weight_files(source):
+        with safe_open(source / file, "pt") as tensors:
+            shapes = {name: tensors.get_slice(name).get_shape() for name in packed.intersection(tensors.keys())}
+        wrong += [f"{name} {shape}" for name, shape in sorted(shapes.items()) if shape[-1] % group]
+    if wrong:
+        raise UsageError(f"{len(wrong)} weights have rows that are no whole groups of {group}:\n  " + "\n  ".join(wrong), where=str(source),
+                         cure="--affine_group_size 32 where that divides them, or --to nf4")
+
+
+def pieces(source: Path, packed: set[str], quantizer) -> Iterator[dict[str, torch.Tensor]]:
+    """What becomes of each tensor of the files, one after the other."""
+    for file in weight_files(source):
+        with safe_open(source / file, "pt") as tensors:
+            for name in sorted(tensors.keys()):
+                value = tensors.get_tensor(name)
+                yield quantizer.files(name, value) if name in packed else {name: value}
+
+
+def shards(found: Iterator[dict[str, torch.Tensor]], most: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors that belong together in one file, files of about `most` bytes."""
+    held: dict[str, torch.Tensor] = {}
+    for tensors in found:
+        if held and sum(value.nbytes for value in (*held.values(), *tensors.values())) > most:
+            yield held
+            held = {}
+        held |= tensors
+    yield held
+
+
+def file_of(tensors: dict[str, torch.Tensor]) -> list:
+    """A safetensors file of these, in pieces."""
+    width = {1: torch.uint8, 2: torch.uint16}
+    held = {name: (value.view(width[value.itemsize]) if value.dtype in DTYPES else value).contiguous().numpy() for name, value in tensors.items()}
+    return tensors_to_bytes(held, {"format": "pt"}, {name: DTYPES[value.dtype] for name, value in tensors.items() if value.dtype in DTYPES})
+
+
+def _names(path: os.PathLike) -> list[str]:
+    with safe_open(path, "pt") as tensors:
+        return list(tensors.keys())

@@ -1,0 +1,81 @@
+"""Model directories between Hugging Face's form and mlx-lm's: there and back every tensor is the same, and each side reads its own."""
+
+import json
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
+
+import tiny_models
+import torch
+from safetensors import safe_open
+
+from anyqlora.__main__ import main
+
+KINDS = ["llama", "qwen2", "gemma3_text", "phi3", "mixtral", "qwen3"]
+
+
+def tensors(directory):
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a handle, not a dict
+    return found
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("architecture", KINDS)
+def test_there_and_back(architecture, dtype, tmp_path):
+    from mlx_lm.utils import load_model
+
+    more = {"sliding_window": None} if architecture in ("phi3",) else {}
+    base = tiny_models.make(tmp_path / "hf", architecture, dtype=dtype, max_shard_size="60KB", **more)
+    assert main(["convert", str(base), "--to", "mlx", "--out", str(tmp_path / "mlx")]) == 0
+    assert main(["convert", str(tmp_path / "mlx"), "--to", "hf", "--out", str(tmp_path / "back")]) == 0
+    assert same(tensors(base), tensors(tmp_path / "back"))
+    assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+    if architecture in ("llama", "qwen3") and dtype == torch.float32:  # plain mlx-lm reads rope and all from what was written
+        ids = np.arange(5, 35)[None]
+        theirs, _ = load_model(tmp_path / "mlx")
+        plain = tiny_models.plain(base)(input_ids=torch.from_numpy(ids)).logits.detach().numpy()
+        assert np.abs(np.array(theirs(mx.array(ids))) - plain).max() < 1e-4 * np.abs(plain).max()
+
+
+def test_what_mlx_lm_writes_comes_back(tmp_path):
+    """Without our record: mlx-lm's own conversion of a dense model, which keeps Hugging Face's names."""
+    from mlx_lm.convert import convert
+
+    base = tiny_models.make(tmp_path / "hf", "qwen3", dtype=torch.float32)
+    convert(str(base), str(tmp_path / "mlx"))
+    assert main(["convert", str(tmp_path / "mlx"), "--to", "hf", "--out", str(tmp_path / "back")]) == 0
+    assert same(tensors(base), tensors(tmp_path / "back"))
+    assert tiny_models.plain(tmp_path / "back")(input_ids=torch.arange(5, 20)[None]).logits.isfinite().all()
+
+
+def test_the_packed_base_is_kept_and_nf4_is_refused(tmp_path, capsys):
+    base = tiny_models.make(tmp_path / "hf", "llama", intermediate_size=128, dtype=torch.bfloat16)
+    for kind in ("affine4", "nf4"):
+        assert main(["quantize", str(base), "--to", kind, "--out", str(tmp_path / kind)]) == 0
+    assert main(["convert", str(tmp_path / "affine4"), "--to", "mlx", "--out", str(tmp_path / "mlx")]) == 0
+    assert main(["convert", str(tmp_path / "mlx"), "--to", "hf", "--out", str(tmp_path / "back")]) == 0
+    assert same(tensors(tmp_path / "affine4"), tensors(tmp_path / "back"))
+    assert main(["convert", str(tmp_path / "nf4"), "--to", "mlx", "--out", str(tmp_path / "never")]) == 2
+    assert "mlx-lm reads no nf4" in capsys.readouterr().err and not (tmp_path / "never").exists()
+
+
+def test_what_could_not_be_undone_is_refused(tmp_path, capsys):
+    base = tiny_models.make(tmp_path / "hf", "gpt2")
+    assert main(["convert", str(base), "--to", "mlx", "--out", str(tmp_path / "mlx")]) == 2
+    assert "mlx-lm's gpt2 cannot take this model" in capsys.readouterr().err
+    assert not (tmp_path / "mlx").exists() and not list(tmp_path.glob("*.staged"))
+    renamed = tiny_models.make(tmp_path / "other", "mixtral")
+    assert main(["convert", str(renamed), "--to", "mlx", "--out", str(tmp_path / "mixture")]) == 0
+    (tmp_path / "mixture/conversion.json").unlink()
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "mixture"), "--to", "hf", "--out", str(tmp_path / "never")]) == 2
+    assert "conversion.json says how" in capsys.readouterr().err

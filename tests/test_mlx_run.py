@@ -1,0 +1,215 @@
+"""Whole runs on MLX: resumed, handed over, in every precision and quantizer, evaluated, and stopped by what is not finite."""
+
+import contextlib
+import os
+import signal
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
+
+import runs
+import tiny_models
+import torch
+from safetensors.torch import load_file
+
+from anyqlora import memory
+from anyqlora.config import resolve
+from anyqlora.errors import NonFinite, NotBuilt, Stopped, UsageError
+from anyqlora.on_mlx.memory import is_out_of_memory
+from anyqlora.on_mlx.runtime import Runtime
+from backend_manager import BackendManager
+
+SMALL = {"model_name": "demo", "dataset": "demo", "train_type": "lora", "precision": "fp32", "context_length": 96, "batch_size": 2, "max_steps": 6,
+         "gradient_accumulation_steps": 2, "lr": 2e-3, "lora_rank": 4, "save_steps": 3, "warmup_steps": 0, "use_gradient_checkpointing": False}
+MLX = {**SMALL, "backend": "mlx"}
+
+
+def stopped(output, name, at, **settings):
+    """The run up to step `at`, ended by SIGTERM."""
+    with pytest.raises(Stopped):
+        runs.run(output, name, during=lambda step: step == at - 1 and os.kill(os.getpid(), signal.SIGTERM), **settings)
+
+
+def same(one, other, *names):
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+ADAPTER, LAST = "adapter/adapter_model.safetensors", "checkpoints/step-000006"
+
+
+@pytest.mark.parametrize("more", [{"lora_dropout": 0.1}, {"adapter": "dora", "lora_dropout": 0.2, "use_gradient_checkpointing": True},
+                                  {"optimizer": "adadelta", "lr": 1.0}, {"precision": "fp16"}], ids=["dropout", "dora", "adadelta", "fp16"])
+def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, more):
+    whole = runs.run(tmp_path, "whole", **{**MLX, **more})
+    stopped(tmp_path, "cut", 4, **{**MLX, **more})
+    cut = runs.run(tmp_path, "cut", **{**MLX, **more})
+    assert same(whole, cut, ADAPTER, f"{LAST}/optimizer.safetensors", f"{LAST}/state.json")
+
+
+def test_torch_to_mlx_to_torch(tmp_path):
+    settings = {**SMALL, "max_steps": 20, "save_steps": 0, "lora_dropout": 0}
+    whole, start = runs.run(tmp_path, "whole", **settings), runs.run(tmp_path, "start", **{**settings, "max_steps": 1, "lr": 0})
+    stopped(tmp_path, "handed", 7, **settings)
+    stopped(tmp_path, "handed", 13, **settings, backend="mlx")
+    handed = runs.run(tmp_path, "handed", **settings)
+    assert [m["step"] for m in runs.metrics(handed)] == list(range(1, 21))
+    assert [(m["tokens"], m["lr"]) for m in runs.metrics(handed)] == [(m["tokens"], m["lr"]) for m in runs.metrics(whole)]
+    np.testing.assert_allclose([m["loss"] for m in runs.metrics(handed)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-5)
+    far = runs.distance(runs.adapter(whole), runs.adapter(handed), runs.adapter(start))
+    print("adapter", far)
+    assert far < 1e-4
+
+
+def test_the_rows_of_each_step_are_torchs(tmp_path):
+    """By row id: what each loop's batches name, step by step."""
+    seen = {}
+    for backend in ("cpu", "mlx"):
+        rows = seen.setdefault(backend, [])
+        with watched(rows):
+            runs.run(tmp_path, backend, **{**SMALL, "backend": backend, "max_steps": 3})
+    assert seen["cpu"] == seen["mlx"] and len(seen["cpu"]) == 3
+
+
+@contextlib.contextmanager
+def watched(rows):
+    from anyqlora.run import Run
+
+    plain = Run.batches
+
+    def batches(self, step):
+        found = plain(self, step)
+        rows.append([batch.rows for batch in found])
+        return found
+
+    Run.batches = batches
+    try:
+        yield
+    finally:
+        Run.batches = plain
+
+
+def test_recomputing_with_dropout_changes_nothing(tmp_path):
+    """The dropout of a recomputed block is that of its forward pass."""
+    one, other = (runs.run(tmp_path, str(kept), **{**MLX, "lora_dropout": 0.3, "max_steps": 4, "use_gradient_checkpointing": kept}) for kept in (False, True))
+    np.testing.assert_allclose([m["loss"] for m in runs.metrics(one)], [m["loss"] for m in runs.metrics(other)], rtol=1e-5)
+    plain = runs.run(tmp_path, "plain", **{**MLX, "lora_dropout": 0, "max_steps": 4})
+    assert abs(runs.metrics(one)[2]["loss"] / runs.metrics(plain)[2]["loss"] - 1) > 1e-4
+
+
+def test_evaluating_changes_nothing(tmp_path):
+    plain = runs.run(tmp_path, "plain", **MLX, lora_dropout=0.1)
+    held_out = tmp_path / "rows.jsonl"
+    held_out.write_text("".join(tiny_models.TASK.read_text().splitlines(keepends=True)[:6]))
+    often = runs.run(tmp_path, "often", **MLX, lora_dropout=0.1, eval_dataset=str(held_out), eval_steps=2, samples=2, max_new_tokens=4, exact_match=False)
+    assert same(plain, often, ADAPTER) and len(runs.evaluations(often)) == 4
+
+
+def test_an_evaluation_says_what_torchs_says(tmp_path):
+    held_out = tmp_path / "rows.jsonl"
+    held_out.write_text("".join(tiny_models.TASK.read_text().splitlines(keepends=True)[:12]))
+    settings = {**SMALL, "lora_dropout": 0, "max_steps": 4, "eval_dataset": str(held_out), "samples": 12, "max_new_tokens": 24, "exact_match": True}
+    ours, theirs = (runs.run(tmp_path, name, **{**settings, "backend": name}) for name in ("mlx", "cpu"))
+    for one, other in zip(runs.evaluations(ours), runs.evaluations(theirs), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6) and one["exact_match"] == other["exact_match"]
+    assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
+
+
+PRECISIONS = {"bf16": ("bf16", 0.02), "fp16": ("fp16_autocast", 0.02), "bf16_autocast": ("bf16", 0.02)}
+
+
+@pytest.mark.parametrize("asked", PRECISIONS)
+def test_sixteen_bits_learn_like_thirty_two(tmp_path, asked):
+    planned, near = PRECISIONS[asked]
+    whole, half = (runs.run(tmp_path, name, **{**MLX, "precision": name, "lora_dropout": 0, "max_steps": 6}) for name in ("fp32", asked))
+    assert runs.result(half)["adjustments"] == [] or asked == "bf16_autocast"
+    assert [m for m in runs.metrics(half) if not m["skipped"]], "every step overflowed"
+    assert runs.metrics(half)[0]["loss"] == pytest.approx(runs.metrics(whole)[0]["loss"], rel=near)
+    assert runs.metrics(half)[0]["loss"] != runs.metrics(whole)[0]["loss"]
+    plan = BackendManager("mlx").plan(resolve({**MLX, "precision": asked}, environ={}))
+    assert plan.precision == planned
+    assert all(value.dtype == torch.float32 for value in runs.adapter(half).values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_full_fine_tuning_writes_a_model_that_transformers_loads(tmp_path, precision):
+    settings = {name: value for name, value in MLX.items() if not name.startswith("lora_")}
+    run = runs.run(tmp_path, **{**settings, "train_type": "full", "precision": precision, "lr": 1e-4, "max_steps": 3})
+    tuned, base = (load_file(path) for path in (run / "model/model.safetensors", tiny_models.ROOT / "anyqlora/demo/base/model.safetensors"))
+    assert tuned.keys() == base.keys() and all(tuned[name].dtype == base[name].dtype for name in base)
+    assert any((tuned[name] != base[name]).any() for name in base)
+    assert tiny_models.plain(run / "model")(input_ids=torch.arange(5, 20)[None]).logits.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def whole_loss(tmp_path_factory):
+    """The first loss on weights that are not quantized."""
+    return runs.metrics(runs.run(tmp_path_factory.mktemp("none"), **{**MLX, "max_steps": 1}))[0]["loss"]
+
+
+QUANTIZERS = [name for name in BackendManager("mlx").found.quantizers if name != "none"]
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_every_quantizer_learns(tmp_path, quantizer, whole_loss):
+    run = runs.run(tmp_path, quantizer, **{**MLX, "train_type": "qlora", "quantizer": quantizer, "lora_dropout": 0, "max_steps": 2, "save_steps": 0})
+    coarse = {"affine2": 1.0, "affine3": 0.3}.get(quantizer, 0.1)
+    first = runs.metrics(run)[0]["loss"]
+    assert first == pytest.approx(whole_loss, rel=coarse) and first != whole_loss
+    assert all(value.any() for name, value in runs.adapter(run).items() if ".lora_B." in name)
+
+
+def test_three_steps_that_are_not_finite_end_the_run(tmp_path):
+    with pytest.raises(NonFinite, match="3 steps in a row"):
+        runs.run(tmp_path, **{**MLX, "lr": 1e30, "apply_gradient_clipping": False})
+
+
+OUT_OF_MEMORY = (  # Metal's words (mlx/backend/metal/allocator.cpp, and its command buffers'); the CPU build does not ask whether it got memory
+    "[metal::malloc] Attempting to allocate 41943040000 bytes which is greater than the maximum allowed buffer size of 22906503168 bytes.",
+    "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")
+
+
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_numbers(tmp_path, monkeypatch):
+    with pytest.raises(ValueError) as other:
+        mx.ones((2, 3)) @ mx.ones((2, 3))
+    assert not is_out_of_memory(other.value) and all(is_out_of_memory(RuntimeError(words)) for words in OUT_OF_MEMORY)
+    settings = {**MLX, "batch_size": 4, "max_steps": 2, "lora_dropout": 0}
+    whole = runs.run(tmp_path, "whole", **settings)
+    plain = Runtime.backward
+
+    def short_of_memory(self, batch, trained):
+        if len(batch.ids) > 2:
+            raise RuntimeError(OUT_OF_MEMORY[0])
+        return plain(self, batch, trained)
+
+    monkeypatch.setattr(Runtime, "backward", short_of_memory)
+    halved = runs.run(tmp_path, "halved", **settings)
+    np.testing.assert_allclose([m["loss"] for m in runs.metrics(halved)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6)
+
+
+def test_memory_is_predicted_and_measured(tmp_path):
+    base = tiny_models.make(tmp_path / "base", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    run = runs.run(tmp_path, **{**MLX, "model_name": str(base), "batch_size": 8, "max_steps": 2, "lora_dropout": 0})
+    result = runs.result(run)
+    print("planned", memory.shown(result["planned_memory_bytes"]), "measured", memory.shown(result["peak_memory_bytes"]))
+    assert 0.3 < result["peak_memory_bytes"] / result["planned_memory_bytes"] < 1.5
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"strategy": "fsdp"}, "fsdp"), ({"strategy": "deepspeed"}, "deepspeed"), ({"strategy": "tp"}, "tp"),
+    ({"quantizer": "int8", "train_type": "qlora"}, "backend mlx has no int8"), ({"quantizer": "fp4", "train_type": "qlora"}, "backend mlx has no fp4"),
+    ({"adapter": "pissa"}, "backend mlx has no pissa"), ({"optimizer": "adamw_8bit"}, "backend mlx has no adamw_8bit"),
+    ({"profile": True}, "profile has no effect"), ({"reentrant_checkpointing": True, "use_gradient_checkpointing": True}, "reentrant_checkpointing has no effect"),
+    ({"quantizer": "affine4", "train_type": "qlora", "affine_group_size": 48}, "affine_group_size"), ({"affine_group_size": 32}, "only affine quantizers"),
+])
+def test_what_mlx_does_not_do_is_refused_before_weights_are_read(tmp_path, settings, said):
+    with pytest.raises((UsageError, NotBuilt)) as refused:
+        runs.run(tmp_path, **{**MLX, **settings})
+    assert said in str(refused.value) and refused.value.exit_code == 2 and not (tmp_path / "run").exists()
+
+
+def test_layers_that_do_not_fit_groups_are_named(tmp_path):
+    base = tiny_models.make(tmp_path / "base", "llama", intermediate_size=112)
+    with pytest.raises(UsageError, match="mlp.down_proj has 112"):
+        runs.run(tmp_path, **{**MLX, "model_name": str(base), "train_type": "qlora", "quantizer": "affine4"})
