@@ -389,10 +389,10 @@ def _evaluation(draft, shapes, free: int) -> None:
 
 def global_batch(config: TrainConfig) -> int:
     """Rows of an optimizer step as they are asked for, which no plan and no machine changes."""
-    steps = config.gradient_accumulation_steps
+    parts = config.gradient_accumulation_steps * mesh.data_processes(config)
     if config.batch_size == AUTO:
-        return steps << (max(1, GLOBAL_BATCH // steps).bit_length() - 1)  # times a power of two, so that it halves evenly
-    return steps * config.batch_size * mesh.data_processes(config)
+        return parts << (max(1, GLOBAL_BATCH // parts).bit_length() - 1)  # times a power of two, so that it halves evenly
+    return parts * config.batch_size
 
 
 def _batch(draft, shapes, free: int | None) -> None:
@@ -403,7 +403,7 @@ def _batch(draft, shapes, free: int | None) -> None:
     config = draft.config
     is_auto, steps = config.batch_size == AUTO, config.gradient_accumulation_steps
     is_known = shapes is not None and free is not None
-    rows = global_batch(config) // steps if is_auto else config.batch_size
+    rows = global_batch(config) // (steps * mesh.data_processes(config)) if is_auto else config.batch_size
 
     def needed(micro: int, checkpointing: bool) -> int:
         trial = config.with_(batch_size=micro, use_gradient_checkpointing=checkpointing, gradient_accumulation_steps=-(-rows * steps // micro))

@@ -395,7 +395,7 @@ def test_evaluation(tmp_path):
 @shows("backend", "strategy", "world_size", "strict", "use_cpu_offload")
 def test_what_the_plan_decides(plain):
     assert read(plain, "plan.json")["backend"] == "cpu" and runs.result(plain)["strategy"] == "single"
-    assert (planned("m3").backend, planned("m3", backend="cpu").backend) == ("mps", "cpu")
+    assert (planned("m3").backend, planned("m3", backend="cpu").backend) == ("mlx", "cpu")
     with pytest.raises(UsageError, match="Backend 'cuda' is not available"):
         planned("m3", backend="cuda")
     assert planned("t4", precision="bf16").precision == "fp16_autocast"
@@ -458,6 +458,18 @@ def test_the_loss_scale_starts_and_doubles_as_it_is_told(tmp_path):
     assert [m["loss_scale"] for m in runs.metrics(directory)] == [64, 64, 128, 128] and not any(m["skipped"] for m in runs.metrics(directory))
     with pytest.raises(UsageError, match="only fp16 scales the loss"):
         resolve({**TINY, "initial_loss_scale": 64}, environ={}, said="test")
+
+
+@shows("timeline")
+def test_a_timeline_has_the_phases_of_each_step(tmp_path):
+    directory = run(tmp_path, "timed", timeline="trace.json", gradient_accumulation_steps=2, max_steps=3)
+    trace = read(directory, "trace.json")
+    phases = [event["name"] for event in trace["traceEvents"] if event["cat"] == "phase"]
+    assert phases.count("data") == phases.count("backward") == phases.count("accumulate") == phases.count("step") == 3 and phases.count("forward") == 6
+    assert trace["otherData"]["collectives"] == {}
+    for settings in ({"timeline": "../trace.json"}, {"timeline": "a/b.json"}):
+        with pytest.raises(UsageError, match="not a plain name"):
+            resolve({**TINY, **settings}, environ={})
 
 
 BETWEEN = {"master_addr": "h", "master_port": "1", "dist_timeout": 5, "max_restarts": 2, "no_sync": True}

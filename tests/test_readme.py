@@ -45,7 +45,7 @@ def arguments(command, place):
     return ["train", *words[2:]] if words[1] == "train.py" else words[3:]
 
 
-def test_the_commands_of_this_readme_in_their_order(place, monkeypatch, capsys):
+def test_the_commands_of_this_readme_in_their_order(place, monkeypatch, capfd):
     """One after the other, as a newcomer runs them; runs end after two steps. Those that train write into one directory each."""
     assert len(COMMANDS) >= 10
     monkeypatch.chdir(place)
@@ -55,8 +55,8 @@ def test_the_commands_of_this_readme_in_their_order(place, monkeypatch, capsys):
     for number, command in enumerate(COMMANDS):
         words = arguments(command, place)
         seen.add(words[0])
-        assert program.main(words) == 0, (command, capsys.readouterr().err)
-        assert capsys.readouterr().out.strip(), command
+        assert program.main(words) == 0, (command, capfd.readouterr().err)
+        assert capfd.readouterr().out.strip(), command  # of the processes that it starts, too
         if words[0] == "train" and number < COMMANDS.index(next(c for c in COMMANDS if " chat " in c)):
             newest = max((place / "runs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
             assert (newest / "result.json").exists(), command
