@@ -89,7 +89,6 @@ def test_a_model_that_cannot_be_read_ends_all_ranks(tmp_path):
 def loading_memory(base, small, settings):
     """Bytes: the most that this rank's own pages rose while it was given its part of the model, that part, and the largest layer."""
     from anyqlora.on_torch.device import own_pages
-    from anyqlora.on_torch.strategies.fsdp import blocks
 
     built_under(small, settings)  # what is imported, allocated once and kept
     before, highest, stopped = own_pages(), [0], threading.Event()
@@ -104,7 +103,7 @@ def loading_memory(base, small, settings):
     stopped.set()
     thread.join()
     inner = runtime.unwrap_model()
-    layer = max(sum(whole(p) for p in block.parameters()) for block in blocks(inner))
+    layer = max(sum(whole(p) for p in block.parameters()) for block in inner.model.layers)
     shard = sum(held(p) for p in inner.parameters()) + sum(b.numel() * b.element_size() for b in inner.buffers())
     states = sum(v.numel() * v.element_size() for m in inner.modules() if getattr(m, "quant_state", None) is not None for v in m.quant_state.as_dict(packed=True).values())
     return {"risen": highest[0] - before, "shard": shard + states, "layer": layer, "whole": sum(whole(p) for p in inner.parameters()) + states}
