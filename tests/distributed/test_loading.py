@@ -15,13 +15,20 @@ from anyqlora.on_torch.runtime import Runtime
 from anyqlora.testing import WorldFailed, world
 
 
-def built_under(base, settings):
+def built_under(base, settings, loaded=lambda: None):
+    """`loaded()` is called when every rank has its part of the model, before the optimizer is made."""
     plan = planned(base, int(os.environ["WORLD_SIZE"]), **settings)
     runtime = Runtime(plan)
     built = build(plan.config, runtime)
     was_meta = any(p.is_meta for p in built.model.parameters())
     before = {name: str(p.dtype) for name, p in built.model.named_parameters()} if not was_meta else {}
-    model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(plan.config))
+    make = optimizer_factory(plan.config)
+
+    def factory(parameters):
+        loaded()
+        return make(parameters)
+
+    model, *_ = runtime.prepare(built.model, built.trainable, factory)
     return plan, runtime, built, model, was_meta, before
 
 
@@ -99,8 +106,7 @@ def loading_memory(base, small, settings):
 
     thread = threading.Thread(target=sample)
     thread.start()
-    _, runtime, built, _, _, _ = built_under(base, settings)
-    stopped.set()
+    _, runtime, built, _, _, _ = built_under(base, settings, stopped.set)
     thread.join()
     inner = runtime.unwrap_model()
     layer = max(sum(whole(p) for p in block.parameters()) for block in inner.model.layers)
