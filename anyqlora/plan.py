@@ -286,7 +286,8 @@ def _placement(draft, backend, row) -> None:
     if config.use_cpu_offload is True and config.strategy not in ("fsdp", "deepspeed"):
         raise UsageError(f"use_cpu_offload: strategy {config.strategy} keeps all weights on the device", where=config.sources.get("use_cpu_offload", ""),
                          cure="--strategy fsdp or deepspeed, --use_activation_cpu_offload true, or leave it out")
-    draft.choose("use_cpu_offload", False)
+    if config.use_cpu_offload == AUTO:
+        draft.choose("use_cpu_offload", False)
     if config.use_activation_cpu_offload and not row.activation_offload:
         raise UsageError(f"use_activation_cpu_offload: on backend {str(backend)!r} activations already are in host memory",
                          where=config.sources.get("use_activation_cpu_offload", ""),

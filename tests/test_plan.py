@@ -181,7 +181,7 @@ def test_batch_auto_fills_memory_and_keeps_the_global_batch():
 def test_batch_auto_with_stated_accumulation_is_the_same_global_batch_on_every_machine():
     planned = plan("h200", gradient_accumulation_steps=4, strategy="single")
     assert (planned.batch_size, planned.gradient_accumulation_steps) == (4, 4)
-    assert plan("h200", gradient_accumulation_steps=64).batch_size == 1
+    assert plan("h200", gradient_accumulation_steps=64, world_size=1).batch_size == 1
     small = plan("t4", gradient_accumulation_steps=2, context_length=2048)
     assert small.batch_size < 8
     assert small.global_batch == GLOBAL_BATCH
@@ -286,6 +286,7 @@ def test_offload_where_there_is_no_other_memory():
         plan("m3", use_activation_cpu_offload=True, train_type="lora")
     with pytest.raises(UsageError, match="strategy single keeps all weights on the device"):
         plan("a100", use_cpu_offload=True)
+    assert plan("a100", use_cpu_offload=True, strategy="fsdp").config.use_cpu_offload is True
 
 
 def test_warnings_change_nothing():
@@ -446,6 +447,11 @@ def test_several_devices_hold_the_model_each_or_shards_of_it(tmp_path):
     assert (small.strategy, small.world_size) == ("ddp", 8) and (sharded.strategy, sharded.world_size) == ("fsdp", 8)
     assert sharded.memory.total < HEADROOM * sharded.memory_free < plan("h200", train_type="lora", model_name=str(large), strategy="ddp").memory.total
     assert BackendManager("auto", machine=MACHINES["h200"]).plan(sharded.config).config == sharded.config
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_batch_auto_is_the_same_global_batch_on_any_number_of_devices(processes):
+    assert plan("h200", world_size=processes).global_batch == plan("h200", world_size=processes, gradient_accumulation_steps=2).global_batch == GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("settings, weights, optimizer", [
