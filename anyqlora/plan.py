@@ -286,7 +286,8 @@ def _placement(draft, backend, row) -> None:
     if config.use_cpu_offload is True and config.strategy not in ("fsdp", "deepspeed"):
         raise UsageError(f"use_cpu_offload: strategy {config.strategy} keeps all weights on the device", where=config.sources.get("use_cpu_offload", ""),
                          cure="--strategy fsdp or deepspeed, --use_activation_cpu_offload true, or leave it out")
-    draft.choose("use_cpu_offload", False)
+    if config.use_cpu_offload == AUTO:
+        draft.choose("use_cpu_offload", False)
     if config.use_activation_cpu_offload and not row.activation_offload:
         raise UsageError(f"use_activation_cpu_offload: on backend {str(backend)!r} activations already are in host memory",
                          where=config.sources.get("use_activation_cpu_offload", ""),
@@ -395,6 +396,11 @@ def global_batch(config: TrainConfig) -> int:
     return steps * config.batch_size * mesh.data_processes(config)
 
 
+def _share(rows: int, processes: int) -> int:
+    """Each process's part of the rows of a micro-batch: a power of two, so that it halves evenly."""
+    return 1 << (max(1, rows // processes).bit_length() - 1)
+
+
 def _batch(draft, shapes, free: int | None) -> None:
     """Micro-batch, accumulation and checkpointing. What was stated of the global batch is kept.
 
@@ -403,7 +409,7 @@ def _batch(draft, shapes, free: int | None) -> None:
     config = draft.config
     is_auto, steps = config.batch_size == AUTO, config.gradient_accumulation_steps
     is_known = shapes is not None and free is not None
-    rows = global_batch(config) // steps if is_auto else config.batch_size
+    rows = _share(global_batch(config) // steps, mesh.data_processes(config)) if is_auto else config.batch_size
 
     def needed(micro: int, checkpointing: bool) -> int:
         trial = config.with_(batch_size=micro, use_gradient_checkpointing=checkpointing, gradient_accumulation_steps=-(-rows * steps // micro))

@@ -134,11 +134,9 @@ def test_whole_numbers_keep_every_digit(text, value):
 
 @pytest.mark.parametrize("given, name", [
     ({"train_type": t}, t) for t, row in tables.TRAIN_TYPES.items() if isinstance(row, str)] + [
-    ({"quantizer": "hqq"}, "hqq"), ({"adapter": "llama_pro"}, "llama_pro"), ({"strategy": "fsdp"}, "fsdp"),
+    ({"quantizer": "hqq"}, "hqq"), ({"adapter": "llama_pro"}, "llama_pro"), ({"strategy": "megatron"}, "megatron"),
     ({"low_memory": "false"}, "low_memory"), ({"n_bits": "3"}, "n_bits"),
     ({"loading_workers": "4"}, "loading_workers"),
-    ({"sharding_strategy": "ddp"}, "sharding_strategy"), ({"strategy_opt": "a=1"}, "strategy_opt"), ({"strategy_config": "f"}, "strategy_config"),
-    ({"deepspeed_zero_stage": "2"}, "deepspeed_zero_stage"), ({"find_unused_parameters": "true"}, "find_unused_parameters"),
     ({"hqq_group_size": "32"}, "hqq_group_size"), ({"llama_pro_path": "p"}, "llama_pro_path"), ({"strategy": "pipeline"}, "pipeline")])
 def test_what_is_not_built_is_refused_by_name(given, name):
     with pytest.raises(NotBuilt, match=name) as refused:

@@ -33,7 +33,7 @@ NO_BITSANDBYTES = {"m1_macos13", "nothing"}
 GPUS = {"a100", "a100_80gb", "arc", "h200", "rtx4090", "rx7900", "t4"}
 FITS = {  # configuration -> the machines on which it is predicted to fit
     "first": MACHINES.keys() - NO_BITSANDBYTES, "cpu": MACHINES.keys() - NO_BITSANDBYTES, "mac": MACHINES.keys() - NO_BITSANDBYTES,
-    "one_24gb_card": MACHINES.keys() - NO_BITSANDBYTES, "70b": {"a100_80gb", "h200"}, "two_cards": set()}
+    "one_24gb_card": MACHINES.keys() - NO_BITSANDBYTES, "70b": {"a100_80gb", "h200"}, "two_cards": GPUS | {"linux_mlx"}}
 WARNED = {"70b": GPUS - {"a100_80gb", "h200"}}  # planned, with a warning that says how much is needed and how much is there
 
 
@@ -69,6 +69,7 @@ def test_a_configuration_fits_or_says_why_not(name):
         assert all(adjustment.why and adjustment.field for adjustment in plan.adjustments)
         stated = plan.config.num_epochs and asked(name)
         rows = GLOBAL_BATCH if stated.batch_size == "auto" else stated.batch_size * stated.gradient_accumulation_steps
+        rows *= 1 if stated.batch_size == "auto" else plan.world_size
         assert plan.global_batch == rows, (machine, plan.explain())  # a step is the same step on every machine
 
 

@@ -14,7 +14,7 @@ from anyqlora import config as configuration
 from anyqlora import layouts, memory
 from anyqlora.__main__ import main as anyqlora
 from anyqlora.config import AUTO, resolve
-from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.errors import UsageError
 from anyqlora.machine import Machine
 from anyqlora.plan import GLOBAL_BATCH, HEADROOM
 from backend_manager import CAPABILITIES, Backend, BackendManager
@@ -112,7 +112,7 @@ def test_planning_a_plan_changes_nothing(machine, settings):
     again = manager.plan(first.config)
     assert (again.config, again.adjustments, again.memory) == (first.config, (), first.memory)
     if "batch_size" in settings:
-        assert first.global_batch == settings["batch_size"] * settings.get("gradient_accumulation_steps", 1)
+        assert first.global_batch == settings["batch_size"] * settings.get("gradient_accumulation_steps", 1) * first.world_size
 
 
 def test_plan_is_json_and_words():
@@ -165,7 +165,7 @@ def test_strict_makes_an_adjustment_an_error():
 
 
 def test_batch_auto_fills_memory_and_keeps_the_global_batch():
-    sizes = {machine: plan(machine, context_length=1024) for machine in ("t4", "a100", "h200")}
+    sizes = {machine: plan(machine, context_length=1024, world_size=1) for machine in ("t4", "a100", "h200")}
     assert all(p.global_batch == GLOBAL_BATCH for p in sizes.values())
     assert [p.use_gradient_checkpointing for p in sizes.values()] == [True, False, False]
     assert sizes["a100"].batch_size < sizes["h200"].batch_size
@@ -177,9 +177,9 @@ def test_batch_auto_fills_memory_and_keeps_the_global_batch():
 
 
 def test_batch_auto_with_stated_accumulation_is_the_same_global_batch_on_every_machine():
-    planned = plan("h200", gradient_accumulation_steps=4)
+    planned = plan("h200", gradient_accumulation_steps=4, world_size=1)
     assert (planned.batch_size, planned.gradient_accumulation_steps) == (4, 4)
-    assert plan("h200", gradient_accumulation_steps=64).batch_size == 1
+    assert plan("h200", gradient_accumulation_steps=64, world_size=1).batch_size == 1
     small = plan("t4", gradient_accumulation_steps=2, context_length=2048)
     assert small.batch_size < 8
     assert small.global_batch == GLOBAL_BATCH
@@ -282,8 +282,9 @@ def test_offload_where_there_is_no_other_memory():
             plan(machine, backend="mps" if machine == "m3" else "auto", use_activation_cpu_offload=True, train_type="lora")
     with pytest.raises(UsageError, match="host and device share one memory"):
         plan("m3", use_activation_cpu_offload=True, train_type="lora")
-    with pytest.raises(NotBuilt, match="parameter offload comes with"):
+    with pytest.raises(UsageError, match="strategy single keeps all weights on the device"):
         plan("a100", use_cpu_offload=True)
+    assert plan("a100", use_cpu_offload=True, strategy="fsdp").config.use_cpu_offload is True
 
 
 def test_warnings_change_nothing():
@@ -444,6 +445,11 @@ def test_several_devices_hold_the_model_each_or_shards_of_it(tmp_path):
     assert (small.strategy, small.world_size) == ("ddp", 8) and (sharded.strategy, sharded.world_size) == ("fsdp", 8)
     assert sharded.memory.total < HEADROOM * sharded.memory_free < plan("h200", train_type="lora", model_name=str(large), strategy="ddp").memory.total
     assert BackendManager("auto", machine=MACHINES["h200"]).plan(sharded.config).config == sharded.config
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_batch_auto_is_the_same_global_batch_on_any_number_of_devices(processes):
+    assert plan("h200", world_size=processes).global_batch == plan("h200", world_size=processes, gradient_accumulation_steps=2).global_batch == GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("settings, weights, optimizer", [

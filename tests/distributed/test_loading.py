@@ -15,13 +15,20 @@ from anyqlora.on_torch.runtime import Runtime
 from anyqlora.testing import WorldFailed, world
 
 
-def built_under(base, settings):
+def built_under(base, settings, loaded=lambda: None):
+    """`loaded()` is called when every rank has its part of the model, before the optimizer is made."""
     plan = planned(base, int(os.environ["WORLD_SIZE"]), **settings)
     runtime = Runtime(plan)
     built = build(plan.config, runtime)
     was_meta = any(p.is_meta for p in built.model.parameters())
     before = {name: str(p.dtype) for name, p in built.model.named_parameters()} if not was_meta else {}
-    model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(plan.config))
+    make = optimizer_factory(plan.config)
+
+    def factory(parameters):
+        loaded()
+        return make(parameters)
+
+    model, *_ = runtime.prepare(built.model, built.trainable, factory)
     return plan, runtime, built, model, was_meta, before
 
 
@@ -89,7 +96,6 @@ def test_a_model_that_cannot_be_read_ends_all_ranks(tmp_path):
 def loading_memory(base, small, settings):
     """Bytes: the most that this rank's own pages rose while it was given its part of the model, that part, and the largest layer."""
     from anyqlora.on_torch.device import own_pages
-    from anyqlora.on_torch.strategies.fsdp import blocks
 
     built_under(small, settings)  # what is imported, allocated once and kept
     before, highest, stopped = own_pages(), [0], threading.Event()
@@ -100,11 +106,10 @@ def loading_memory(base, small, settings):
 
     thread = threading.Thread(target=sample)
     thread.start()
-    _, runtime, built, _, _, _ = built_under(base, settings)
-    stopped.set()
+    _, runtime, built, _, _, _ = built_under(base, settings, stopped.set)
     thread.join()
     inner = runtime.unwrap_model()
-    layer = max(sum(whole(p) for p in block.parameters()) for block in blocks(inner))
+    layer = max(sum(whole(p) for p in block.parameters()) for block in inner.model.layers)
     shard = sum(held(p) for p in inner.parameters()) + sum(b.numel() * b.element_size() for b in inner.buffers())
     states = sum(v.numel() * v.element_size() for m in inner.modules() if getattr(m, "quant_state", None) is not None for v in m.quant_state.as_dict(packed=True).values())
     return {"risen": highest[0] - before, "shard": shard + states, "layer": layer, "whole": sum(whole(p) for p in inner.parameters()) + states}

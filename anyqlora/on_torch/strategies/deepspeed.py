@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ...errors import NotBuilt, RunError, UsageError
 from ...plugins import DeepSpeedPlugin
 from .._compat import link_moments, without_shared_memory_operation
+from ..heap import unmapping
 from ..quantizers.experts import PackedExperts
 from .fsdp import blocks
 from .group import Group
@@ -123,10 +124,11 @@ class DeepSpeed(Group):
     def _shard(self, root: nn.Module) -> None:
         """One layer at a time, so that no rank but the one that reads holds more than its shards and a layer."""
         done: set[int] = set()
-        for part in [*blocks(root), root]:
-            self.share(part, done=lambda module: id(module) in done)
-            self.library.zero.Init(module=part, config_dict_or_path=self.config(), dtype=torch.float32)
-            done.add(id(part))
+        with unmapping():
+            for part in [*blocks(root), root]:
+                self.share(part, done=lambda module: id(module) in done)
+                self.library.zero.Init(module=part, config_dict_or_path=self.config(), dtype=torch.float32)
+                done.add(id(part))
 
     def _assert_sharded(self) -> None:
         found = self.engine.zero_optimization_stage()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...errors import NotBuilt, RunError, UsageError
 from ...plugins import FsdpPlugin
+from ..heap import unmapping
 from ..quantizers.experts import PackedExperts
 from .group import Group
 from .single import Prepared, Strategy
@@ -55,10 +56,11 @@ class Fsdp(Group):
         root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
         options = {"mesh": self.mesh, "offload_policy": CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy()}
         keep = self.options.sharding_strategy.endswith("shard_grad_op")
-        for block in blocks(root):
-            self.share(block)
-            fully_shard(block, reshard_after_forward=not keep, **options)
-        self.share(root, done=lambda part: isinstance(part, FSDPModule))
+        with unmapping():
+            for block in blocks(root):
+                self.share(block)
+                fully_shard(block, reshard_after_forward=not keep, **options)
+            self.share(root, done=lambda part: isinstance(part, FSDPModule))
         fully_shard(root, reshard_after_forward=False, **options)  # its parameters are needed again at once
         for module in root.modules():
             if isinstance(module, FSDPModule):
