@@ -134,7 +134,7 @@ def test_whole_numbers_keep_every_digit(text, value):
 
 @pytest.mark.parametrize("given, name", [
     ({"train_type": t}, t) for t, row in tables.TRAIN_TYPES.items() if isinstance(row, str)] + [
-    ({"quantizer": "hqq"}, "hqq"), ({"adapter": "llama_pro"}, "llama_pro"),
+    ({"quantizer": "hqq"}, "hqq"), ({"adapter": "llama_pro"}, "llama_pro"), ({"strategy": "megatron"}, "megatron"),
     ({"low_memory": "false"}, "low_memory"), ({"n_bits": "3"}, "n_bits"),
     ({"loading_workers": "4"}, "loading_workers"),
     ({"hqq_group_size": "32"}, "hqq_group_size"), ({"llama_pro_path": "p"}, "llama_pro_path"), ({"strategy": "pipeline"}, "pipeline")])

@@ -395,7 +395,7 @@ def test_evaluation(tmp_path):
 @shows("backend", "strategy", "world_size", "strict", "use_cpu_offload")
 def test_what_the_plan_decides(plain):
     assert read(plain, "plan.json")["backend"] == "cpu" and runs.result(plain)["strategy"] == "single"
-    assert (planned("m3").backend, planned("m3", backend="cpu").backend) == ("mlx", "cpu")
+    assert (planned("m3").backend, planned("m3", backend="mps").backend, planned("m3", backend="cpu").backend) == ("mlx", "mps", "cpu")
     with pytest.raises(UsageError, match="Backend 'cuda' is not available"):
         planned("m3", backend="cuda")
     assert planned("t4", precision="bf16").precision == "fp16_autocast"
