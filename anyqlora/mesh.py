@@ -135,7 +135,7 @@ def from_file(path: str) -> ByName:
 def data_processes(config: TrainConfig) -> int:
     """How many groups of processes see different rows: those along the batch axis, all of them without a mesh."""
     if config.mesh:
-        return axes(config.mesh).get(BATCH, 1)
+        return axes(config.mesh, config.sources.get("mesh", "")).get(BATCH, 1)
     return max(config.world_size, 1)
 
 
