@@ -135,7 +135,7 @@ def from_file(path: str) -> ByName:
 def data_processes(config: TrainConfig) -> int:
     """How many groups of processes see different rows: those along the batch axis, all of them without a mesh."""
     if config.mesh:
-        return axes(config.mesh).get(BATCH, 1)
+        return axes(config.mesh, config.sources.get("mesh", "")).get(BATCH, 1)
     return max(config.world_size, 1)
 
 
@@ -183,7 +183,7 @@ def check(config: TrainConfig, shapes: Shapes | None) -> None:
     if config.adapter not in ("lora", "rslora"):
         refuse("adapter", "it needs whole weights where each process holds a slice", "--adapter lora or rslora, or --strategy fsdp")
     if config.quantizer not in ("nf4", "fp4", "none"):
-        refuse("quantizer", "its scales are those of whole rows, which are split", "--quantizer nf4, fp4 or none")
+        refuse("quantizer", "slices of weights that are kept so are not built", "--quantizer nf4, fp4 or none")
     if config.optimizer not in ("adamw", "fused_adamw", "adam", "sgd", "adadelta"):
         refuse("optimizer", "bitsandbytes' optimizers do not update split tensors", "--optimizer adamw")
     if shapes is None:
