@@ -10,6 +10,7 @@ from transformers import BitsAndBytesConfig
 
 from anyqlora import tables
 from anyqlora.on_torch._compat import keep_weights_as_packed
+from anyqlora.on_torch.kernels import quantize
 from anyqlora.on_torch.quantizers import bnb as quantizers
 
 BUILT = [name for name, row in tables.QUANTIZERS.items() if not row.startswith("!")]
@@ -116,3 +117,28 @@ def test_the_whole_model_equals_bitsandbytes_own_load(name, options, tmp_path):
         keep_weights_as_packed(module)  # else the reference computes in bf16 where the CPU has AVX512-BF16
     with torch.no_grad():
         torch.testing.assert_close(started.logits(ids), reference(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_codes_by_table_are_bitsandbytes_own_to_the_bit(kind, dtype, monkeypatch):
+    """Random weights of every size, and all borders between codes with their neighbours on either side; the reference is bitsandbytes'."""
+    monkeypatch.setattr(quantize, "PIECE", 1 << 12)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1 << 16, generator=generator) * torch.logspace(-30, 30, 1 << 16)[torch.randperm(1 << 16, generator=generator)]
+    values = F.get_4bit_type(kind, device="cpu").sort().values
+    borders = (values[1:] + values[:-1]) / 2
+    special = torch.stack([borders, borders.nextafter(torch.tensor(2.0)), borders.nextafter(torch.tensor(-2.0))]).flatten()
+    special = torch.cat([special, values, torch.tensor([1.0, 0.0, -0.0])])  # the largest is 1, so that the scale is
+    blocks = torch.cat([weight, torch.nn.functional.pad(special, (0, 64)), torch.zeros(64)]).to(dtype)
+    blocks = blocks[: len(blocks) // 64 * 64]
+    codes, scales = quantize.quantize_4bit(blocks, kind)
+    expected, expected_scales = quantize.defined(blocks, kind)
+    assert torch.equal(codes, expected) and torch.equal(scales, expected_scales)
+
+
+def test_weights_that_are_not_finite_are_left_to_bitsandbytes():
+    weight = torch.randn(256)
+    weight[70] = float("inf")
+    ours, theirs = quantize.quantize_4bit(weight, "nf4"), quantize.defined(weight, "nf4")
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])

@@ -240,3 +240,24 @@ def test_the_run_directory_describes_the_run(whole):
     import hashlib
     assert found["adapter_sha256"] == hashlib.sha256(adapter_bytes(whole)).hexdigest()
     assert json.loads((whole / "env.json").read_text())["version of torch"]
+
+
+def test_a_run_that_goes_on_keeps_what_its_plan_chose(tmp_path):
+    """What was stated when it began and is left to the plan now is as in the checkpoint, so that the bytes are those of the whole run."""
+    chosen = {"fused": False, "flat": False, "loss_rows": 16, "weight_cache": 0}
+    whole = runs.run(tmp_path, "whole", **SMALL, **chosen)
+
+    class Cut(Exception):
+        pass
+
+    def cut(step):
+        if step == 5:
+            raise Cut
+
+    with pytest.raises(Cut):
+        runs.run(tmp_path, "cut", during=cut, **SMALL, **chosen)
+    going_on = runs.run(tmp_path, "cut", **SMALL)
+    assert adapter_bytes(going_on) == adapter_bytes(whole)
+    said = yaml.safe_load((going_on / "config.resolved.yaml").read_text())
+    assert {name: said[name] for name in chosen} == chosen
+    assert adapter_bytes(runs.run(tmp_path, "other", **SMALL)) != adapter_bytes(whole)  # or nothing would have been shown

@@ -44,11 +44,11 @@ class _Linears(torch.autograd.Function):
         mask, kept = (drawn(flat, dropout), 1 - whole(dropout)) if dropout else (None, 1.0)
         seen, out, middles = dropped(flat, mask), [], []
         for layer, a, b in zip(layers, factors[::2], factors[1::2], strict=True):
-            y = F.linear(flat, layer.weight().to(x.dtype), layer.bias if layer.bias is None else layer.bias.to(x.dtype))
+            y = F.linear(x, layer.weight().to(x.dtype), layer.bias if layer.bias is None else layer.bias.to(x.dtype))
             middle = (seen @ a.to(x.dtype).T).mul_(layer.scale / kept)  # [M, rank]
-            y.addmm_(middle, b.to(x.dtype).T)
+            y.view(-1, y.shape[-1]).addmm_(middle, b.to(x.dtype).T)
             middles.append(middle)
-            out.append(y.view(*x.shape[:-1], -1))
+            out.append(y)  # and no view of it: Llama 4 adds to its shared expert's output in place
         ctx.layers, ctx.kept = layers, kept
         ctx.save_for_backward(x, mask, *middles, *factors)
         ctx.set_materialize_grads(False)

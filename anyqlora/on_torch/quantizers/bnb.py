@@ -11,9 +11,9 @@ from bitsandbytes import functional as F
 from torch import nn
 
 from .._compat import keep_weights_as_packed
+from ..kernels.quantize import BLOCK, quantize_4bit
 from .product import product
 
-BLOCK = 64  # weights that share one scale
 CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times their float32 size while it works
 
 
@@ -44,14 +44,15 @@ class _FourBit:
         flat = weight.detach().reshape(-1)
         codes, absmax = [], []
         for piece in flat.split(CHUNK):
-            code, state = F.quantize_4bit(piece.float(), blocksize=BLOCK, quant_type=self.kind)
+            code, scales = quantize_4bit(piece, self.kind)
             codes.append(code)
-            absmax.append(state.absmax)
+            absmax.append(scales)
         codes, absmax, offset, nested = torch.cat(codes), torch.cat(absmax), None, None
         if self.double_quant:
             offset = absmax.mean()
             absmax, nested = F.quantize_blockwise(absmax - offset, blocksize=256)
-        return codes, F.QuantState(absmax=absmax, shape=weight.shape, dtype=self.compute_dtype, blocksize=BLOCK, code=state.code,
+        return codes, F.QuantState(absmax=absmax, shape=weight.shape, dtype=self.compute_dtype, blocksize=BLOCK,
+                                   code=F.get_4bit_type(self.kind, device=codes.device),
                                    quant_type=self.kind, offset=offset, state2=nested)
 
     pack = quantize
