@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import audit, data, formats
-from .config import SETTINGS, TrainConfig, from_environment, from_file, parsed
+from . import audit, data, formats, tables
+from .config import AUTO, SETTINGS, TrainConfig, from_environment, from_file, parsed
 from .errors import UsageError
 from .examples import DIALOGUES, Example
 from .formats import BadRow, Talk
@@ -140,7 +140,10 @@ def plan_here(run: Finished, changed: dict):
     if "backend" not in changed and config.backend not in BackendManager().available():
         print(f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers", file=sys.stderr)
         config = config.with_(backend="auto")
-    plan = BackendManager(config.backend).plan(config)
+    manager = BackendManager(config.backend)
+    if manager.backend != run.config.backend:  # which has its own ways of computing the same
+        config = config.with_(**dict.fromkeys(tables.WAYS, AUTO), sources={**config.sources, **dict.fromkeys(tables.WAYS, "default")})
+    plan = manager.plan(config)
     for adjustment in plan.adjustments:
         if adjustment.field in ("precision", "quantizer"):  # the rest is about training
             print(printable(str(adjustment)), file=sys.stderr)

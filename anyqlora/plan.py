@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from . import layouts, memory, mesh, prequantized, tables
 from .config import AUTO, TrainConfig, checked
 from .errors import NotBuilt, UsageError
-from .tables import BITS, FUSED_STRATEGIES
+from .tables import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
 
 GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
@@ -153,6 +153,9 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         prequantized.adopt(draft, described)
         _positions(draft, described)
     _quantizer(draft, backend, row, found)
+    if draft.config.quantizer in AFFINE and draft.config.strategy not in AFFINE_STRATEGIES:
+        raise NotBuilt(f"quantizer {draft.config.quantizer} with strategy {draft.config.strategy}: its weights are not split over processes yet",
+                       where=draft.config.sources.get("quantizer", ""), cure=f"--quantizer nf4, or --strategy {' or '.join(AFFINE_STRATEGIES[:2])}")
     if draft.config.adapter not in row.adapters:
         _refuse(draft.config, "adapter", backend, False, found, row.adapters)
     checked(draft.config)  # what was changed may contradict what was asked

@@ -60,7 +60,7 @@ def test_an_unknown_type_and_foreign_weights_are_refused(tmp_path):
     base = tiny_models.make(tmp_path, "llama")
     described = json.loads((base / "config.json").read_text())
     for changes, kind, said in (({"model_type": "mammut"}, NotBuilt, "mlx-lm has no model of type 'mammut'"),
-                                ({"num_hidden_layers": 3}, UsageError, "Missing 9 parameters"), ({"hidden_act": "gelu"}, NotBuilt, "hidden_act = gelu")):
+                                ({"num_hidden_layers": 3}, UsageError, "Missing \\d+ parameters"), ({"hidden_act": "gelu"}, NotBuilt, "hidden_act = gelu")):
         (base / "config.json").write_text(json.dumps({**described, **changes}))
         with pytest.raises(kind, match=said):
             zoo.read(base, longest=64)

@@ -161,3 +161,11 @@ def test_the_writer_holds_a_shard_at_a_time(bases, tmp_path):
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     assert len(files) > 3 and set(index.values()) == {path.name for path in files} and done["packed"] == 14
     assert np.array_equal(held_on_mlx(tmp_path / "out")["model.layers.0.mlp.up_proj"], held_on_mlx(bases / "affine4")["model.layers.0.mlp.up_proj"])
+
+
+def test_packed_weights_are_not_split_over_processes():
+    for strategy in ("fsdp", "deepspeed", "tp"):
+        with pytest.raises(NotBuilt, match=f"affine4 with strategy {strategy}"):
+            BackendManager("cpu").plan(resolve({"model_name": "demo", "dataset": "demo", "quantizer": "affine4", "strategy": strategy, "world_size": 2}, environ={}))
+    assert BackendManager("cpu").plan(resolve({"model_name": "demo", "dataset": "demo", "quantizer": "affine4", "strategy": "ddp", "world_size": 2},
+                                              environ={})).strategy == "ddp"

@@ -98,6 +98,30 @@ def test_recomputing_with_dropout_changes_nothing(tmp_path):
     assert abs(runs.metrics(one)[2]["loss"] / runs.metrics(plain)[2]["loss"] - 1) > 1e-4
 
 
+@pytest.mark.slow  # the CPU build compiles with g++
+@pytest.mark.parametrize("more", [{}, {"lora_dropout": 0.2, "use_gradient_checkpointing": True}, {"packing": True}, {"quantizer": "nf4", "train_type": "qlora"}],
+                         ids=["plain", "checkpointed", "packed", "nf4"])
+def test_a_compiled_step_is_the_same(tmp_path, monkeypatch, more):
+    """What a GPU runs: the step compiled, for rows of few widths. MLX's CPU build compiles too."""
+    settings = {**MLX, "max_steps": 3, "lora_dropout": 0, **more}
+    plain = runs.run(tmp_path, "plain", **settings)
+    widths = []
+    monkeypatch.setattr(Runtime, "compiles", True)
+    monkeypatch.setattr(Runtime, "_loss", lambda self, values, ids, *others, traced=Runtime._loss: widths.append(ids.shape[1]) or traced(self, values, ids, *others))
+    compiled = runs.run(tmp_path, "compiled", **settings)
+    near = 1e-6 if not settings["lora_dropout"] else 0.05  # a padded row draws another mask
+    np.testing.assert_allclose([m["loss"] for m in runs.metrics(compiled)], [m["loss"] for m in runs.metrics(plain)], rtol=near)
+    assert set(widths) <= {32, 64, 96} and len(widths) <= 2 * len(set(widths)), "it is traced for each shape, not for each batch"
+
+
+def test_an_adapter_of_another_shape_is_refused_tensor_by_tensor(tmp_path):
+    runs.run(tmp_path, **{**MLX, "max_steps": 1})
+    (tmp_path / "run" / "result.json").unlink()
+    with pytest.raises(UsageError) as refused:
+        runs.run(tmp_path, **{**MLX, "max_steps": 2, "lora_rank": 8, "resume": "force"})
+    assert "42 differ" in str(refused.value) and "layers.2.self_attn.v_proj.lora_B.weight is (64, 4) there, (64, 8) here" in str(refused.value)
+
+
 def test_evaluating_changes_nothing(tmp_path):
     plain = runs.run(tmp_path, "plain", **MLX, lora_dropout=0.1)
     held_out = tmp_path / "rows.jsonl"

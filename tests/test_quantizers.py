@@ -13,12 +13,15 @@ from anyqlora.on_torch._compat import keep_weights_as_packed
 from anyqlora.on_torch.kernels import quantize
 from anyqlora.on_torch.quantizers import bnb as quantizers
 
-BUILT = [name for name, row in tables.QUANTIZERS.items() if not row.startswith("!")]
+BUILT = [name for name, row in tables.QUANTIZERS.items() if row.startswith("anyqlora.on_torch.")]  # the rest is MLX's
 SHAPES = [(64, 64), (96, 40), (3, 5), (257, 129)]  # blocks of 64 cross rows, and the last one is not full
 
 
 def quantizer(name, dtype=torch.float32, double_quant=True):
-    return tables.load(tables.QUANTIZERS[name])(dtype, double_quant)
+    made = tables.load(tables.QUANTIZERS[name])(dtype, double_quant)
+    if name in tables.AFFINE:
+        made.group = 32  # of which rows of 96 are whole
+    return made
 
 
 def filled(name, weight, bias=None, dtype=torch.float32):

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..checkpoint import ADAPTER, MOMENTS, Checkpoints
 from ..config import from_file
 from ..errors import RunError, UsageError
+from ..tables import WAYS
 from ..terminal import printable
 from . import arguments, parity
 
@@ -57,6 +58,8 @@ def command_of(directory: Path, place: Path, steps: int, values: Mapping) -> lis
     held_out = stated["eval_dataset"][0] or float(stated["eval_fraction"][0])
     changes = {"output_dir": place, "max_steps": steps, "save_steps": 2, "keep": 2, "eval_steps": max(steps // 2, 1) if held_out else 0,
                "early_stopping": 0, "profile": False, "profile_memory": False, "save_model": True, "log_to": "none", "log_every_n_steps": 1, **values}
+    if "backend" in values:  # another one has its own ways of computing the same
+        changes = {**dict.fromkeys(WAYS, "auto"), **changes}
     flags = [f"--{key}={value}" for key, value in changes.items()]
     return [sys.executable, "-m", "anyqlora", "train", f"--config={directory / 'config.resolved.yaml'}", *flags]
 

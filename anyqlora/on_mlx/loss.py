@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..data import IGNORE, Batch
 
 
-def arrays(batch: Batch) -> tuple[mx.array, mx.array, mx.array | None]:
-    """ids and targets [B, T]; segments [B, T] where several documents share a row, else None."""
+def arrays(batch: Batch, multiple: int = 1) -> tuple[mx.array, mx.array, mx.array | None]:
+    """ids and targets [B, T]; segments [B, T] where several documents share a row, else None. T is padded to a whole `multiple`."""
     packed = int(batch.segments.max(initial=0)) > 0
-    return mx.array(batch.ids), mx.array(batch.targets), mx.array(batch.segments) if packed else None
+    more = [(0, 0), (0, -batch.ids.shape[1] % multiple)]
+    ids, targets, segments = (mx.array(np.pad(values, more, constant_values=filler))
+                              for values, filler in ((batch.ids, 0), (batch.targets, IGNORE), (batch.segments, -1)))
+    return ids, targets, segments if packed else None
 
 
 def token_loss(model: nn.Module, ids: mx.array, targets: mx.array, segments: mx.array | None = None) -> mx.array:

@@ -15,6 +15,7 @@ from .scaler import Scaler
 
 COMPUTE = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16_autocast": mx.float16}
 STORED = COMPUTE  # MLX has no autocast: what is computed in 16 bits is kept in 16 bits
+WIDTH = 32  # tokens: a compiled step sees rows of whole multiples only, so that there are few shapes
 
 
 class Runtime:
@@ -37,8 +38,13 @@ class Runtime:
         self.adapted = [module for _, module in self.model.named_modules() if hasattr(module, "lora_A") and module.dropout]
         self.is_full = built.adapter.folder == "model"
         self._gradient = mx.value_and_grad(self._loss)
-        if mx.default_device() == mx.gpu:
+        if self.compiles:
             self._gradient = mx.compile(self._gradient)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the gradient of a micro-batch is compiled, once for each shape: where kernels are fused for a GPU."""
+        return mx.default_device() == mx.gpu
 
     def put(self, values: dict[str, mx.array]) -> None:
         """Make these the model's; a whole model computes in the precision's own type, whatever is learned in."""
@@ -60,7 +66,7 @@ class Runtime:
         """Accumulate the gradients of one micro-batch of a step with so many `trained` tokens. Returns the sum of its losses."""
         self.key, key = mx.random.split(self.key)
         factor = mx.array(self.scaler.scale / trained, mx.float32)
-        (_, total), gradients = self._gradient(self.values, *arrays(batch), key, factor)
+        (_, total), gradients = self._gradient(self.values, *arrays(batch, WIDTH if self.compiles else 1), key, factor)
         if self.gradients is not None:
             gradients = {name: self.gradients[name] + gradient for name, gradient in gradients.items()}
         mx.eval(total, gradients)
