@@ -1,4 +1,4 @@
-"""Ray Train over the same entry point: python examples/clusters/ray_train.py --workers 8 --config configs/two_cards.yaml --run_name ray
+"""Ray Train over the same entry point: python examples/clusters/ray_train.py --workers 8 --model_name DIRECTORY --dataset my.jsonl --strategy fsdp
 
 Ray starts the workers and says who they are; each of them calls `train.train`, as train.py itself does. Needs `pip install "ray[train]"`.
 """
