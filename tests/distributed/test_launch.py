@@ -86,6 +86,50 @@ def test_what_one_rank_was_asked_for_is_compared_before_the_first_step(tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+NARROW = """
+import os, sys
+if os.environ.get("RANK") == "1":
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == "anyqlora.on_torch.build":  # torch is there by now
+                sys.meta_path.remove(self)
+                import torch
+                def refuse(module, arguments, kwargs):
+                    ids = kwargs.get("input_ids")
+                    if ids is not None and torch.is_grad_enabled() and len(ids) > 1:
+                        raise torch.OutOfMemoryError("out of memory")
+                from transformers import LlamaForCausalLM
+                start = LlamaForCausalLM.__init__
+                def started(self, *given, **options):
+                    start(self, *given, **options)
+                    self.register_forward_pre_hook(refuse, with_kwargs=True)
+                LlamaForCausalLM.__init__ = started
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_memory_that_runs_out_on_one_rank_halves_the_rows_of_all(tmp_path, monkeypatch):
+    """Rank 1's model refuses more than one row at a time, from the first step on: the run ends as one that was started so."""
+    (tmp_path / "sitecustomize.py").write_text(NARROW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Launched(tmp_path / "narrow", max_steps=4) as run:
+        assert run.end() == 0, run.said()
+    assert "rank 1 ran out of memory in step 1" in run.said() and "micro-batches of 1 rows from here on" in run.said()
+    with Launched(tmp_path / "told", max_steps=4, batch_size=1, gradient_accumulation_steps=4) as told:
+        assert told.end() == 0, told.said()
+    assert sha256(run.directory) == sha256(told.directory)
+
+
+def test_collectives_of_ddp_are_at_boundaries_only(tmp_path):
+    with Launched(tmp_path, max_steps=3, timeline="trace.json") as run:
+        assert run.end() == 0, run.said()
+    trace = json.loads((run.directory / "trace.json").read_text())
+    counts = trace["otherData"]["collectives"]
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
+    assert set(counts) <= {"backward", "step", "between"} and counts["between"] == {"allreduce": 3}  # what all agree on, once a step
+    assert sum(counts.get("backward", {}).values()) + sum(counts.get("step", {}).values()) == 3
+
+
 def test_a_port_in_use_is_told_once(tmp_path):
     import socket
 
