@@ -93,6 +93,8 @@ def _rank(pipe, environ, path, function, arguments) -> None:
         answer = False, traceback.format_exc()
     pipe.send(answer)
     if answer[0] and torch.distributed.is_initialized():
+        with contextlib.suppress(RuntimeError):  # another one has failed
+            torch.distributed.barrier()  # the first process keeps what the others still meet by
         torch.distributed.destroy_process_group()
 
 
