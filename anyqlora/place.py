@@ -92,7 +92,8 @@ class Place:
         before = self.restored.machine if self.restored else {}
         if not before or any(before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size")):
             return config
-        kept = {name: before[name] for name in CHOSEN if name in before and getattr(config, name) == "auto"}
+        kept = {name: before[name] for name in CHOSEN
+                if name in before and getattr(config, name) == "auto" and getattr(plan.config, name) != "auto"}  # which some backends leave alone
         return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
 
     def leave(self) -> None:
