@@ -54,7 +54,8 @@ class Fsdp(Group):
         self._refuse(model)
         owners = self.owners(trainable, model)
         root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-        options = {"mesh": self.mesh, "offload_policy": CPUOffloadPolicy() if self.options.cpu_offload else OffloadPolicy()}
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.options.cpu_offload else OffloadPolicy()
+        options = {"mesh": self.mesh, "offload_policy": offload}
         keep = self.options.sharding_strategy.endswith("shard_grad_op")
         with unmapping():
             for block in blocks(root):
@@ -84,6 +85,8 @@ class Fsdp(Group):
         whole = [name for name, p in self.root.named_parameters() if not isinstance(p, DTensor)]
         if whole:
             raise RunError(f"fsdp: {len(whole)} parameters are not sharded, {whole[0]} is the first")
+        if self.options.cpu_offload and any(p.to_local().device.type != "cpu" for p in self.root.parameters()):
+            raise RunError("fsdp: shards were to wait in host memory, and some are on the device")
 
     # -------------------------------------------------------------------------------------------------------- the step
 
