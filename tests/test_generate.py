@@ -43,7 +43,7 @@ def said(chatty, tmp_path_factory):
     place = tmp_path_factory.mktemp("said")
     rows = [{"messages": [{"role": "user", "content": who}, {"role": "assistant", "content": "Monday"}]} for who in ("Bren", "Tam", "Sam", "Hal")]
     directory = runs.run(place, model_name=str(chatty), dataset=str(write(place / "train.jsonl", *rows)), eval_dataset=str(place / "train.jsonl"),
-                         context_length=64, batch_size=4, max_steps=25, lr=0.02, lora_dropout=0, precision="fp32", save_steps=0, samples=2,
+                         context_length=64, batch_size=4, max_steps=25, lr=0.01, lora_dropout=0, precision="fp32", save_steps=0, samples=2,
                          max_new_tokens=12, lr_scheduler="constant")
     return directory, [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
 
