@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import runs
 from launched import ROOT, command, environment
@@ -54,8 +55,11 @@ class Host:
                                             env={**environment(), "GLOO_SOCKET_IFNAME": CARDS[number]}, start_new_session=True)
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, 9)
+        """Also its workers, which torchrun starts in sessions of their own."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+        self.process.kill()
         self.process.wait()
 
 
