@@ -39,6 +39,7 @@ class Capabilities:
     quantizers: tuple[str, ...]
     optimizers: tuple[str, ...]
     strategies: tuple[str, ...] = ("single",)
+    kernels: tuple[str, ...] = ("portable",)  # best first: the first is what `kernels auto` runs
     collective: str | None = None     # torch.distributed's (or mlx's) backend; None: one process only
     activation_offload: bool = False  # whether host memory is another memory
     adapters: tuple[str, ...] = ("lora", "rslora", "dora", "pissa", "loftq", "full")
@@ -62,6 +63,7 @@ class Found:
     dtypes: tuple[str, ...] = ()      # best first: the first is what `precision auto` computes in
     quantizers: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ("portable",)
     collective: str | None = None
     cores: int = 0                    # of the processor; 0: not asked
     threads: int = 0                  # that the environment states; 0: none
@@ -114,7 +116,7 @@ _NOT_ON_MLX = {
 _GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
                     strategies=TORCH_STRATEGIES, collective="nccl", activation_offload=True)
 CAPABILITIES: dict[Backend, Capabilities] = {
-    Backend.CUDA: replace(_GPU, notes="NVIDIA GPU"),
+    Backend.CUDA: replace(_GPU, kernels=("exact", "portable", "triton"), notes="NVIDIA GPU"),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
     Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
     Backend.MLX: Capabilities("mlx", "gpu", ("bf16", "fp16", "fp32"), ("nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none"),
@@ -127,7 +129,7 @@ CAPABILITIES: dict[Backend, Capabilities] = {
                               notes="Apple silicon through torch; one process, no collective"),
     Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "affine4", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
                               strategies=TORCH_STRATEGIES, collective="gloo", notes="any CPU; slow", tested=frozenset((
-                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES,
+                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES, "portable",
                                   "lora", "rslora", "dora", "pissa", "loftq", "full"))),
 }
 
@@ -147,7 +149,7 @@ def _narrowed(row: Capabilities, machine: Machine, devices: tuple[Device, ...], 
     if row.collective and row.collective not in machine.torch.get("collectives", ()):
         lacks["collective"] = f"this torch has no {row.collective}"
     collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
-    kept = {name: tuple(cell for cell in getattr(row, name) if cell not in lacks) for name in ("dtypes", "quantizers", "optimizers")}
+    kept = {name: tuple(cell for cell in getattr(row, name) if cell not in lacks) for name in ("dtypes", "quantizers", "optimizers", "kernels")}
     return Found(True, devices, **{**kept, **more}, cores=machine.cores, threads=machine.threads, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
 
 
@@ -162,6 +164,8 @@ def _torch_gpu(row: Capabilities, machine: Machine, *, build: str, maker: str, d
     first = devices[0]
     kind = f" ({first.capability})" if first.capability else ""
     lacks = {} if first.bf16 else {"bf16": f"{first.name}{kind} has no bf16 in hardware"}
+    if "triton" in row.kernels and machine.triton.get("version", "") == "":
+        lacks |= dict.fromkeys(("exact", "triton"), machine.triton.get("error", "triton was not looked for"))
     return _narrowed(row, machine, devices, lacks)
 
 
@@ -223,7 +227,8 @@ def _cpu(row, machine):
         slow["bf16"] = "bf16 is emulated on this CPU, slower than fp32"
     dtypes = ("bf16", "fp32", "fp16") if is_fast else ("fp32", "bf16", "fp16")
     device = Device(f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast)
-    return _narrowed(row, machine, (device,), {}, dtypes=tuple(d for d in dtypes if d in row.dtypes), slow=slow)
+    kernels = (*row.kernels, "exact", "triton") if machine.triton.get("interpreted") else row.kernels  # slow: for tests
+    return _narrowed(row, machine, (device,), {}, dtypes=tuple(d for d in dtypes if d in row.dtypes), kernels=kernels, slow=slow)
 
 
 _PROBES = {Backend.CUDA: (_cuda, "cuda:0"), Backend.ROCM: (_rocm, "cuda:0"), Backend.XPU: (_xpu, "xpu:0"), Backend.MLX: (_mlx, "gpu"),

@@ -49,6 +49,7 @@ class Machine:
     mps: Mapping = field(default_factory=dict)           # built, available, allocates, quantizes, bf16, memory_total, memory_free, error
     mlx: Mapping = field(default_factory=dict)           # version, build (one of MLX_BUILDS; "": none), lm_version (mlx-lm's), error
     bitsandbytes: Mapping = field(default_factory=dict)  # version, library (the native library's file), error
+    triton: Mapping = field(default_factory=dict)        # version, interpreted (kernels run in Python, on the CPU), error
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -77,6 +78,7 @@ def observe() -> Machine:
         "cpu_features": _cpu_features(),
         "threads": _stated_threads(),
         "mlx": _mlx(),
+        "triton": _triton(),
     }
     if isinstance(torch, str):
         return Machine(**host, torch={"error": torch}, bitsandbytes={"error": torch})
@@ -202,6 +204,13 @@ def _mlx() -> dict:
         return {"error": "mlx is not installed"}
     build = next((name for name in MLX_BUILDS if _version(name)), "")
     return {"version": _version("mlx"), "build": build, "lm_version": _version("mlx-lm")}
+
+
+def _triton() -> dict:
+    """Read from the installed package: importing it takes half a second."""
+    if importlib.util.find_spec("triton") is None:
+        return {"error": "triton is not installed"}
+    return {"version": _version("triton"), "interpreted": os.environ.get("TRITON_INTERPRET") == "1"}
 
 
 def _version(package: str) -> str:

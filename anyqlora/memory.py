@@ -293,7 +293,8 @@ def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """
     width = Widths.of(config)
     is_full, fused = config.adapter == "full", is_fused(config)
-    mask = 0 if is_full or not config.lora_dropout else 1 if fused or config.backend in FUSED_DROPOUT else FULL
+    drawn_again = fused and config.kernels == "triton"  # kernels/dropout.py keeps a seed
+    mask = 0 if is_full or not config.lora_dropout or drawn_again else 1 if fused or config.backend in FUSED_DROPOUT else FULL
     copied = width.computed if fused else width.copied
     is_shared = fused or (config.precision == "fp32" and not mask)
     kept, seen, is_there = 0, set(), is_shared and not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config))

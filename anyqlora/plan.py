@@ -54,7 +54,7 @@ class RunPlan:
     strategy, world_size = _planned("strategy"), _planned("world_size")
     batch_size, gradient_accumulation_steps = _planned("batch_size"), _planned("gradient_accumulation_steps")
     use_gradient_checkpointing, use_activation_cpu_offload = _planned("use_gradient_checkpointing"), _planned("use_activation_cpu_offload")
-    packing = _planned("packing")
+    packing, kernels = _planned("packing"), _planned("kernels")
 
     @property
     def data_processes(self) -> int:
@@ -74,7 +74,7 @@ class RunPlan:
         where = f"{self.backend} ({self.framework}, device {self.device})"
         lines = [f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
                  f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
-                 f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}",
+                 f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels",
                  *self._choices(),
                  f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
                  f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
@@ -105,7 +105,7 @@ class RunPlan:
     def to_dict(self) -> dict:
         """JSON-able: plan.json of the run directory."""
         names = ("backend", "framework", "device", "precision", "quantizer", "adapter", "strategy", "world_size", "batch_size",
-                 "gradient_accumulation_steps", "use_gradient_checkpointing", "use_activation_cpu_offload", "packing", "memory_free")
+                 "gradient_accumulation_steps", "use_gradient_checkpointing", "use_activation_cpu_offload", "packing", "kernels", "memory_free")
         return {**{name: getattr(self, name) for name in names}, "backend": str(self.backend),
                 "memory": self.memory and self.memory.to_dict(),
                 "adjustments": [vars(adjustment) for adjustment in self.adjustments], "warnings": list(self.warnings),
@@ -160,6 +160,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         _refuse(draft.config, "adapter", backend, False, found, row.adapters)
     checked(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
+    _kernels(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
     mesh.check(draft.config, shapes)
@@ -278,6 +279,18 @@ def _groups(draft, shapes) -> None:
 def _optimizer(draft, backend, row, found) -> None:
     if draft.config.optimizer not in found.optimizers:
         _refuse(draft.config, "optimizer", backend, draft.config.optimizer in row.optimizers, found, found.optimizers)
+
+
+def _kernels(draft, backend, row, found) -> None:
+    """Ours take the place of modules that this process has read whole: with several processes the framework's own run."""
+    is_split = draft.config.strategy != "single"
+    if draft.config.kernels == AUTO:
+        draft.choose("kernels", "portable" if is_split else found.kernels[0])
+    elif is_split and draft.config.kernels != "portable":
+        raise UsageError(f"kernels {draft.config.kernels}: they are for one process, strategy single; {draft.config.strategy} runs on portable ones",
+                         where=draft.config.sources.get("kernels", ""), cure="--kernels portable, or leave it out")
+    elif draft.config.kernels not in found.kernels:
+        _refuse(draft.config, "kernels", backend, draft.config.kernels in row.kernels, found, found.kernels)
 
 
 def _placement(draft, backend, row) -> None:

@@ -121,6 +121,7 @@ TRACKERS = {  # log_to: what is told; the name is that of the package
     "trackio": "anyqlora.trackers:Trackio",
 }
 
+KERNELS = ("portable", "exact", "triton")  # ops of the framework and its libraries; ours where they give the same bits; all of ours
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 PRECISIONS = ("fp32", "bf16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_full_shard", "hybrid_shard_grad_op", "ddp")

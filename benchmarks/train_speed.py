@@ -29,6 +29,7 @@ def main() -> None:
     p.add_argument("--rank", type=int, default=16)
     p.add_argument("--lr", type=float, default=2e-4)
     p.add_argument("--checkpointing", default="false", choices=["true", "false"])
+    p.add_argument("--kernels", default="auto", help="ours runs once for each of these (settings.kernels), comma-separated; the first is compared")
     p.add_argument("--name", default="")
     a = p.parse_args()
 
@@ -42,7 +43,9 @@ def main() -> None:
                 "batch_size": a.batch, "gradient_accumulation_steps": a.accumulation, "max_steps": a.steps, "lr": a.lr,
                 "lr_scheduler": "constant", "warmup_steps": 0, "wd": 0.0, "lora_rank": a.rank, "lora_alpha": 2 * a.rank, "lora_dropout": 0.0,
                 "context_length": a.length or 512, "use_gradient_checkpointing": a.checkpointing == "true"}
-    sides = {"anyqlora": [sys.executable, "benchmarks/peers/ours.py", json.dumps(settings), str(a.warmup)],
+    ways = a.kernels.split(",")
+    ours = {f"anyqlora {way}" if number else "anyqlora": {**settings, "kernels": way} for number, way in enumerate(ways)}
+    sides = {**{side: [sys.executable, "benchmarks/peers/ours.py", json.dumps(asked), str(a.warmup)] for side, asked in ours.items()},
              "trl": [sys.executable, "benchmarks/peers/trl.py", json.dumps(settings), str(a.warmup), "{}"]}
     found = harness.alternate(sides, a.rounds)
 
@@ -53,7 +56,7 @@ def main() -> None:
     differences = [x / y - 1 for x, y in zip(ours[0]["losses"], theirs[0]["losses"], strict=True)]
     for step, (x, y, d) in enumerate(zip(ours[0]["losses"], theirs[0]["losses"], differences, strict=True), 1):
         print(f"{step:4} {x:10.6f} {y:10.6f}   {d:+.2e}")
-    result = {"question": __doc__.splitlines()[0], "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length or 'mixed'} tokens"},
+    result = {"question": __doc__.splitlines()[0], "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length or 'mixed'} tokens", "kernels": ways},
               "results": found, "tokens_per_second_ratio": speed, "peak_memory_ratio": memory,
               "largest_loss_difference": max(map(abs, differences))}
     if a.shape in harness.SHAPES:
@@ -63,6 +66,9 @@ def main() -> None:
         result |= {"product_flops_per_second": rate, "limit_tokens_per_second": limit,
                    "fraction_of_limit": harness.median(ours, "tokens_per_second") / limit}
         print(f"\nlimit at the measured product rate ({rate / 1e9:.0f} GFLOP/s): {limit:.0f} tokens/s; ours {100 * result['fraction_of_limit']:.0f} %")
+    for side in list(found)[1:-1]:
+        print(f"{side}: {harness.median(found[side], 'tokens_per_second') / harness.median(theirs, 'tokens_per_second'):.2f} x TRL's tokens/s, "
+              f"{harness.median(found[side], 'peak_rise_bytes') / harness.median(theirs, 'peak_rise_bytes'):.2f} x its memory")
     print(f"tokens/s ratio {speed:.2f} (ours {harness.spread(ours, 'tokens_per_second')}, TRL {harness.spread(theirs, 'tokens_per_second')})")
     print(f"peak memory ratio {memory:.2f} (ours {harness.median(ours, 'peak_rise_bytes') / 2**20:.0f} MiB, TRL "
           f"{harness.median(theirs, 'peak_rise_bytes') / 2**20:.0f} MiB above the interpreter)")

@@ -8,4 +8,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are slower on two t
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 if not os.environ.get("TEST_ON_GPU"):  # set by benchmarks/gpu.sh
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]

@@ -269,7 +269,7 @@ def test_only_the_cpu_is_tested_on_hardware():
 
 def test_cells_are_names_of_the_tables():
     known = {"dtypes": {"bf16", "fp16", "fp32"}, "quantizers": tables.QUANTIZERS, "optimizers": tables.OPTIMIZERS,
-             "strategies": tables.STRATEGIES, "adapters": tables.ADAPTERS}
+             "kernels": tables.KERNELS, "strategies": tables.STRATEGIES, "adapters": tables.ADAPTERS}
     for _, column, cell, _ in backends.cells():
         assert cell in known[column]
     assert set(LOOPS) == {row.framework for row in CAPABILITIES.values()}

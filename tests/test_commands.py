@@ -475,7 +475,7 @@ def test_doctor_sees_a_torch_that_is_built_for_something_else():
 ])
 def test_doctor_judges_what_a_run_shows(found, said):
     good = {"before": 3.0, "after": 2.0, "reloaded": 2.0, "moved": True, "steps": 6, "seconds": 1.0, "quantizer": "nf4",
-            "precision": "fp32"}
+            "precision": "fp32", "kernels": "portable"}
     assert doctor.judged("cpu", good).mark == "ok"
     finding = doctor.judged("cpu", {**good, **found})
     assert finding.mark == "WRONG" and said in finding.what and finding.mend

@@ -255,6 +255,17 @@ def logits_made():
         yield sizes
 
 
+@shows("kernels")
+def test_which_kernels_run_is_planned_by_the_device():
+    """That they run, and what they compute, is shown in test_triton.py."""
+    assert planned("h200").kernels == "exact" and planned("h200", kernels="triton").kernels == "triton" and planned("h200", kernels="portable").kernels == "portable"
+    for machine, backend in (("m3", "mps"), ("rx7900", "rocm"), ("arc", "xpu"), ("h200", "cpu")):
+        assert planned(machine, backend=backend).kernels == "portable"
+        for kernels in ("exact", "triton"):
+            with pytest.raises(UsageError, match=f"kernels '{kernels}' is not available on backend '{backend}'"):
+                planned(machine, backend=backend, kernels=kernels)
+
+
 @shows("use_activation_cpu_offload")
 def test_activations_wait_in_host_memory(tmp_path):
     """Planned where host memory is another memory; here the copies are made for real and the gradients are the same bits."""

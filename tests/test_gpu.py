@@ -69,3 +69,11 @@ def test_a_run_goes_from_the_gpu_to_the_cpu(tmp_path):
         runs.run(tmp_path, "moved", during=cut, **{**settings, "backend": "cuda"})
     moved = runs.run(tmp_path, "moved", **settings)
     np.testing.assert_allclose(losses(moved), losses(whole), rtol=5e-4)
+
+
+def test_every_kind_of_kernels_learns_the_same(tmp_path):
+    """The exact ones give the portable ones' bytes only where bitsandbytes too multiplies by the whole weight, so: within rounding."""
+    found = {kernels: losses(runs.run(tmp_path, kernels, **{**SHORT, "backend": "cuda", "precision": "fp32", "kernels": kernels}))
+             for kernels in ("portable", "exact", "triton")}
+    np.testing.assert_allclose(found["exact"], found["portable"], rtol=2e-4)
+    np.testing.assert_allclose(found["triton"], found["portable"], rtol=2e-4)

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 LLAMA_8B = str(HERE / "models" / "llama-3-8b")  # config.json alone, written by hand
 MACHINES = {path.stem: Machine.from_dict(json.loads(path.read_text())["machine"]) for path in sorted((HERE / "machines").glob("*.json"))}
 PLANNED = ("backend", "precision", "batch_size", "gradient_accumulation_steps", "use_gradient_checkpointing", "use_cpu_offload", "packing",
-           "strategy", "world_size", "quantizer", "adapter", "n_bits")
+           "strategy", "world_size", "quantizer", "adapter", "n_bits", "kernels")
 
 
 def asked(**settings):

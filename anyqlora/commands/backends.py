@@ -8,7 +8,8 @@ from backend_manager import CAPABILITIES, LOOPS, BackendManager, BackendUnavaila
 
 from ..errors import UsageError
 
-COLUMNS = {"dtypes": "arithmetic", "quantizers": "frozen weights", "adapters": "what learns", "optimizers": "optimizers", "strategies": "strategies"}
+COLUMNS = {"dtypes": "arithmetic", "quantizers": "frozen weights", "adapters": "what learns", "optimizers": "optimizers", "kernels": "kernels",
+           "strategies": "strategies"}
 TESTED = "✓"
 LEGEND = f"{TESTED} = run by a test of this repository on that hardware. The rest follows from documentation and is untested."
 

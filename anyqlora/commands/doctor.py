@@ -205,7 +205,7 @@ def judged(backend: str, found: dict) -> Finding:
     if "error" in found:
         return Finding("WRONG", f"{backend}: {found['error']}", found["cure"] or f"python train.py --backend {backend} shows where")
     before, after, again = found["before"], found["after"], found["reloaded"]
-    told = f"{backend}: {found['quantizer']}, {found['precision']}: loss {before:.4f} -> {after:.4f} in {found['steps']} steps"
+    told = f"{backend}: {found['quantizer']}, {found['precision']}, {found['kernels']} kernels: loss {before:.4f} -> {after:.4f} in {found['steps']} steps"
     if not after < before:
         return Finding("WRONG", f"{told}: it does not learn", "another --precision; please report it with the output of this command")
     if not found["moved"]:
@@ -237,7 +237,8 @@ def tiny_run(backend: str, directory: str) -> dict:
     except RunError as error:
         return {"error": error.message, "cure": error.cure}
     return {"before": result["eval"]["before"]["loss"], "after": result["eval"]["after"]["loss"], "reloaded": again, "moved": moved,
-            "steps": result["steps"], "seconds": result["seconds"], "quantizer": result["quantizer"], "precision": tuned.plan.precision}
+            "steps": result["steps"], "seconds": result["seconds"], "quantizer": result["quantizer"], "precision": tuned.plan.precision,
+            "kernels": tuned.plan.kernels}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from .adapters.fused import fuse
 from .generate import evaluating
 from .heap import unmapping
 from .kernels.cross_entropy import After
+from .kernels.probe import broken
 from .linears import linears
 from .loss import TrainedTokenLoss, loss_of, token_loss
 from .precision import COMPUTE, STORED
@@ -78,6 +79,9 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     quantizer = tables.load(tables.choose("quantizer", plan.quantizer, tables.QUANTIZERS))(COMPUTE[plan.precision], config.double_quant)
     if plan.quantizer in tables.AFFINE:
         quantizer.group = config.affine_group_size
+    kernels, notes = usable_kernels(runtime)
+    if hasattr(quantizer, "use"):
+        notes += quantizer.use(kernels, runtime.device)
     already = quantized_as(read_config(directory))
     stored = torch.float32 if adapter.folder == "model" else STORED[plan.precision]  # what is learned is float32
 
@@ -94,11 +98,12 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
         model = runtime.strategy.materialise(base, fill)
         model.requires_grad_(False)
         model = runtime.strategy.adapt(adapter.attach(model))
-        notes = fused(model, quantizer, config) if config.fused else []
+        notes += fused(model, quantizer, config, kernels) if config.fused else []
         if plan.use_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
             if config.reentrant_checkpointing:
                 model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
+        notes += with_kernels(model, kernels, runtime)
         model.train()
         built = Built(model, adapter.trainable(model), adapter, quantizer, notes)
         assert_in_effect(built, whole=not already)
@@ -111,9 +116,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
         if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
             with runtime.autocast():
-                why = flat.use(model)
-            built.notes += [f"rows are padded: {why}"] if why else []
-            runtime.loss.inputs = flat.padded if why else flat.flat
+                built.notes += unpadded(model, runtime, kernels)
     return built
 
 
@@ -128,12 +131,41 @@ def loss_for(model: nn.Module, rows: int, strategy) -> tuple[Callable, str]:
     return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows), ""
 
 
-def fused(model: nn.Module, quantizer, config: TrainConfig) -> list[str]:
+def unpadded(model: nn.Module, runtime: Runtime, kernels: str) -> list[str]:
+    """Give the model rows without padding, all documents in one launch of attention where that is among the kernels. Returns why not."""
+    in_one = kernels == "triton" and COMPUTE[runtime.plan.precision] != torch.float32
+    slow = flat.use(model, flat.VARLEN) if in_one else ""
+    why = flat.use(model) if slow or not in_one else ""
+    runtime.loss.inputs = flat.padded if why else flat.flat
+    return [f"attention runs a document at a time: {slow}"] * bool(slow) + [f"rows are padded: {why}"] * bool(why)
+
+
+def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "portable") -> list[str]:
     """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
-    left = fuse(model, quantizer, config.weight_cache if isinstance(config.weight_cache, int) else 0)
+    cached = config.weight_cache if isinstance(config.weight_cache, int) else 0
+    left = fuse(model, quantizer, cached, tables.load(f"anyqlora.on_torch.kernels.{'dropout' if kernels == 'triton' else 'lora'}:linears"))
     if left and config.sources.get("fused") not in (None, "default", "plan"):
         raise NotBuilt(f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first", cure="--fused auto")
     return [f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"] if left else []
+
+
+def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:
+    """(the kernels to run on, why they are not the planned ones). Raises RunError when those were asked for and do not run here."""
+    plan = runtime.plan
+    why = "" if plan.kernels == "portable" else broken(runtime.device, STORED[plan.precision])
+    if why and plan.config.asked("kernels"):
+        raise RunError(f"kernels {plan.kernels} cannot be used on {runtime.device}: {why}", cure="--kernels portable")
+    return ("portable", [f"portable kernels instead of {plan.kernels} ones: {why}"]) if why else (plan.kernels, [])
+
+
+def with_kernels(model: nn.Module, kernels: str, runtime: Runtime) -> list[str]:
+    """Put modules that run on our kernels in the place of the model's. Returns what stays as it is, and why."""
+    if kernels == "portable":
+        return []
+    from .kernels.modules import install  # imports triton
+
+    with runtime.autocast(), evaluating(model):
+        return install(model, kernels)
 
 
 def assert_in_effect(built: Built, whole: bool = True) -> None:

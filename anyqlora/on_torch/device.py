@@ -29,6 +29,8 @@ def set_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # shows a read of unwritten memory, at 7 % of a step; nothing reads any
     torch.backends.cudnn.benchmark = False
+    # Of the attention kernels that torch chooses from by device and shape, cuDNN's adds gradients in any order, and warn_only lets it.
+    torch.backends.cuda.enable_cudnn_sdp(not wanted)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -10,19 +12,20 @@ from transformers.masking_utils import sdpa_mask
 
 from ..data import Batch
 from .generate import evaluating
+from .kernels import varlen
 from .kernels.attention import attention
 
-NAME = "anyqlora"  # of the attention, in transformers' table
+NAME, VARLEN = "anyqlora", "anyqlora_varlen"  # of the attention, in transformers' table; the second has all documents in one launch
 ELSEWHERE = ("softcap", "s_aux", "position_bias", "cache")  # what architectures add to attention that is not computed here
 NEAR = {torch.float32: 1e-3}  # of the largest logit: how near flat rows are to padded ones; in 16 bits 0.05
 
 
-def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **options):
+def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, *, within=attention, **options):
     """transformers' attention interface, [B, T, H, D]: ours where every token sees its document's tokens before it, else torch's.
 
     Documents come in the mask's place, as their numbers int [B, 1, 1, T]: transformers hands a mask of four dimensions on as it is.
     """
-    documents = attention_mask[:, 0, 0] if attention_mask is not None and attention_mask.dtype == torch.int32 else None
+    documents = numbers(attention_mask) if attention_mask is not None and attention_mask.dtype == torch.int32 else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     own = causal and query.shape[2] == key.shape[2] and not dropout and not any(options.get(name) is not None for name in ELSEWHERE)
     if documents is None and (attention_mask is not None or not own):
@@ -33,11 +36,20 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = options.get("sliding_window") if documents is not None else None  # without documents a window that matters is a mask
-    return attention(query, key, value, scale=scale, documents=documents, window=window), None
+    product = attention if documents is None else within
+    return product(query, key, value, scale=scale, documents=documents, window=window), None
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+def numbers(mask: torch.Tensor) -> torch.Tensor:
+    """The documents [B, T] of a mask [B, 1, 1, T]: for all layers the same tensor, on which kernels note what follows from it."""
+    if not hasattr(mask, "documents"):
+        mask.documents = mask[:, 0, 0]
+    return mask.documents
+
+
+for name, function in ((NAME, attend), (VARLEN, functools.partial(attend, within=varlen.attention))):
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -65,8 +77,8 @@ def tensor(array, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).long().to(device)
 
 
-def use(model: nn.Module) -> str:
-    """Set `attend` as the model's attention. Returns why that was not done, "" where it was.
+def use(model: nn.Module, name: str = NAME) -> str:
+    """Set the attention `name` as the model's. Returns why that was not done, "" where it was.
 
     Two documents in one row are compared with two rows, by the model's own forward.
     """
@@ -74,11 +86,11 @@ def use(model: nn.Module) -> str:
     before = base.config._attn_implementation
     if before != "sdpa":
         return f"this architecture's attention is {before}"
-    base.set_attn_implementation(NAME)
+    base.set_attn_implementation(name)
     try:
         same = _are_kept_apart(model)
         why = "" if same else "this architecture does not keep documents in one row apart"
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, IndexError, RuntimeError, TypeError, ValueError) as error:
         why = f"this architecture does not take documents in one row: {error}"
     if why:
         base.set_attn_implementation(before)

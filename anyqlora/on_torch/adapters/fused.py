@@ -31,9 +31,9 @@ class _Fused:
 class Group:
     """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
 
-    def __init__(self, layers: list[nn.Module], quantizer, keeps: bool = False):
-        """`keeps`: the dequantized weights stay in memory once they are there."""
-        self.layers, self.quantizer = layers, quantizer
+    def __init__(self, layers: list[nn.Module], quantizer, keeps: bool = False, product=linears):
+        """`keeps`: the dequantized weights stay in memory once they are there. `product` computes."""
+        self.layers, self.quantizer, self.product = layers, quantizer, product
         self.weights = [functools.partial(quantizer.dequantize, layer.base_layer) for layer in layers]
         self.weights = [functools.cache(weight) for weight in self.weights] if keeps else self.weights
         self.source, self.version, self.made = None, -1, {}
@@ -55,7 +55,7 @@ class Group:
             kind = torch.get_autocast_dtype(x.device.type)
         dropout = first.lora_dropout["default"]
         rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        out = linears(x.to(kind), list(map(self._parts, self.layers, self.weights)), rate)
+        out = self.product(x.to(kind), list(map(self._parts, self.layers, self.weights)), rate)
         # bitsandbytes' layers give back the type that they were given
         return {id(layer): y.to(x.dtype) if packed else y for layer, y in zip(self.layers, out, strict=True)}
 
@@ -69,9 +69,9 @@ def _class_of(kind: type) -> type:
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 
-def fuse(model: nn.Module, quantizer, cached: int = 0) -> list[str]:
-    """Put a fused layer in the place of each of PEFT's LoRA layers in `model`; the first `cached` layers of it keep their dequantized
-    weights. Returns the names of those that stay as they are, since they do more than add B A x: DoRA, int8's rounded activations."""
+def fuse(model: nn.Module, quantizer, cached: int = 0, product=linears) -> list[str]:
+    """Put a fused layer, computed by `product`, in the place of each of PEFT's LoRA layers in `model`; the first `cached`
+    layers of it keep their dequantized weights. Returns the names of those that stay as they are, since they do more than add B A x: DoRA, int8's rounded activations."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
     fused = {}
     for name, module in layers.items():
@@ -82,7 +82,7 @@ def fuse(model: nn.Module, quantizer, cached: int = 0) -> list[str]:
     for names in sharing(fused):
         number = re.search(r"\.(\d+)\.", names[0])  # of the layer
         keeps = quantizer.bits < 16 and number is not None and int(number[1]) < cached
-        group = Group([fused[name] for name in names], quantizer, keeps)
+        group = Group([fused[name] for name in names], quantizer, keeps, product)
         for layer in group.layers:
             layer.group = group
     return sorted(layers.keys() - fused.keys())

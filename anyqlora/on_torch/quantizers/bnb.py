@@ -14,6 +14,7 @@ from .._compat import keep_weights_as_packed
 from ..kernels.quantize import BLOCK, quantize_4bit
 from .product import product
 
+MANY = 1537  # tokens from which bitsandbytes 0.50 unpacks the whole weight on CUDA; for fewer it has kernels that multiply by the codes
 CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times their float32 size while it works
 
 
@@ -21,20 +22,44 @@ CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times the
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
+def unpacked(codes: torch.Tensor, state: F.QuantState) -> torch.Tensor:
+    """The weight, of the shape that was packed, in the state's dtype."""
+    if state.shape[-1] % BLOCK == 0:
+        return F.dequantize_4bit(codes, state)
+    flat = copy.copy(state)  # its tensors are shared
+    flat.shape = torch.Size([state.shape.numel()])
+    return F.dequantize_4bit(codes, flat).view(state.shape)
+
+
 class _FourBit:
     bits = 4
     module_type = bnb.nn.Linear4bit
     kind: str
+    unpack = staticmethod(unpacked)
+    layer = bnb.nn.Linear4bit  # where rows end where blocks end
 
     def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
         self.compute_dtype, self.double_quant = compute_dtype, double_quant
 
     def empty(self, linear: nn.Linear) -> bnb.nn.Linear4bit:
-        kind = bnb.nn.Linear4bit if linear.in_features % BLOCK == 0 else _RowsAcrossBlocks
+        kind = self.layer if linear.in_features % BLOCK == 0 else _RowsAcrossBlocks
         with torch.device("meta"):
             module = kind(linear.in_features, linear.out_features, linear.bias is not None, self.compute_dtype,
                           compress_statistics=self.double_quant, quant_type=self.kind)
+        module.unpack = self.unpack
         return keep_weights_as_packed(module)
+
+    def use(self, kernels: str, device: torch.device) -> list[str]:
+        """Unpack by these kernels (settings.kernels) from here on. Returns a line where they unpack something else on this device."""
+        if kernels == "portable":
+            return []
+        from ..kernels.dequantize import dequantize
+
+        sample = self.quantize(torch.linspace(-1, 1, 96 * 192, device=device).view(96, 192))
+        if not torch.equal(dequantize(*sample), unpacked(*sample)):
+            return ["bitsandbytes unpacks the weights: the kernel for it gives something else on this device"]
+        self.unpack, self.layer = dequantize, _Unpacking
+        return []
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, F.QuantState]:
         """Codes (uint8 [n / 2, 1]) and state of `weight` (any shape), equal to F.quantize_4bit of the whole in float32.
@@ -56,15 +81,6 @@ class _FourBit:
                                    quant_type=self.kind, offset=offset, state2=nested)
 
     pack = quantize
-
-    @staticmethod
-    def unpack(codes: torch.Tensor, state: F.QuantState) -> torch.Tensor:
-        """The weight, of the shape that was packed, in the state's dtype."""
-        if state.shape[-1] % BLOCK == 0:
-            return F.dequantize_4bit(codes, state)
-        flat = copy.copy(state)  # its tensors are shared
-        flat.shape = torch.Size([state.shape.numel()])
-        return F.dequantize_4bit(codes, flat).view(state.shape)
 
     def fill(self, module: bnb.nn.Linear4bit, weight: torch.Tensor) -> bnb.nn.Params4bit:
         return self.parameter(module, *self.quantize(weight))
@@ -107,7 +123,18 @@ class _FourBit:
             "bnb_4bit_use_double_quant": self.double_quant, "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "uint8"}}
 
 
-class _RowsAcrossBlocks(bnb.nn.Linear4bit):
+class _Unpacking(bnb.nn.Linear4bit):
+    """A Linear4bit that unpacks its weight by `unpack` where there is work enough for the whole of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(x) if x.numel() >= MANY * x.shape[-1] else super().forward(x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return product(x.to(self.compute_dtype), lambda: self.unpack(self.weight.data, self.quant_state), bias=bias).to(x.dtype)
+
+
+class _RowsAcrossBlocks(_Unpacking):
     """A Linear4bit whose rows do not end where blocks end.
 
     bitsandbytes' AVX-512 kernel gives such weights wrong values (25 % off at 96 inputs): it counts blocks from each row's start,
@@ -116,8 +143,7 @@ class _RowsAcrossBlocks(bnb.nn.Linear4bit):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = product(x.to(self.compute_dtype), lambda: _FourBit.unpack(self.weight.data, self.quant_state))
-        return (out if self.bias is None else out + self.bias.to(out.dtype)).to(x.dtype)
+        return self.multiply(x)
 
 
 class Nf4(_FourBit):

@@ -1,0 +1,184 @@
+"""Modules that run on our kernels, in the place of a model's own ones that compute the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from . import rms_norm, rope, swiglu
+
+FORMS = ((0.0, False), (1.0, True), (0.0, True))  # of norms, as (offset, is_late)
+LISTENING = "anyqlora_listening"  # of attention, in transformers' table, while a module is asked
+ROUNDINGS = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4}  # of the largest number: how near is near
+
+
+class _InPlace(nn.Module):
+    """A module that has all that another has - weights, children, hooks, settings - and another forward."""
+
+    @classmethod
+    def of(cls, module: nn.Module):
+        new = cls.__new__(cls)
+        new.__dict__.update(module.__dict__)
+        return new
+
+
+class Norm(_InPlace):
+    """A root-mean-square norm; `form` is (offset, is_late) of rms_norm."""
+
+    compute = staticmethod(rms_norm.rms_norm)
+    form: tuple[float, bool]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        return self.compute(x, self.weight, eps, *self.form)
+
+
+class GatedMlp(_InPlace):
+    """down(silu(gate x) * up x)."""
+
+    compute = staticmethod(swiglu.swiglu)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.compute(self.gate_proj(x), self.up_proj(x)))
+
+
+class Attention(_InPlace):
+    """Attention with rotary positions, q and k normed per head where the module has such norms; the product itself stays transformers'.
+
+    `asked` is what else the module asks of the product, such as its window.
+    """
+
+    asked: dict
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings=None, attention_mask=None, past_key_values=None, **options):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H, D]
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (rope.rotate(x, *position_embeddings).transpose(1, 2) for x in (q, k))
+        v = v.transpose(1, 2)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **{**options, **self.asked})
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+# --------------------------------------------------------------------------------------------------- which modules they replace
+
+
+def install(model: nn.Module, kernels: str) -> list[str]:
+    """Put ours in the place of the modules that compute the same: attention for `exact`, norms and gates too for `triton`.
+
+    Each module is asked, not its name: it and ours compute something small, and only where the same comes out is it replaced. The model
+    has to be evaluating. Returns a line for each kind that looks like one of them and is left as it is.
+    """
+    if kernels == "portable":
+        return []
+    left: Counter[str] = Counter()
+    some = partial(_some, model.get_input_embeddings().weight)
+    finders = (_attention,) if kernels == "exact" else (_norm, _gated_mlp, _attention)  # norms first: attention may hold some
+    for find in finders:
+        for name, module in list(model.named_modules()):
+            found, why = find(module, some)
+            if found is not None:
+                parent, _, last = name.rpartition(".")
+                setattr(model.get_submodule(parent), last, found)
+            elif why:
+                left[f"{type(module).__name__} runs as it is: {why}"] += 1
+    return [f"{line} ({count} modules)" for line, count in left.items()]
+
+
+def _norm(module: nn.Module, some) -> tuple[Norm | None, str]:
+    if not type(module).__name__.endswith("RMSNorm") or isinstance(module, Norm):
+        return None, ""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
+        return None, "it has other weights than a norm of one axis"
+    drawn = {"weight": some(*weight.shape).to(weight.dtype)}  # weights that are all alike would not tell the forms apart
+    x = some(2, len(weight), seed=1)
+    theirs = _called(torch.func.functional_call, module, drawn, (x,))
+    for form in FORMS:
+        new = Norm.of(module)
+        new.form, new.compute = form, rms_norm.defined
+        if _same(_called(torch.func.functional_call, new, drawn, (x,)), theirs):
+            del new.compute  # the class's own: the kernel
+            return _if_near(new, _called(torch.func.functional_call, new, drawn, (x,)), theirs)
+    return None, "it is no norm that is known here"
+
+
+def _gated_mlp(module: nn.Module, some) -> tuple[GatedMlp | None, str]:
+    if isinstance(module, GatedMlp) or not type(module).__name__.endswith("MLP"):
+        return None, ""
+    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return None, "its parts are others"
+    x = some(1, 2, module.gate_proj.in_features)
+    theirs, new = _called(module, x), GatedMlp.of(module)
+    new.compute = swiglu.defined
+    if not _same(_called(new, x), theirs):
+        return None, "its gate is not silu(gate x) * up x"
+    del new.compute
+    return _if_near(new, _called(new, x), theirs)
+
+
+def _attention(module: nn.Module, some) -> tuple[Attention | None, str]:
+    needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling", "config", "attention_dropout")
+    if isinstance(module, Attention) or not type(module).__name__.endswith("Attention"):
+        return None, ""
+    if not all(hasattr(module, name) for name in needed):
+        return None, "its parts are others"
+    if module.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
+        return None, f"its attention is {module.config._attn_implementation}"
+    x = some(1, 4, module.q_proj.in_features)
+    turns = tuple(some(1, 4, module.head_dim, seed=seed) for seed in (1, 2))  # any numbers: no angle has to be one
+    new = Attention.of(module)
+    theirs, new.asked = _listened(module, x, position_embeddings=turns, attention_mask=None)
+    ours = _called(new, x, position_embeddings=turns, attention_mask=None)
+    return (new, "") if _same(ours, theirs) else (None, "it does more than rotate and attend")
+
+
+def _some(like: torch.Tensor, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers on the device and of the dtype of `like`: what comes out of the embedding goes into the blocks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
+
+
+def _called(function, *arguments, **options) -> torch.Tensor | None:
+    """What comes out, the first of several things; None where it is not called like this."""
+    try:
+        out = function(*arguments, **options)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _listened(module: nn.Module, x: torch.Tensor, **options) -> tuple[torch.Tensor | None, dict]:
+    """What comes out of an attention module, and what it asks of the product beside the usual."""
+    config, before, asked = module.config, module.config._attn_implementation, {}
+
+    def listen(module, q, k, v, mask, **given):
+        asked.update(given)
+        return ALL_ATTENTION_FUNCTIONS[before](module, q, k, v, mask, **given)
+
+    AttentionInterface.register(LISTENING, listen)
+    config._attn_implementation = LISTENING
+    try:
+        out = _called(module, x, **options)
+    finally:
+        config._attn_implementation = before
+    return out, {name: value for name, value in asked.items() if name not in ("dropout", "scaling")}
+
+
+def _same(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    return ours is not None and theirs is not None and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def _if_near(new: _InPlace, ours: torch.Tensor | None, theirs: torch.Tensor) -> tuple[_InPlace | None, str]:
+    """`new`, unless its kernel computes something else on this device."""
+    far = ours is None or not (ours - theirs).abs().max() <= ROUNDINGS[theirs.dtype] * theirs.abs().max()
+    return (None, "the kernel for it gives something else on this device") if far else (new, "")

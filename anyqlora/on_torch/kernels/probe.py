@@ -1,0 +1,18 @@
+"""Whether Triton's kernels run on a device, and give what they are defined to give."""
+
+from __future__ import annotations
+
+import torch
+
+
+def broken(device: torch.device, dtype: torch.dtype) -> str:
+    """Why they cannot be used on `device`; "" where they can. A small kernel is compiled and run, and compared with its definition."""
+    x = torch.linspace(-1, 1, 2 * 3 * 2 * 8, device=device, dtype=dtype).view(2, 3, 2, 8)
+    cos, sin = x[:1, :, 0] * 0.7, x[:1, :, 1] * 0.3
+    try:
+        from . import rope
+
+        is_same = torch.equal(rope.rotate(x, cos, sin), rope.defined(x, cos, sin))
+    except Exception as error:  # a missing compiler, an old driver, a new device: each fails in its own way, and each is the finding
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return "" if is_same else "they give other numbers than they are defined to"

@@ -1,0 +1,89 @@
+"""Root-mean-square norms, forward and backward, a row in one pass (Triton)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+STRIPS = 512  # programs that share the rows where the weight learns: each sums its rows' part of the weight's gradient
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False) -> torch.Tensor:
+    """`defined`, with gradients for x [..., H] and, where it wants one, weight [H]. float32 inside; rounds where the definition does."""
+    return _RmsNorm.apply(x, weight, eps, offset, is_late)
+
+
+def defined(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis (Zhang and Sennrich 2019).
+
+    The quotient is rounded to x's dtype before the product (Llama), or the product after (`is_late`: Gemma, with offset 1; OLMo 2).
+    """
+    exact = x.float()
+    normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (offset + weight.float())).to(x.dtype) if is_late else weight * normed.to(x.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, is_late):
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        x = x.contiguous()
+        y = torch.empty_like(x, dtype=x.dtype if is_late else torch.promote_types(x.dtype, weight.dtype))
+        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+        _forward[(rows,)](x, weight, y, scales, width, eps, offset, LATE=is_late, WIDTH=triton.next_power_of_2(width), num_warps=_warps(width),
+                          enable_fp_fusion=False)
+        ctx.save_for_backward(x, weight, scales)
+        ctx.form = offset, is_late
+        return y
+
+    @staticmethod
+    def backward(ctx, of_y):
+        x, weight, scales = ctx.saved_tensors
+        (offset, is_late), learns = ctx.form, ctx.needs_input_grad[1]
+        rows, width = len(scales), x.shape[-1]
+        of_x, strips = torch.empty_like(x), min(rows, STRIPS) if learns else rows
+        parts = torch.empty(strips, width, dtype=torch.float32, device=x.device) if learns else scales
+        _backward[(strips,)](of_y.contiguous(), x, weight, scales, of_x, parts, rows, width, offset, LATE=is_late, LEARNS=learns,
+                             WIDTH=triton.next_power_of_2(width), num_warps=_warps(width), enable_fp_fusion=False)
+        return of_x, parts.sum(0).to(weight.dtype) if learns else None, None, None, None
+
+
+def _warps(width: int) -> int:
+    return min(max(triton.next_power_of_2(width) // 256, 1), 16)
+
+
+@triton.jit
+def _forward(x, weight, y, scales, width, eps, offset, LATE: tl.constexpr, WIDTH: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    there = columns < width
+    values = tl.load(x + row * width + columns, there, other=0.0)
+    exact, factors = values.to(tl.float32), tl.load(weight + columns, there, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(exact * exact) / width + eps)
+    normed = exact * scale
+    if not LATE:
+        normed = normed.to(values.dtype).to(tl.float32)
+    tl.store(y + row * width + columns, (normed * (factors + offset)).to(y.dtype.element_ty), there)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _backward(of_y, x, weight, scales, of_x, parts, rows, width, offset, LATE: tl.constexpr, LEARNS: tl.constexpr, WIDTH: tl.constexpr):
+    strip, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    there = columns < width
+    factors = tl.load(weight + columns, there, other=0.0).to(tl.float32) + offset
+    part = tl.zeros((WIDTH,), tl.float32)
+    for row in range(strip, rows, tl.num_programs(0)):
+        values = tl.load(x + row * width + columns, there, other=0.0)
+        outer = tl.load(of_y + row * width + columns, there, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row)
+        normed = values.to(tl.float32) * scale
+        inner = outer * factors  # the gradient of `normed`
+        if not LATE:
+            inner = inner.to(of_y.dtype.element_ty).to(values.dtype).to(tl.float32)
+        if LEARNS:
+            part += outer * normed if LATE else outer * normed.to(values.dtype).to(tl.float32)
+        inner = scale * (inner - normed * (tl.sum(inner * normed) / width))
+        tl.store(of_x + row * width + columns, inner.to(of_x.dtype.element_ty), there)
+    if LEARNS:
+        tl.store(parts + strip * width + columns, part, there)

@@ -1,0 +1,65 @@
+"""Rotary position embedding, forward and backward in one pass each (Triton)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`defined`, bit for bit, of x [B, T, H, D] with its gradient; nothing is saved but cos and sin.
+
+    It does not write over x: that would save a tensor that is freed at once anyway, and autograd forbids it where x comes from a
+    function of several outputs. Where cos and sin are of another dtype than x, torch's own operators run.
+    """
+    return _Rotation.apply(x, cos, sin) if cos.dtype == x.dtype else defined(x, cos, sin)
+
+
+def defined(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x cos + (-x2, x1) sin, with x1 and x2 the halves of x [B, T, H, D]; cos, sin [B or 1, T, D] (Su et al. 2021)."""
+    x1, x2 = x.chunk(2, -1)
+    return x * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        turns = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(*turns)
+        return _launched(x, *turns, is_back=False)
+
+    @staticmethod
+    def backward(ctx, of_y):
+        return _launched(of_y, *ctx.saved_tensors, is_back=True), None, None
+
+
+def _launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
+    x = x.contiguous()
+    out, (batch, length, heads, width) = torch.empty_like(x), x.shape
+    _rotate[(batch * length,)](x, out, cos, sin, heads, width, cos.shape[0] * length, BACK=is_back, HEADS=triton.next_power_of_2(heads),
+                               HALF=triton.next_power_of_2(width // 2), enable_fp_fusion=False)  # the definition rounds each product
+    return out
+
+
+@triton.jit
+def _rotate(x, out, cos, sin, heads, width, positions, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+    token, half = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
+    there, head = half < width // 2, tl.arange(0, HEADS)
+    at = (token % positions) * width + half
+    cos1, sin1 = tl.load(cos + at, there, other=0.0).to(tl.float32), tl.load(sin + at, there, other=0.0).to(tl.float32)
+    at += width // 2
+    cos2, sin2 = tl.load(cos + at, there, other=0.0).to(tl.float32), tl.load(sin + at, there, other=0.0).to(tl.float32)
+    at = (token * heads + head)[:, None] * width + half[None, :]  # [HEADS, HALF]
+    exists = (head < heads)[:, None] & there[None, :]
+    dtype: tl.constexpr = out.dtype.element_ty
+    x1 = tl.load(x + at, exists, other=0.0).to(tl.float32)
+    x2 = tl.load(x + at + width // 2, exists, other=0.0).to(tl.float32)
+    if BACK:  # the transpose: x1 went into the second half by sin2, x2 into the first by -sin1
+        y1 = (x1 * cos1).to(dtype).to(tl.float32) + (x2 * sin2).to(dtype).to(tl.float32)
+        y2 = (x2 * cos2).to(dtype).to(tl.float32) - (x1 * sin1).to(dtype).to(tl.float32)
+    else:
+        y1 = (x1 * cos1).to(dtype).to(tl.float32) - (x2 * sin1).to(dtype).to(tl.float32)
+        y2 = (x2 * cos2).to(dtype).to(tl.float32) + (x1 * sin2).to(dtype).to(tl.float32)
+    tl.store(out + at, y1.to(dtype), exists)
+    tl.store(out + at + width // 2, y2.to(dtype), exists)

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""How fast is each kernel, against its definition, against the library whose place it takes, and against the memory's own rate?
+
+    python benchmarks/kernels.py                    (an NVIDIA GPU: Triton's kernels, at Llama-3-8B's shapes and 8192 tokens)
+    python benchmarks/kernels.py --cut 32           (a CPU: the portable implementations, of the shapes' rows a thirty-second)
+
+The limit is the time that the kernel's inputs and outputs take to be read and written once, at the rate of a plain copy in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import harness
+import torch
+
+from anyqlora.on_torch.kernels import cross_entropy
+from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked
+
+LINEARS = {"q": (4096, 4096), "k": (1024, 4096), "gate": (14336, 4096), "down": (4096, 14336), "odd": (1001, 4160)}  # out, in
+
+
+@dataclass
+class Case:
+    """One kernel at one shape. `ways`: implementation -> what is timed; all give the same, the definition's, within rounding."""
+
+    kernel: str
+    shape: str
+    bytes: int
+    ways: dict[str, Callable] = field(default_factory=dict)
+
+
+def triton_kernels(device: str) -> dict:
+    """Our kernels that run compiled on this device."""
+    if device != "cuda":
+        return {}
+    from anyqlora.on_torch.kernels import dequantize, dropout, rms_norm, rope, swiglu
+
+    return {"dequantize": dequantize, "dropout": dropout, "rms_norm": rms_norm, "rope": rope, "swiglu": swiglu}
+
+
+def dequantizations(ours: dict, device: str, dtype: torch.dtype, cut: int) -> Iterator[Case]:
+    for kind, nested in ((Nf4, True), (Nf4, False), (Fp4, True)):
+        for name, (rows, columns) in LINEARS.items():
+            codes, state = kind(dtype, nested).quantize(drawn(device, dtype, -(-rows // cut), columns))
+            n = state.shape.numel()
+            case = Case(f"dequantize {kind.kind}{', scales quantized' * nested}", f"{name} {tuple(state.shape)}",
+                        n // 2 + state.absmax.nbytes + n * dtype.itemsize, {"bitsandbytes": lambda c=codes, s=state: unpacked(c, s)})
+            if ours:
+                out = torch.empty(state.shape, dtype=dtype, device=device)
+                case.ways["ours"] = lambda c=codes, s=state, o=out: ours["dequantize"].dequantize(c, s, o)
+            yield case
+
+
+def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Iterator[Case]:
+    """Norm, gate, rotation, forward and backward alone, and dropout's products. The definitions stand beside Triton's kernels."""
+    if not ours:
+        return
+    size = dtype.itemsize
+    x, weight = drawn(device, dtype, tokens, 4096), drawn(device, dtype, 4096)
+    yield from both("rms_norm", ours["rms_norm"].rms_norm, ours["rms_norm"].defined, (x, weight, 1e-5), x.nbytes, 2, 3)
+    gate, up = drawn(device, dtype, tokens, 14336), drawn(device, dtype, tokens, 14336)
+    yield from both("swiglu", ours["swiglu"].swiglu, ours["swiglu"].defined, (gate, up), gate.nbytes, 3, 5)
+    q, turns = drawn(device, dtype, 1, tokens, 32, 128), drawn(device, dtype, 2, 1, tokens, 128)
+    yield from both("rope", ours["rope"].rotate, ours["rope"].defined, (q, turns[0], turns[1]), q.nbytes, 2, 2)
+    drop, a = ours["dropout"].Dropout(1, 0.1), drawn(device, dtype, 48, 4096)
+    yield Case("dropout(x) A^T, rank 48", f"({tokens}, 4096)", x.nbytes + tokens * 48 * size,
+               {"torch": lambda: torch.nn.functional.dropout(x, 0.1) @ a.T, "ours": lambda: drop.into(x, a)})
+    middle = drawn(device, dtype, tokens, 48)
+    yield Case("y += dropout(m A), rank 48", f"({tokens}, 4096)", 2 * x.nbytes + middle.nbytes,
+               {"torch": lambda: x.add_(torch.nn.functional.dropout(middle @ a, 0.1)), "ours": lambda: drop.add_back(x, middle, a)})
+
+
+def both(name, fast, slow, inputs, nbytes, forward: int, backward: int) -> Iterator[Case]:
+    """Forward and backward, which move `forward` and `backward` times `nbytes`."""
+    shape = str(tuple(inputs[0].shape))
+    yield Case(name, shape, forward * nbytes, {"definition": lambda: slow(*inputs), "ours": lambda: fast(*inputs)})
+    case = Case(f"{name}, backward", shape, backward * nbytes)
+    for way, function in (("definition", slow), ("ours", fast)):
+        learned = inputs[0].detach().requires_grad_()
+        wanted = [learned] + ([inputs[1].detach().requires_grad_()] if name == "swiglu" else [])
+        y = function(*wanted, *inputs[len(wanted):])
+        g = torch.randn_like(y)
+        case.ways[way] = lambda y=y, wanted=wanted, g=g: torch.autograd.grad(y, wanted, g, retain_graph=True)
+    yield case
+
+
+def heads(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[Case]:
+    """Llama-3-8B's output head and its loss, forward and backward."""
+    hidden, weight = drawn(device, dtype, tokens, 4096).requires_grad_(), drawn(device, dtype, 128256 // cut, 4096)
+    targets = torch.randint(len(weight), (tokens,), device=device)
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, hidden)
+
+    yield Case("head and loss, with backward", f"({tokens}, {len(weight)})", 0, {
+        "definition": lambda: gradient(cross_entropy.defined(hidden, weight, None, targets)),
+        "ours": lambda: gradient(cross_entropy.cross_entropy(hidden, weight, None, targets, rows=min(1024, tokens)))})
+
+
+def drawn(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (torch.randn(shape, device=device) * 0.1).to(dtype)
+
+
+def milliseconds(function: Callable, device: str) -> float:
+    """The median, after a warm-up."""
+    if device == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(function, warmup=20, rep=60, return_mode="median")
+    function()
+    taken = []
+    while len(taken) < 3 or (sum(taken) < 0.3 and len(taken) < 50):
+        began = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(taken)
+
+
+def copy_rate(device: str) -> float:
+    """Bytes per millisecond, read and written."""
+    block = torch.empty(1 << (30 if device == "cuda" else 27), dtype=torch.uint8, device=device).random_()
+    other = block.clone()
+    return 2 * block.nbytes / milliseconds(lambda: other.copy_(block), device)
+
+
+def difference(one, other) -> float:
+    """|a - b| / |b| of what two implementations give, the largest over their outputs."""
+    pairs = zip(*([out] if isinstance(out, torch.Tensor) else out for out in (one, other)), strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    p.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    p.add_argument("--tokens", type=int, default=0, help="0: 8192 on a GPU, 512 on a CPU")
+    p.add_argument("--cut", type=int, default=1, help="weights have this part of their rows")
+    p.add_argument("--name", default="")
+    a = p.parse_args()
+    device, dtype, tokens = a.device, getattr(torch, a.dtype), a.tokens or (8192 if a.device == "cuda" else 512)
+    torch.manual_seed(0)
+    ours = triton_kernels(device)
+    rate = copy_rate(device)
+    print(f"a copy reads and writes {rate / 1e6:.0f} GB/s")
+    found = []
+    for case in (*dequantizations(ours, device, dtype, a.cut), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut)):
+        first = None
+        for way, function in case.ways.items():
+            out = None if "+=" in case.kernel else function()  # what writes over its input differs each time
+            first = out if first is None else first
+            row = {"kernel": case.kernel, "shape": case.shape, "way": way, "milliseconds": milliseconds(function, device),
+                   "limit_milliseconds": case.bytes / rate or None,
+                   "difference": None if out is first or "dropout" in case.kernel else difference(out, first)}
+            found.append(row)
+            limit = f"{row['limit_milliseconds']:9.3f} ms {row['limit_milliseconds'] / row['milliseconds']:5.0%}" if case.bytes else " " * 18
+            same = "" if row["difference"] is None else f"   differs by {row['difference']:.1e}"
+            print(f"{case.kernel:34} {case.shape:24} {way:13} {row['milliseconds']:9.3f} ms   limit {limit}{same}", flush=True)
+    harness.write(a.name or f"kernels-{device}-{a.dtype}", {"question": __doc__.splitlines()[0], "copy_bytes_per_second": 1e3 * rate,
+                                                            "tokens": tokens, "cut": a.cut, "results": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Every Triton kernel compiled for a GPU that need not be there: python tests/compiled_kernels.py 90 prints what was made of each.
+
+The interpreter runs what a compiler may refuse. Run without TRITON_INTERPRET.
+"""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from anyqlora.on_torch.kernels import dequantize, dropout, rms_norm, rope, swiglu
+
+INT, FLOAT = "i32", "fp32"
+
+
+def kernels(dtype: str):
+    """(name, kernel, types of its arguments in order, its constants) at Llama-3-8B's widths."""
+    x = f"*{dtype}"
+    for nested in (True, False):
+        codes = "*u8" if nested else "*fp32"
+        yield f"dequantize {nested=}", dequantize._dequantize, ["*u8", "*fp32", codes, "*fp32", "*fp32", "*fp32", x, INT, INT], {
+            "NESTED": nested, "BLOCK": 64, "SCALES": 256, "TILE": dequantize.TILE}, {"enable_fp_fusion": False}
+    for late in (True, False):
+        yield f"norm {late=}", rms_norm._forward, [x, x, x, "*fp32", INT, FLOAT, FLOAT], {"LATE": late, "WIDTH": 4096}, {"num_warps": 16, "enable_fp_fusion": False}
+        for learns in (True, False):
+            yield f"norm's backward {late=} {learns=}", rms_norm._backward, [x, x, x, "*fp32", x, "*fp32", INT, INT, FLOAT], {
+                "LATE": late, "LEARNS": learns, "WIDTH": 4096}, {"num_warps": 16, "enable_fp_fusion": False}
+    for back in (True, False):
+        yield f"rotate {back=}", rope._rotate, [x, x, x, x, INT, INT, INT], {"BACK": back, "HEADS": 32, "HALF": 64}, {"enable_fp_fusion": False}
+    yield "gate", swiglu._forward, [x, x, x, INT], {"BLOCK": swiglu.BLOCK}, {"enable_fp_fusion": False}
+    yield "gate's backward", swiglu._backward, [x, x, x, x, x, INT], {"BLOCK": swiglu.BLOCK}, {"enable_fp_fusion": False}
+    tiles = {"RANK": 64, "ROWS": dropout.ROWS, "COLUMNS": dropout.COLUMNS}
+    yield "dropout into", dropout._into, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
+    yield "dropout outer", dropout._outer, [x, x, "*fp32", *[INT] * 6], tiles, {"enable_fp_fusion": True}
+    yield "dropout add_back", dropout._add_back, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
+
+
+def main(capability: int, dtypes: list[str]) -> None:
+    for dtype in dtypes:
+        for name, kernel, types, constants, options in kernels(dtype):
+            names = [n for n in kernel.arg_names if n not in constants]
+            source = ASTSource(kernel, dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+            made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            ptx = made.asm["ptx"]
+            fused = sum(line.split()[0].startswith("fma.") for line in ptx.splitlines() if line.strip())
+            print(f"{dtype} {name}: {made.metadata.shared} bytes shared, {fused} fused multiply-adds, "
+                  f"{sum('mma' in line for line in ptx.splitlines())} matrix instructions")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:] or ["bf16", "fp16", "fp32"])
