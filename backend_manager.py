@@ -63,7 +63,6 @@ class Found:
     dtypes: tuple[str, ...] = ()      # best first: the first is what `precision auto` computes in
     quantizers: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ("portable",)
     collective: str | None = None
     cores: int = 0                    # of the processor; 0: not asked
     threads: int = 0                  # that the environment states; 0: none
@@ -71,6 +70,7 @@ class Found:
     device: str = ""                  # where it is not the row's: MLX's CPU build has no gpu
     reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
     slow: Mapping[str, str] = field(default_factory=dict)     # cell -> warning; "" for the whole row
+    kernels: tuple[str, ...] = ("portable",)
 
     @property
     def memory_total(self) -> int:
