@@ -27,7 +27,8 @@ ROWS = 2  # per micro-batch
 def planned(base, world_size: int, **settings):
     """A real plan. SGD and AdamW take a rate of 1e-2; nothing is dropped out."""
     given = {"model_name": str(base), "dataset": "demo", "backend": "cpu", "precision": "fp32", "batch_size": ROWS, "lora_rank": 4, "lora_alpha": 8,
-             "lora_dropout": 0, "lr": 1e-2, "wd": 0.01, "log_to": "none", "use_gradient_checkpointing": False, "context_length": 64, **settings}
+             "lora_dropout": 0, "lr": 1e-2, "wd": 0.01, "log_to": "none", "use_gradient_checkpointing": False, "context_length": 64,
+             "fused": False, "flat": False, **settings}  # the fast paths of one process round otherwise in 16 bits
     if given.get("train_type") == "full" or given.get("adapter") == "full":
         given = {key: value for key, value in given.items() if not key.startswith("lora_")}
     config = resolve({**given, "world_size": world_size} if world_size > 1 else given, environ={}, said="test")

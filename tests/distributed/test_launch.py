@@ -48,6 +48,7 @@ def test_a_killed_rank_is_named_and_the_run_starts_again_by_itself(whole, tmp_pa
     assert [line["step"] for line in runs.metrics(run.directory)] == list(range(1, 31))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_all(tmp_path):
     with Launched(tmp_path, dist_timeout=10) as run:
         run.reach(4)
@@ -62,6 +63,7 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_all(tmp_path):
         assert "train.py" in (run.directory / "stacks" / f"rank-{rank}.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_of_them(whole, tmp_path):
     with Launched(tmp_path) as run:
         run.reach(5)
@@ -108,6 +110,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_on_one_rank_halves_the_rows_of_all(tmp_path, monkeypatch):
     """Rank 1's model refuses more than one row at a time, from the first step on: the run ends as one that was started so."""
     (tmp_path / "sitecustomize.py").write_text(NARROW)
