@@ -84,7 +84,7 @@ def test_fsdp_backend_is_the_backend():
 
 def test_nothing_given_is_the_embedded_job():
     config = resolve({}, environ={})
-    assert config.is_demo and config.dataset == "demo" and config.sources["lr"].endswith("first.yaml:11")
+    assert config.is_demo and config.dataset == "demo" and config.sources["lr"].endswith("first.yaml:12")
     assert resolve({"lr": "1"}, environ={}).is_demo
     assert settings().dataset == "alpaca_sample"
     with pytest.raises(UsageError, match="no model"):

@@ -93,7 +93,7 @@ def test_the_whole_job_twice_writes_the_same_bytes(first, tmp_path):
     assert runs.result(next((tmp_path / "again").iterdir()))["adapter_sha256"] == runs.result(first[0])["adapter_sha256"]
 
 
-EARLY = [["--help"], ["--lrr", "1"], ["--data", "x"], ["--lr", "much"], ["--strategy", "ddp", "--model_name", "x"]]
+EARLY = [["--help"], ["--lrr", "1"], ["--data", "x"], ["--lr", "much"], ["--strategy", "pipeline", "--model_name", "x"]]
 
 
 @pytest.mark.parametrize("arguments", EARLY)

@@ -25,6 +25,7 @@ from anyqlora.outcome import next_commands, show
 from anyqlora.panel import Bar, Panel
 from anyqlora.plan import Adjustment
 from anyqlora.trackers import Trackers
+from anyqlora.world import Alone
 from backend_manager import BackendManager
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +124,7 @@ def test_errors_cannot_steer_the_terminal():
 
 def test_silent_still_tells_what_the_plan_could_not_do(capsys):
     plan = replace(plan_of(log_to="none"), adjustments=(Adjustment("precision", "bf16", "fp16_autocast", "no bf16 here"),))
-    views.announce(plan)
+    views.announce(plan, Alone())
     views.view(plan, 1).step(RECORD)
     out, err = capsys.readouterr()
     assert out == "" and err == "warning: precision: asked bf16, got fp16_autocast: no bf16 here\n"

@@ -136,7 +136,8 @@ def test_an_evaluation_says_what_torchs_says(tmp_path):
     settings = {**SMALL, "lora_dropout": 0, "max_steps": 4, "eval_dataset": str(held_out), "samples": 12, "max_new_tokens": 24, "exact_match": True}
     ours, theirs = (runs.run(tmp_path, name, **{**settings, "backend": name}) for name in ("mlx", "cpu"))
     for one, other in zip(runs.evaluations(ours), runs.evaluations(theirs), strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6) and one["exact_match"] == other["exact_match"]
+        near = 1e-5 if one["step"] else 1e-6  # adapters that were trained differ by up to 1e-4 of the way they moved
+        assert one["loss"] == pytest.approx(other["loss"], rel=near) and one["exact_match"] == other["exact_match"]
     assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
 
 

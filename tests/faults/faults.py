@@ -155,7 +155,7 @@ def with_model(act) -> None:
 
 
 def poison(where: str, steps: list[int], values: list[float]) -> None:
-    """In each of `steps` (from 0) put a value into the loss (one logit), one activation, or one gradient of the first micro-batch."""
+    """In each of `steps` (from 0) put a value into the loss (the head's input), one activation, or one gradient of the first micro-batch."""
     now = {"value": None}
 
     def begin(step):
@@ -178,18 +178,18 @@ def poison(where: str, steps: list[int], values: list[float]) -> None:
             name = next(n for n, _ in model.named_modules() if n.endswith("mlp.down_proj"))
             model.get_submodule(name).register_forward_hook(lambda module, _, out: once(out) if module.training else None)
         else:
-            model.lm_head.register_forward_hook(lambda module, _, out: _spoil_logits(out, now))
+            model.lm_head.register_forward_pre_hook(lambda module, given: _spoilt(given[0], now))
 
     at_step(begin)
     with_model(attach)
 
 
-def _spoil_logits(logits, now):
-    """A whole row of logits, so that a trained token is among them."""
+def _spoilt(hidden, now):
+    """All that the output head sees of a micro-batch, so that a trained token is among it."""
     if now["value"] is None or not torch.is_grad_enabled():
         return None
     value, now["value"] = now["value"], None
-    return logits * value if value != value else logits + torch.full_like(logits, value)
+    return hidden * value if value != value else hidden + torch.full_like(hidden, value)
 
 
 def run_out(largest: int, from_step: int = 0) -> None:
@@ -197,11 +197,13 @@ def run_out(largest: int, from_step: int = 0) -> None:
     now = {"step": 0}
     at_step(lambda step: now.update(step=step))
 
-    def check(module, inputs):
-        if inputs[0].shape[0] > largest and now["step"] >= from_step and torch.is_grad_enabled():
+    def check(module, inputs, named):
+        positions = named.get("position_ids")
+        documents = 0 if positions is None else int((positions == 0).sum())  # rows may lie one after another, in one
+        if max(inputs[0].shape[0], documents) > largest and now["step"] >= from_step and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    with_model(lambda built: built.model.get_submodule(_first_block(built.model)).register_forward_pre_hook(check))
+    with_model(lambda built: built.model.get_submodule(_first_block(built.model)).register_forward_pre_hook(check, with_kwargs=True))
 
 
 def run_out_backward(step: int, micro_batch: int) -> None:
