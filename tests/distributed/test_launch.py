@@ -123,6 +123,7 @@ def test_memory_that_runs_out_on_one_rank_halves_the_rows_of_all(tmp_path, monke
     assert sha256(run.directory) == sha256(told.directory)
 
 
+@pytest.mark.slow
 def test_collectives_of_ddp_are_at_boundaries_only(tmp_path):
     with Launched(tmp_path, max_steps=3, timeline="trace.json") as run:
         assert run.end() == 0, run.said()

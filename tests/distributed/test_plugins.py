@@ -48,6 +48,7 @@ def test_it_is_listed_shown_and_planned(on_the_path, capsys):
     assert plugins.options(config).every == 7
 
 
+@pytest.mark.slow
 def test_train_takes_it_by_module_and_class(on_the_path, tmp_path):
     flags = {"strategy": "local_sgd:LocalSgd", "strategy_opt": "every=2", "world_size": 2, "max_steps": 4, "batch_size": 4, "output_dir": tmp_path, "run_name": "run",
              "backend": "cpu", "log_to": "none", "eval_batch_size": 64, "exact_match": "false"}
