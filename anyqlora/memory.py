@@ -17,6 +17,7 @@ MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta"
 GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for choice
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 LOSS_BYTES, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 512 << 20, 128_000  # of the logits that are made at a time
+LIBRARIES, HOLES = 24 << 20, 0.05  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
 FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
 
 
@@ -137,6 +138,9 @@ def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
     }
     if config.eval_dataset or config.eval_fraction:
         moments["evaluation"] = weights | optimizer | {"logits and loss": evaluation_bytes(shapes, config)}
+    if config.backend == "cpu":
+        for parts in moments.values():
+            parts["heap and libraries"] = LIBRARIES + round(HOLES * sum(parts.values()))
     return Estimate(moments)
 
 

@@ -57,6 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
             losses[some], z = _losses(logits, targets[some], after, exact)
             if any(wanted):
                 _add_gradients(gradients, some, z.mul_(lift).to(dtype), h, w)
+            del logits, z  # else they stay while the next ones are made
         ctx.lift = lift
         ctx.save_for_backward(*gradients)
         ctx.kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
