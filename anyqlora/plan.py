@@ -145,7 +145,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         raise UsageError(f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
                          where=config.sources.get("backend", ""))
     draft.choose("backend", str(backend))
-    if config.strategy not in (AUTO, *row.strategies):
+    if config.strategy in tables.STRATEGIES and config.strategy not in row.strategies:
         _refuse(config, "strategy", backend, False, found, row.strategies)
     mesh.adopt(draft, len(found.devices))
     _processes(draft, backend, row, found)

@@ -85,7 +85,7 @@ def test_a_model_that_cannot_be_read_ends_all_ranks(tmp_path):
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     began = time.monotonic()
-    with pytest.raises(WorldFailed, match="rank 0|rank 1 ends"):
+    with pytest.raises(WorldFailed, match="cut short or damaged|rank 1 ends"):  # each looks at the file before it waits for the others
         world(2, outputs, base, {"strategy": "ddp"})
     assert time.monotonic() - began < 30
 
