@@ -30,6 +30,7 @@ def start(output, name, *launcher, **settings):
     return output / name
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_over_the_same_rows(tmp_path):
     one = start(tmp_path, "one", batch_size=2, gradient_accumulation_steps=2)
     two = start(tmp_path, "two", batch_size=2, world_size=2)

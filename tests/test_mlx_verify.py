@@ -32,6 +32,7 @@ def test_backends_that_differ_are_told(capsys, monkeypatch):
     assert parity.differences(good, (steps, {name: value + np.float32(0.2) for name, value in start.items()}))["adapter"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_what_it_refuses(capsys):
     for argv, said in ((["--backends", "cpu"], "two backends or more"), (["--backends", "cpu,cpu"], "each once"), (["--backends", "cpu,cuda"], "'cuda' is not available"),
                        (["--quantizer", "int8"], "no int8")):

@@ -16,6 +16,7 @@ def made(environ):
     return type(model).__name__, runtime.strategy.accelerator.num_processes
 
 
+@pytest.mark.slow
 def test_the_model_is_wrapped_by_accelerate():
     assert world(2, made, {}) == [("DistributedDataParallel", 2)] * 2
 
