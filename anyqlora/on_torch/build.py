@@ -143,7 +143,8 @@ def unpadded(model: nn.Module, runtime: Runtime, kernels: str) -> list[str]:
 def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "portable") -> list[str]:
     """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
     cached = config.weight_cache if isinstance(config.weight_cache, int) else 0
-    left = fuse(model, quantizer, cached, tables.load(f"anyqlora.on_torch.kernels.{'dropout' if kernels == 'triton' else 'lora'}:linears"))
+    linears_of = "anyqlora.on_torch.kernels.dropout:linears" if kernels == "triton" else "anyqlora.on_torch.kernels.lora:linears"
+    left = fuse(model, quantizer, cached, tables.load(linears_of))
     if left and config.sources.get("fused") not in (None, "default", "plan"):
         raise NotBuilt(f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first", cure="--fused auto")
     return [f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"] if left else []
