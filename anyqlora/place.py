@@ -122,6 +122,7 @@ def find(config: TrainConfig) -> Place:
     identity = identify(config)
     root = Path(config.output_dir)
     directory = _named(config, root, identity) if config.run_name else _unfinished(config, root, identity) or _new(config, root)
+    identity = _as_many_processes(config, identity, read_json(directory / IDENTITY) or {})
     found = Place(directory, identity, finished=read_json(directory / RESULT) is not None)
     if directory.exists() and not found.finished:
         _stays_inside(directory)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from anyqlora import place
+from anyqlora.checkpoint import Loaded, to_json
 from anyqlora.config import resolve
 from anyqlora.errors import UsageError
 from anyqlora.world import World, first_host
@@ -62,3 +64,34 @@ def test_the_batch_script_itself_is_no_task():
 @pytest.mark.parametrize(("nodes", "first"), [("a1", "a1"), ("node[03-05,9],gpu1", "node03"), ("x,y", "x"), ("rack-2-n[7]", "rack-2-n7")])
 def test_node_lists(nodes, first):
     assert first_host(nodes) == first
+
+
+# ------------------------------------------------------------------------------------ how many devices a run in a directory had
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A run directory that eight processes left behind: eight times the rows of one to a step."""
+    mine = config(model_name="demo", dataset="demo", batch_size=2, output_dir=str(tmp_path), run_name="run")
+    identity = place.identify(mine)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / place.IDENTITY).write_bytes(to_json({**identity, "global_batch": 8 * identity["global_batch"]}))
+    return mine
+
+
+def test_another_global_batch_is_another_run(left, monkeypatch):
+    monkeypatch.setattr(place, "may_have_several_gpus", lambda: False)
+    with pytest.raises(UsageError, match="global_batch: 16 there, 2 now"):
+        place.find(left)
+
+
+def test_where_there_may_be_several_gpus_the_plan_tells(left, monkeypatch):
+    monkeypatch.setattr(place, "may_have_several_gpus", lambda: True)
+    with pytest.raises(UsageError, match="global_batch: 16 there, 2 now"):
+        place.find(left.with_(world_size=1))  # somebody has said how many
+    with place.find(left) as found:
+        found.restored = Loaded(3, found.directory, {}, {}, {}, {})
+        with pytest.raises(UsageError, match="a run of 16 rows to a step, and with these devices it would be 8"):
+            found.check(left, 8)
+        found.identity["global_batch"] = 16
+        found.check(left, 16)
