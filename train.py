@@ -42,7 +42,7 @@ def work(found, plan, world) -> dict:
         views.announce(plan, ranks)
         words = tokenizer.load(str(base_directory(plan.config)), plan.config.trust_remote_code)
         rows = data.prepare(plan.config, words)
-        meeting.same_rows(ranks, rows)
+        meeting.same_rows(ranks, found, rows)
         kind = Run if ranks.is_first else Follower
         with kind(found, plan, rows, data.stream_of(plan, rows.train, ranks.rank), words, ranks) as run:
             return run.already_finished() if run.finished else LOOPS[plan.framework](run)
@@ -62,7 +62,7 @@ def torch_loop(run) -> dict:
     config = run.config
     set_deterministic(config.deterministic)
     seed_everything(config.seed)
-    runtime = Runtime(run.plan)
+    runtime = run.closing(Runtime(run.plan))
     memory = run.closing(runtime.memory)
     watched = run.closing(watch(run, memory))  # nothing, unless profiling is asked for
     with watched.phase("load"):

@@ -6,9 +6,12 @@ import contextlib
 import os
 import signal
 import sys
+import time
 
 from .redaction import redacted
 from .terminal import printable
+
+FIRST_SAYS = 3.0  # seconds that other processes leave to the first one, which mostly has the same to say and whose end is theirs
 
 
 class RunError(Exception):
@@ -82,6 +85,8 @@ def explained(program: str):
         print(f"{program}: stopped by SIGINT; the same command starts it again", file=sys.stderr)
         sys.exit(130)
     except RunError as error:
+        if isinstance(error, UsageError) and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+            time.sleep(FIRST_SAYS)
         print(f"{program}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     finally:

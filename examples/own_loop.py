@@ -67,6 +67,7 @@ def train(batch_size=4, epochs=3, state="", **settings) -> tuple[float, float, d
     if state:
         runtime.save_state(state)  # loads under any strategy, on any number of processes
     learned = runtime.strategy.gather_trainable()
+    runtime.end_training()
     return loss, norm, {name: tensor.numpy() for name, tensor in learned.items()}
 
 

@@ -219,9 +219,9 @@ def test_rows_of_which_nothing_is_left_to_learn(row, tmp_path):
 @pytest.mark.parametrize("words", [b"y" * 10_000_000, b" y" * 5_000_000, b" " * 9_999_999 + b"y"])
 def test_a_line_of_ten_megabytes_takes_no_time(words, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(GOOD + b'{"prompt": "x", "completion": "' + words + b'"}\n')
-    start = time.monotonic()
+    start = time.process_time()
     read = data.prepare(settings(tmp_path / "a.jsonl"), byte_level())
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert read.train[1].truncated and byte_level().eos_token_id not in read.train[1].ids and len(read.train[1].ids) <= 512
     assert "a.jsonl:2: more than" in refused(tmp_path / "a.jsonl", on_long_row="error")
 

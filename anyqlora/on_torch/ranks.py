@@ -12,20 +12,19 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..config import TrainConfig
 from ..errors import PeerLost, UsageError
-from ..world import Alone, World
+from ..world import Several, World
 
 MEETING = timedelta(hours=2)  # that processes wait for one another to start: the first may be downloading a model
 POLLED = 0.1  # seconds between two looks at the store: one long wait in it would keep signals out
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
-class Ranks(Alone):
+class Ranks(Several):
     """torch.distributed's default group; what is told here goes through host memory."""
 
     def __init__(self, plan, world: World):
@@ -47,17 +46,9 @@ class Ranks(Alone):
     def told(self, value):
         return json.loads(self._bytes(json.dumps(value).encode() if self.is_first else b""))
 
-    def told_arrays(self, arrays):
-        shapes = self.told({name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()} if arrays is not None and self.is_first else None)
-        if shapes is None:
-            return None
-        heard = {}
-        for name, (dtype, shape) in shapes.items():
-            array = np.ascontiguousarray(arrays[name]) if self.is_first else np.empty(shape, dtype)
-            # a tensor of no dimension has no bytes to view; torch has no unsigned 16 bits on every backend
-            dist.broadcast(torch.from_numpy(array.reshape(-1).view(np.uint8)), src=0)
-            heard[name] = array
-        return heard
+    def told_bytes(self, content):
+        dist.broadcast(torch.from_numpy(content), src=0)
+        return content
 
     def every(self, value):
         mine = json.dumps(value).encode()

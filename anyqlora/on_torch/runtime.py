@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -86,6 +87,15 @@ class Runtime:
         """Once, whatever the number of processes."""
         if self.is_main_process:
             print(*values, **options)
+
+    def end_training(self) -> None:
+        """A loop's last call: the strategy lets go of what it holds, and leaves the process group if it was the one to form it."""
+        self.strategy.teardown()
+
+    def close(self) -> None:
+        """`end_training`, unless something went wrong: the other processes may be gone then, and nobody waits for them."""
+        if sys.exc_info()[0] is None:
+            self.end_training()
 
     def wait_for_everyone(self) -> None:
         if self.num_processes > 1:

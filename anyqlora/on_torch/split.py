@@ -25,9 +25,9 @@ class Split:
     along: str  # COLUMNS or ROWS
     alone: bool
 
-    def slice(self, weight: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """This process's part of `weight` [outputs, inputs], in memory of its own."""
-        return weight.chunk(mesh.size(), DIMENSION[self.along])[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+    def slice(self, weight: torch.Tensor, number: int, ways: int) -> torch.Tensor:
+        """Part `number` of `ways` of `weight` [outputs, inputs], in memory of its own."""
+        return weight.chunk(ways, DIMENSION[self.along])[number].clone(memory_format=torch.contiguous_format)
 
 
 # ---------------------------------------------------------------------- what travels: [..., features] on each process

@@ -82,8 +82,4 @@ class Launched:
         return time.monotonic() - began
 
 
-def send(process: psutil.Process, number: int) -> None:
-    os.kill(process.pid, number)
-
-
-KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+INT, KILL, STOP, TERM = signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM

@@ -15,8 +15,13 @@ from anyqlora.errors import RunError
 from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
 from anyqlora.on_torch.device import seed_everything, set_deterministic
 from anyqlora.on_torch.runtime import Runtime
-from anyqlora.on_torch.strategies.tp import whole
 from backend_manager import BackendManager
+
+
+def whole(strategy, parameter) -> torch.Tensor:
+    """All of a trained tensor, on every process."""
+    value = parameter.detach()
+    return strategy.whole(value) if isinstance(value, DTensor) else value
 
 
 def joined():
@@ -74,7 +79,7 @@ class Started:
 
     def adapter(self):
         """All of it, on every process."""
-        return {name: whole(p.detach()).clone() for name, p in self.strategy.trainable.items()}
+        return {name: whole(self.strategy, p).clone() for name, p in self.strategy.trainable.items()}
 
 
 def trained(settings, counts=COUNTS):
@@ -149,7 +154,7 @@ def guarded(settings):
     """What the guard says of a trained tensor that has come off the mesh, and of one that is whole where it should be split."""
     started = Started(**settings)
     name = min(name for name in started.built.trainable if "q_proj.lora_B" in name)
-    full = whole(started.strategy.trainable[name].detach())
+    full = whole(started.strategy, started.strategy.trainable[name])
     spread = distribute_tensor(full, started.strategy.along, [Replicate()], src_data_rank=None)
     found = []
     for other in (full, spread):

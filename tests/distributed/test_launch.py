@@ -4,12 +4,15 @@ import hashlib
 import json
 import random
 import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 import runs
-from launched import KILL, STOP, TERM, Launched, command, environment
+from launched import INT, KILL, STOP, TERM, Launched, command, environment
+
+from anyqlora.launch import free_port
 
 
 def sha256(directory) -> str:
@@ -75,16 +78,37 @@ def test_a_signal_to_one_rank_stops_all_of_them(whole, tmp_path):
     assert sha256(run.directory) == sha256(whole)
 
 
-def test_what_one_rank_was_asked_for_is_compared_before_the_first_step(tmp_path):
-    """Two processes as torchrun would start them, one with another learning rate: one message, exit 2, no hang, nothing written."""
-    from anyqlora.launch import free_port
-
+def refused(output, *different: dict, places=(None, None)) -> str:
+    """What two processes say that were started as torchrun does it and are not to train together: one message, exit 2, no hang."""
     shared = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    started = [subprocess.Popen(command(tmp_path, world_size="", lr=lr), env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank, lr in enumerate((1e-3, 2e-3))]
+    started = [subprocess.Popen(command(output, world_size="", **settings), env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=place,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+               for rank, (settings, place) in enumerate(zip(different, places, strict=True))]
     ended = [process.communicate(timeout=60) for process in started]
     assert [process.returncode for process in started] == [2, 2], ended
-    assert "rank 1 has lr 0.002, rank 0 0.001" in ended[0][1] and ended[1][1] == ""
+    assert ended[1][1] == "" and not (output / "run").exists()
+    return ended[0][1]
+
+
+def test_what_one_rank_was_asked_for_is_compared_before_the_first_step(tmp_path):
+    assert "rank 1 has lr 0.002, rank 0 0.001" in refused(tmp_path, {"lr": 1e-3}, {"lr": 2e-3})
+
+
+def test_what_one_rank_has_read_is_compared_before_the_first_step(tmp_path):
+    """The same name, and on the second machine another file."""
+    places = tmp_path / "a", tmp_path / "b"
+    for number, place in enumerate(places):
+        place.mkdir()
+        (place / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?", "completion": "{n + number}"}}\n' for n in range(16)))
+    assert "rank 1 has read other rows than rank 0" in refused(tmp_path / "runs", *2 * [{"dataset": "rows.jsonl"}], places=places)
+
+
+def test_what_no_process_can_do_is_said_once_under_torchrun(tmp_path):
+    asked = {"strategy": "tp", "mesh": "batch=1,model=2", "layout": str(tmp_path / "absent.yaml")}
+    _, *rest = command(tmp_path, world_size="", **asked)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), *rest],
+                          env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and (done.stdout + done.stderr).count("absent.yaml") == 1, done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -144,6 +168,31 @@ def test_a_port_in_use_is_told_once(tmp_path):
                               env=environment(), timeout=60)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("is in use") == 1 and "--master_port" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_takes_its_processes_with_it(tmp_path):
+    with Launched(tmp_path, max_steps=2000) as run:
+        run.reach(2)
+        ranks = run.ranks()
+        run.process.send_signal(KILL)
+        gone, alive = psutil.wait_procs(ranks, timeout=5)
+    assert len(gone) == 2 and not alive
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
+    with Launched(tmp_path, max_steps=2000) as run:
+        run.reach(2)
+        ranks = run.ranks()
+        for rank in ranks:
+            rank.send_signal(STOP)  # as in a step that takes long: the first interrupt waits for its end
+        run.process.send_signal(INT)
+        time.sleep(0.3)
+        assert run.process.poll() is None
+        run.process.send_signal(INT)
+        assert run.end(within=5) == 130, run.said()
+        assert not psutil.wait_procs(ranks, timeout=5)[1]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import tiny_models
 import torch
 from equality import planned, some
 
+from anyqlora.on_torch import weights
 from anyqlora.on_torch.build import build, optimizer_factory
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.testing import WorldFailed, world
@@ -33,12 +34,22 @@ def built_under(base, settings, loaded=lambda: None):
 
 
 def outputs(base, settings):
-    """What each rank computes from the same ids, and whether it began with an outline."""
-    _, runtime, built, model, was_meta, _ = built_under(base, settings)
+    """What each rank computes from the same ids, and how often it has read the model's files."""
+    times, read = [], weights.read
+
+    def counted(*given, **options):
+        times.append(1)
+        return read(*given, **options)
+
+    weights.read = counted
+    try:
+        _, runtime, built, model, _, _ = built_under(base, settings)
+    finally:
+        weights.read = read
     ids = torch.arange(3, 15)[None]
     with torch.no_grad(), runtime.autocast():
         model.eval()
-        return runtime.unwrap_model(model)(input_ids=ids, use_cache=False).logits.float().numpy(), was_meta
+        return runtime.unwrap_model(model)(input_ids=ids, use_cache=False).logits.float().numpy(), len(times)
 
 
 ARCHITECTURES = {"llama": {}, "gpt2": {}, "gemma2": {}, "phi3": {}, "qwen3": {"tie_word_embeddings": True}}
@@ -49,10 +60,27 @@ ARCHITECTURES = {"llama": {}, "gpt2": {}, "gemma2": {}, "phi3": {}, "qwen3": {"t
 def test_every_rank_has_the_model_that_one_process_reads(architecture, strategy, tmp_path):
     base = tiny_models.make(tmp_path, architecture, **ARCHITECTURES[architecture])
     ((expected, _),) = world(1, outputs, base, {"strategy": "single"})
-    (first, began_whole), (second, began_as_outline) = world(2, outputs, base, strategy)
-    assert not began_whole and began_as_outline
+    (first, one), (second, none) = world(2, outputs, base, strategy)
+    assert (one, none) == (1, 0)
     np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(first, second)
+
+
+OF_WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.mark.parametrize("mesh, quantizer", some([("model=2", "nf4"), ("model=2", "none"), ("model=2,batch=2", "nf4")], [("model=2", "nf4")]))
+@pytest.mark.parametrize("architecture", some(("llama", "gemma2"), ("llama",)))
+def test_every_rank_has_its_slices_of_the_model_that_one_process_reads(architecture, mesh, quantizer, tmp_path):
+    """Scales of scales are not those of the whole, so there are none."""
+    base = tiny_models.make(tmp_path, architecture, **OF_WHOLE_BLOCKS)
+    kept = {"double_quant": False} if quantizer == "nf4" else {"train_type": "lora"}
+    ((expected, _),) = world(1, outputs, base, {"strategy": "single", **kept})
+    (first, one), *others = world(4 if "batch" in mesh else 2, outputs, base, {"strategy": "tp", "mesh": mesh, **kept})
+    assert [one, *(times for _, times in others)] == [1] + [0] * len(others)
+    np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-5)
+    for found, _ in others:
+        np.testing.assert_array_equal(first, found)
 
 
 @pytest.mark.parametrize("settings", [{"quantizer": "int8"}, {"quantizer": "fp4", "double_quant": False}, {"train_type": "lora"}, {"train_type": "full"}, {"adapter": "pissa"},
@@ -109,7 +137,7 @@ def loading_memory(base, small, settings):
     _, runtime, built, _, _, _ = built_under(base, settings, stopped.set)
     thread.join()
     inner = runtime.unwrap_model()
-    layer = max(sum(whole(p) for p in block.parameters()) for block in inner.model.layers)
+    layer = max(sum(whole(p) for p in block.parameters()) for block in next(m for m in inner.modules() if isinstance(m, torch.nn.ModuleList)))
     shard = sum(held(p) for p in inner.parameters()) + sum(b.numel() * b.element_size() for b in inner.buffers())
     states = sum(v.numel() * v.element_size() for m in inner.modules() if getattr(m, "quant_state", None) is not None for v in m.quant_state.as_dict(packed=True).values())
     return {"risen": highest[0] - before, "shard": shard + states, "layer": layer, "whole": sum(whole(p) for p in inner.parameters()) + states}
@@ -126,12 +154,13 @@ def held(p) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed_zero_stage": 3}], ids=["fsdp", "zero3"])
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed_zero_stage": 3}, {"strategy": "tp", "mesh": "model=2"}],
+                         ids=["fsdp", "zero3", "tp"])
 def test_a_rank_that_receives_holds_its_shard_and_a_layer(settings, tmp_path):
     """113 million weights, of which the full-precision model is 450 MB and the codes are 57 MB."""
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512,
              "tie_word_embeddings": True}
-    base, small = tiny_models.make(tmp_path / "base", "llama", **shape), tiny_models.make(tmp_path / "small", "llama", vocab_size=512)
+    base, small = tiny_models.make(tmp_path / "base", "llama", **shape), tiny_models.make(tmp_path / "small", "llama", vocab_size=512, **OF_WHOLE_BLOCKS)
     first, second = world(2, loading_memory, base, small, {**settings, "optimizer": "sgd"}, timeout=500)
     print(first, second)
     assert second["risen"] <= 1.25 * second["shard"] + second["layer"]

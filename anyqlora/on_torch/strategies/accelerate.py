@@ -58,4 +58,5 @@ class Accelerate(Ddp):
         self.accelerated.step()
 
     def teardown(self) -> None:
-        self.accelerator.end_training()
+        self.accelerator.free_memory()
+        super().teardown()

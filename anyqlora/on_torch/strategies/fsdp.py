@@ -17,11 +17,11 @@ from ...errors import NotBuilt, RunError, UsageError
 from ...plugins import FsdpPlugin
 from ..heap import unmapping
 from ..quantizers.experts import PackedExperts
-from .group import Group
+from .group import Sharded
 from .single import Prepared, Strategy
 
 
-class Fsdp(Group):
+class Fsdp(Sharded):
     """torch's FSDP2, `fully_shard` on every block and on the model; 4-bit codes are sharded and sent as the bytes they are.
 
     Layers reach the other ranks one at a time and are sharded at once, so no rank but the one that reads holds more than its shards
@@ -112,32 +112,7 @@ class Fsdp(Group):
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
         return norm
 
-    def without_gradient(self) -> dict[str, bool]:
-        parameters = list(self.trainable.values())
-        found = torch.tensor([[p.grad is not None, p.grad is not None and bool(p.grad.to_local().any())] for p in parameters], dtype=torch.float32)
-        found = self.summed(found.to(self.device)).tolist()
-        return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
-
     # ------------------------------------------------------------------------------------------------ what is kept
-
-    def gather_trainable(self) -> dict[str, torch.Tensor]:
-        return self._on_the_first({name: p.detach() for name, p in self.trainable.items()})
-
-    def gather_moments(self) -> dict[str, torch.Tensor]:
-        return self._on_the_first({f"{name}|{key}": value for name, p in self.trainable.items()
-                                   for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)})
-
-    def _on_the_first(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, value in tensors.items():
-            full = self._full(value) if isinstance(value, DTensor) else value
-            if self.rank == 0:
-                found[name] = full.cpu()
-        return found
-
-    def _full(self, value: DTensor) -> torch.Tensor:
-        """All of a tensor; shards in host memory go through the device to be put together."""
-        return value.to(self.device).full_tensor()
 
     def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         full = full.to(parameter.device)

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...errors import RunError, UsageError
 from .share import Link, share
@@ -19,16 +20,18 @@ LONG = timedelta(days=2)  # that ranks wait for the one which reads and quantize
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def join(device: torch.device) -> None:
-    """The process group that the launcher's environment describes, unless this process is in one. Raises UsageError for half of it."""
+def join(device: torch.device) -> bool:
+    """Form the process group that the launcher's environment describes, unless this process is in one. Returns whether it was formed.
+    Raises UsageError for half of an environment."""
     if dist.is_initialized():
-        return
+        return False
     missing = [name for name in OF_LAUNCHERS if not os.environ.get(name)]
     if missing:
         raise UsageError(f"no other processes are there to work with: {', '.join(missing)} not set", where="environment",
                          cure="start with torchrun, or --strategy single")
     own = COLLECTIVES[device.type]
     dist.init_process_group("cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}")
+    return True
 
 
 class Group(Strategy):
@@ -47,7 +50,7 @@ class Group(Strategy):
     def setup(self) -> None:
         if self.device.type not in COLLECTIVES:
             raise UsageError(f"strategy {self.name!r}: {self.device.type} devices have no way to talk to each other", cure="--strategy single")
-        join(self.device)
+        self.has_formed = join(self.device)
         if self.device.type in ("cuda", "xpu"):
             getattr(torch, self.device.type).set_device(self.device)
         self.rank, self.world_size = self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
@@ -81,9 +84,9 @@ class Group(Strategy):
 
         return quantise if self.device.type == "cpu" else quantised
 
-    def share(self, module: nn.Module, done: Callable[[nn.Module], bool] = lambda part: False) -> None:
-        """`module` with what rank 0 holds of it, on the device."""
-        share(module, self.quantizer, self.link, done)
+    def share(self, module: nn.Module, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True) -> None:
+        """`module` with what rank 0 holds of it, on the device; unless this process only passes it on."""
+        share(module, self.quantizer, self.link, done, keeps)
 
     def owners(self, trainable: dict[str, nn.Parameter], model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         """{name: (module, attribute)} of what is trained, so that it is found again when parameters are replaced."""
@@ -123,5 +126,39 @@ class Group(Strategy):
         return super().gather_moments() if self.rank == 0 else {}
 
     def teardown(self) -> None:
-        if dist.is_initialized():
+        if self.has_formed:
             dist.destroy_process_group()
+
+
+class Sharded(Group):
+    """What is trained lies in parts, DTensors, on several ranks; what no mesh splits lies on each of them."""
+
+    def without_gradient(self) -> dict[str, bool]:
+        parameters = list(self.trainable.values())
+        found = torch.tensor([[p.grad is not None, p.grad is not None and bool(local(p.grad).any())] for p in parameters], dtype=torch.float32)
+        found = self.summed(found.to(self.device)).tolist()
+        return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
+
+    def gather_trainable(self) -> dict[str, torch.Tensor]:
+        return self._on_the_first({name: p.detach() for name, p in self.trainable.items()})
+
+    def gather_moments(self) -> dict[str, torch.Tensor]:
+        return self._on_the_first({f"{name}|{key}": value for name, p in self.trainable.items()
+                                   for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)})
+
+    def _on_the_first(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, value in tensors.items():
+            full = self.whole(value) if isinstance(value, DTensor) else value
+            if self.rank == 0:
+                found[name] = full.cpu()
+        return found
+
+    def whole(self, tensor: DTensor) -> torch.Tensor:
+        """All of a tensor, on every rank; parts in host memory go through the device to be put together."""
+        return tensor.to(self.device).full_tensor()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

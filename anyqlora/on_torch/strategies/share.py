@@ -36,8 +36,9 @@ class Link:
         return here
 
 
-def share(module: nn.Module, quantizer, link: Link, done: Callable[[nn.Module], bool] = lambda part: False) -> None:
-    """Everything that `module` holds, apart from what lies in modules that are `done`, is what rank 0 holds, on the device.
+def share(module: nn.Module, quantizer, link: Link, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True) -> None:
+    """Everything that `module` holds, apart from what lies in modules that are `done`, is what rank 0 holds, on the device. A process that
+    does not keep it takes part only because all must.
 
     A rank that has an outline takes tensors of its own; one that has values takes rank 0's in their place.
     """
@@ -54,7 +55,7 @@ def share(module: nn.Module, quantizer, link: Link, done: Callable[[nn.Module], 
         value = heard[same[0]][same[1]] if same else link.tensor(mine[name][key] if mine else None, getattr(torch, dtype), shape)
         heard.setdefault(name, {})[key] = value
     tied: dict[int, nn.Parameter] = {}
-    for name, tensors in heard.items():
+    for name, tensors in heard.items() if keeps else ():
         adopt(owners[name], tensors, quantizer, tied)
 
 

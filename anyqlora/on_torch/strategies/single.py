@@ -198,7 +198,7 @@ class Strategy:
         return self.model
 
     def teardown(self) -> None:
-        """Leave the process group."""
+        """After the last step: let go of what `setup` has made."""
 
 
 def by_name(moments: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

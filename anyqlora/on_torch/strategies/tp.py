@@ -23,12 +23,12 @@ from ...mesh import BATCH, MODEL, axes
 from ..adapters.lora import PREFIX
 from ..split import Copier, Split, join, split_adapter, split_frozen
 from .fsdp import blocks
-from .group import Group
+from .group import Sharded, local
 from .single import Prepared
 from .tp_layout import own_splits, planned_splits
 
 
-class TensorParallel(Group):
+class TensorParallel(Sharded):
     """`--mesh batch=2,model=2 --layout default|FILE`. Neighbours in rank are along the model axis and see the same rows."""
 
     name = "tp"
@@ -44,18 +44,25 @@ class TensorParallel(Group):
     # ------------------------------------------------------------------------------------------------ before training
 
     def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
-        """Slice each weight that the layout splits as it comes in, and only then quantize it; every process its own slices, at once."""
-        self.splits = planned_splits(self.plan.config, self.along.size())
-        left = set(self.splits)
+        """Rank 0 slices each weight that the layout splits as it comes in, and only then quantizes; then every process gets its slices."""
+        self.splits, ways = planned_splits(self.plan.config, self.along.size()), self.along.size()
+        for_others: dict[str, list[nn.Parameter]] = {}  # rank 0's: of each layer the slices 1, 2, ..., in host memory until they are sent
 
         def slice_first(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
-            split = self.splits.get(name)
-            left.discard(name)
-            return quantise(name, module, split.slice(weight, self.along) if split else weight)
+            if name not in self.splits:
+                return quantise(name, module, weight)
+            others = [quantise(name, module, self.splits[name].slice(weight, number, ways)).to("cpu") for number in range(1, ways)]
+            for_others[name] = others
+            return quantise(name, module, self.splits[name].slice(weight, 0, ways))
 
-        model = build(slice_first)
-        if left:
+        model = super().materialise(build, slice_first)
+        left = set(self.splits) - set(for_others)
+        if self.rank == 0 and left:
             raise RunError(f"{len(left)} layers are not split as planned, {min(left)} is the first")
+        layers = {name: model.get_submodule(name) for name in self.splits}
+        self.share(model, done=lambda part: part in layers.values())
+        for name, layer in layers.items():
+            self.share_slices(layer, for_others.pop(name, []))
         copiers: dict[str, Copier] = {}
         for name, split in self.splits.items():
             parent = name.rpartition(".")[0]
@@ -64,6 +71,16 @@ class TensorParallel(Group):
                 model.get_submodule(parent).register_forward_hook(copiers[parent].forget)
             split_frozen(model.get_submodule(name), split, self.along, copiers[parent])
         return model
+
+    def share_slices(self, layer: nn.Module, others: list[nn.Parameter]) -> None:
+        """`layer` with this process's slice. Rank 0 has slice 0 in it and, in `others`, those that come after."""
+        first = layer.weight
+        for number in range(self.along.size()):
+            if self.rank == 0 and number:
+                give(layer, others[number - 1])
+            self.share(layer, keeps=self.along.get_local_rank() == number)
+        if self.rank == 0:
+            give(layer, first)
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """Split the adapter as its layers are, and join those that stand alone."""
@@ -99,7 +116,7 @@ class TensorParallel(Group):
             module = model.get_submodule(name)
             if any(id(p) in learned for p in module.parameters(recurse=False)):
                 raise NotBuilt(f"strategy tp splits frozen layers, and {name} is trained", where=self.plan.config.layout, cure="take it out of the layout")
-            module.weight = nn.Parameter(split.slice(module.weight.detach(), self.along), requires_grad=False)
+            module.weight = nn.Parameter(split.slice(module.weight.detach(), self.along.get_local_rank(), self.along.size()), requires_grad=False)
             split_frozen(module, split, self.along, Copier(self.along))
             join(module, split, self.along)
 
@@ -145,28 +162,12 @@ class TensorParallel(Group):
                 torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def without_gradient(self) -> dict[str, bool]:
-        parameters = list(self.trainable.values())
-        found = torch.tensor([[p.grad is not None, p.grad is not None and bool(local(p.grad).any())] for p in parameters], dtype=torch.float32)
-        found = self.summed(found.to(self.device)).tolist()
-        return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
-
     # -------------------------------------------------------------------------------------------------- what is learned
 
-    def gather_trainable(self) -> dict[str, torch.Tensor]:
-        return self._on_the_first({name: p.detach() for name, p in self.trainable.items()})
-
-    def gather_moments(self) -> dict[str, torch.Tensor]:
-        return self._on_the_first({f"{name}|{key}": value for name, p in self.trainable.items()
-                                   for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)})
-
-    def _on_the_first(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, value in tensors.items():
-            full = whole(value)
-            if self.rank == 0:
-                found[name] = full
-        return found
+    def whole(self, tensor: DTensor) -> torch.Tensor:
+        if tensor.device_mesh.ndim > 1:  # one axis at a time, the one that was split last first
+            tensor = tensor.redistribute(placements=[Replicate(), tensor.placements[1]])
+        return tensor.full_tensor()
 
     def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """What each process holds of `full`, which all have: nothing is sent."""
@@ -177,9 +178,11 @@ class TensorParallel(Group):
         return everywhere.redistribute(placements=parameter.placements)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def give(layer: nn.Module, weight: nn.Parameter) -> None:
+    """A frozen layer another weight, and the scales that go with it where it is quantized."""
+    layer.weight = weight
+    if hasattr(layer, "quant_state"):
+        layer.quant_state = weight.quant_state
 
 
 def split_over(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -187,12 +190,3 @@ def split_over(tensor: torch.Tensor) -> tuple[str, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     return tuple(axis for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True) if not placement.is_replicate())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor in host memory, on every process."""
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh.ndim > 1:  # one axis at a time, the one that was split last first
-            tensor = tensor.redistribute(placements=[Replicate(), tensor.placements[1]])
-        tensor = tensor.full_tensor()
-    return tensor.cpu()
