@@ -28,7 +28,7 @@ def restore(runtime: Runtime, loaded: Loaded) -> None:
     """Put a checkpoint's tensors and scaler back, and let go of them."""
     strategy = runtime.strategy
     there = {name: array.shape for name, array in loaded.adapter.items()}
-    here = {name: tuple(p.shape) for name, p in strategy.trainable.items()}
+    here = {name: tuple(strategy.shape(p)) for name, p in strategy.trainable.items()}
     if there != here:  # --resume force
         other = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
         raise UsageError(f"the checkpoint's tensors are not those of this run: {len(other)} differ, {other[0]} is {there.get(other[0])} there, "

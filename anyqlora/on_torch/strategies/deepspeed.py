@@ -237,7 +237,7 @@ class DeepSpeed(Group):
                     is_sharded = value.shape == flat.shape
                     full = self.library.utils.safe_get_full_optimizer_state(p, key) if is_sharded else value
                     if self.rank == 0:
-                        found[f"{name}|{key}"] = full.detach().cpu().clone().view(self._shape(p) if is_sharded else value.shape)
+                        found[f"{name}|{key}"] = full.detach().cpu().clone().view(self.shape(p) if is_sharded else value.shape)
         return found
 
     def load_trainable(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -258,7 +258,7 @@ class DeepSpeed(Group):
         states = by_name(tensors)
         for name, state in states.items():
             p = self.trainable[name]
-            there, shape = self.optimizer.state[self._flat(p)], self._shape(p)
+            there, shape = self.optimizer.state[self._flat(p)], self.shape(p)
             for key, value in state.items():
                 if key not in there:
                     there[key] = torch.zeros_like(self._flat(p)) if tuple(value.shape) == tuple(shape) else value.clone()
@@ -267,7 +267,7 @@ class DeepSpeed(Group):
         for name, state in states.items():
             p = self.trainable[name]
             for key, value in state.items():
-                if tuple(value.shape) != tuple(self._shape(p)):
+                if tuple(value.shape) != tuple(self.shape(p)):
                     continue
                 if self.stage == 3:
                     self.library.utils.safe_set_local_optimizer_state(p, self._own(p, value.to(self.device)), key)
@@ -280,7 +280,7 @@ class DeepSpeed(Group):
         flat = full.reshape(-1)
         return pad(flat, (0, size * self.world_size - flat.numel()))[self.rank * size:(self.rank + 1) * size].clone()
 
-    def _shape(self, p: nn.Parameter) -> torch.Size:
+    def shape(self, p: nn.Parameter) -> torch.Size:
         return p.ds_shape if self.stage == 3 else p.shape
 
     def _flat(self, p: nn.Parameter) -> torch.Tensor:

@@ -189,6 +189,10 @@ class Strategy:
             self.optimizer.state[p] = {key: value.clone() if key == "step" else self.part(p, value).to(p.device, copy=True)
                                        for key, value in state.items()}
 
+    def shape(self, p: nn.Parameter) -> torch.Size:
+        """That of all of a parameter, of which this rank may hold a part."""
+        return p.shape
+
     def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """What of a full tensor belongs to this rank's parameter."""
         return full
