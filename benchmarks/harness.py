@@ -78,6 +78,7 @@ def make_rows(path: Path, tokenizer_directory: Path, count: int, length: int | N
 def alternate(sides: dict[str, list[str]], rounds: int, *, timeout: int = 3600, quiet: bool = False) -> dict[str, list[dict]]:
     """Run each side's command `rounds` times, A B A B ..., each in a fresh process; a side's last line of output is its JSON."""
     found: dict[str, list[dict]] = {name: [] for name in sides}
+    width = max(map(len, sides))
     for number in range(rounds):
         for name, command in sides.items():
             began = time.perf_counter()
@@ -89,7 +90,8 @@ def alternate(sides: dict[str, list[str]], rounds: int, *, timeout: int = 3600, 
             found[name].append(result)
             if quiet:
                 continue
-            print(f"round {number + 1} {name:>10}: {result['tokens_per_second']:8.0f} tokens/s  {result['peak_rise_bytes'] / 2**20:7.0f} MiB"
+            print(f"round {number + 1} {name:>{width}}: {result['tokens_per_second']:8.0f} tokens/s, {result['trained_tokens_per_second']:8.0f} trained"
+                  f"  {result['peak_rise_bytes'] / 2**20:7.0f} MiB"
                   f"  first step after {result['time_to_first_step_s']:.1f} s  ({time.perf_counter() - began:.0f} s)", flush=True)
     return found
 
@@ -143,17 +145,24 @@ def linear_shapes(shape: dict) -> list[tuple[int, int]]:
     return [(h, h), (h, kv), (h, kv), (h, h), (h, f), (h, f), (f, h)]
 
 
-def machine() -> dict:
-    """Hardware, versions and commit of a result."""
-    versions = {}
-    for package in ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "unsloth", "triton"):
+def versions() -> dict[str, str]:
+    """Of the packages that this interpreter finds, for what was measured by them."""
+    found = {}
+    for package in ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "unsloth", "unsloth_zoo", "triton"):
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    return found
+
+
+def machine() -> dict:
+    """Hardware, versions and commit of a result."""
+    import torch
+
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(),
-            "versions": versions, "commit": commit, "date": time.strftime("%Y-%m-%d")}
+    return {"processor": _processor(), "cores": os.cpu_count(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "", "system": platform.platform(), "python": platform.python_version(),
+            "versions": versions(), "commit": commit, "date": time.strftime("%Y-%m-%d")}
 
 
 def _processor() -> str:

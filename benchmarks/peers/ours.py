@@ -35,7 +35,7 @@ def main(settings: dict, warmup: int) -> dict:
             "tokens_per_second": sum(s["tokens"] for s in timed) / seconds,
             "trained_tokens_per_second": sum(s["trained_tokens"] for s in timed) / seconds, "peak_rise_bytes": peak.rise(),
             "time_to_first_step_s": result["time_to_first_step_s"], "planned_memory_bytes": result["planned_memory_bytes"],
-            "peak_memory_bytes": result["peak_memory_bytes"]}
+            "peak_memory_bytes": result["peak_memory_bytes"], "backend": result["backend"]}
 
 
 if __name__ == "__main__":
