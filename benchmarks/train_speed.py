@@ -53,20 +53,24 @@ def equal_sides(recompute: bool, ways: list[str]) -> dict[str, Side]:
 
 
 def best_sides(recompute: bool, mixed: bool, batch: int, ways: list[str]) -> dict[str, Side]:
-    """Ours as the plan chooses; theirs in bf16 and under autocast (their default), with adapters in the dtype that they choose."""
+    """Ours as the plan chooses; theirs with adapters in the dtype that they choose, in bf16 and under autocast (their default).
+
+    With recomputation, where memory is what counts, one side of each.
+    """
     checkpointing = {"use_gradient_checkpointing": recompute}
-    ours = checkpointing if recompute else {}
     own = {"adapters": "own", "optim": "adamw_torch_fused"}
-    sides = {f"anyqlora {way}" if number else "anyqlora": Side("anyqlora", {**ours, "kernels": way}) for number, way in enumerate(ways)}
-    if mixed:
-        sides["anyqlora packed"] = Side("anyqlora", {**ours, "packing": True})
-    sides |= {"trl": Side("trl", checkpointing, own), "trl autocast": Side("trl", checkpointing, {**own, "bf16": True})}
-    if mixed:  # TRL lays the packed rows of a batch one after another under one mask, so that one at a time may be faster
-        one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": batch}
-        sides |= {"trl packed": Side("trl packed", checkpointing, {**own, "packing": True}),
-                  "trl packed, one at a time": Side("trl packed", checkpointing, {**own, "packing": True, **one})}
-    sides |= {"unsloth": Side("unsloth", checkpointing, own), "unsloth autocast": Side("unsloth", checkpointing, {**own, "bf16": True}),
-              "unsloth compiled": Side("unsloth", checkpointing, {**own, "compile": True})}  # Unsloth's packing is off on a CPU
+    sides = {f"anyqlora {way}" if number else "anyqlora": Side("anyqlora", {**(checkpointing if recompute else {}), "kernels": way})
+             for number, way in enumerate(ways)}
+    sides |= {"trl": Side("trl", checkpointing, own), "unsloth": Side("unsloth", checkpointing, own)}
+    if recompute:
+        return sides
+    for peer in ("trl", "unsloth"):
+        sides[f"{peer} autocast"] = Side(peer, checkpointing, {**own, "bf16": True})
+    sides["unsloth compiled"] = Side("unsloth", checkpointing, {**own, "compile": True})
+    if mixed:  # TRL lays the packed rows of a batch one after another under one mask: one at a time may be faster. Unsloth has no packing on a CPU
+        packed, one = {**own, "packing": True}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": batch}
+        sides |= {"anyqlora packed": Side("anyqlora", {"packing": True}), "trl packed": Side("trl packed", checkpointing, packed),
+                  "trl packed, one at a time": Side("trl packed", checkpointing, {**packed, **one})}
     return sides
 
 
@@ -163,7 +167,7 @@ def main() -> None:
     p.add_argument("--quantizer", default="nf4")
     p.add_argument("--rank", type=int, default=16)
     p.add_argument("--lr", type=float, default=2e-4)
-    p.add_argument("--kernels", default="auto", help="ours runs once for each of these (settings.kernels), comma-separated; the first is compared")
+    p.add_argument("--kernels", default="auto", help="ours runs once for each of these (settings.kernels), comma-separated")
     p.add_argument("--without", default="", help="sides to leave out, comma-separated")
     p.add_argument("--unsloth-python", default=sys.executable if importlib.util.find_spec("unsloth") else "", help="of an environment with Unsloth")
     p.add_argument("--name", default="")
@@ -199,7 +203,7 @@ def main() -> None:
     result = {"question": __doc__.splitlines()[0], "results": found, "sides": {name: vars(side) for name, side in sides.items()},
               "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length or 'mixed'} tokens"}}
     ours = fastest(found, sides, "anyqlora") or fastest(found, sides, "anyqlora", True)
-    result |= {"backend": found[ours][0]["backend"], "fastest": ours}
+    result |= {"backend": found[ours][0]["backend"], "fastest": ours, "best_settings": a.settings == "best"}
     if a.shape in harness.SHAPES:
         rate, most = limit(harness.SHAPES[a.shape], a.batch * (a.length or 180), a.length or 180, a.rank, a.precision)
         part = harness.median(found[ours], "tokens_per_second") / most

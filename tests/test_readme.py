@@ -2,6 +2,7 @@
 
 import io
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from anyqlora import errors
 from anyqlora.commands import doctor
 from anyqlora.config import configs_directory
 from anyqlora.layouts import DEMO_BASE
+from backend_manager import Backend
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -85,6 +87,14 @@ def test_the_table_of_backends_is_the_programs(capsys):
     program.main(["backends", "--markdown"])
     shown = re.search(r"<!-- backends -->\n(.*?)\n<!-- /backends -->", README, re.DOTALL)[1]
     assert shown == capsys.readouterr().out.strip(), "put what `python -m anyqlora backends --markdown` prints between the markers"
+
+
+def test_the_table_of_speed_is_that_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    table = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))
+    shown = table["BETWEEN"].search(README)[0]
+    assert shown == table["markdown"](), "run `python benchmarks/table.py`"
+    assert re.findall(r"^\| (\w+) \|", shown, re.MULTILINE) == ["backend", *Backend]
 
 
 def test_links_lead_to_files():
