@@ -23,7 +23,7 @@ RANKS = (4, 16, 64, 128)
 def cases(a: argparse.Namespace) -> dict[str, list[dict]]:
     """What is varied -> (length, rank, batch, layers) of each run."""
     base = {"length": a.length, "rank": a.rank, "batch": a.batch, "layers": harness.SHAPES[a.shape]["num_hidden_layers"]}
-    varied = {name: [max(1, int(base[name] * factor)) for factor in FACTORS] for name in ("length", "batch", "layers")} | {"rank": RANKS}
+    varied = {name: sorted({max(1, int(base[name] * factor)) for factor in FACTORS}) for name in ("length", "batch", "layers")} | {"rank": RANKS}
     return {name: [{**base, name: value} for value in values] for name, values in varied.items()}
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shape", default="smollm2-135m", choices=list(harness.SHAPES))
     p.add_argument("--length", type=int, default=512)
-    p.add_argument("--batch", type=int, default=2)
+    p.add_argument("--batch", type=int, default=4)
     p.add_argument("--rank", type=int, default=16)
     p.add_argument("--steps", type=int, default=4, help="the first is not timed")
     a = p.parse_args()

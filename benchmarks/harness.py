@@ -100,11 +100,6 @@ def median(results: list[dict], key: str) -> float:
     return statistics.median(r[key] for r in results)
 
 
-def spread(results: list[dict], key: str) -> str:
-    values = [r[key] for r in results]
-    return f"{min(values):.3g}..{max(values):.3g}"
-
-
 def product_rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device: str = "cpu") -> float:
     """FLOP/s of plain products [tokens, in] x [in, out] at the model's own shapes, weighted by their share; the median of five."""
     import torch
