@@ -128,8 +128,8 @@ CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS,
                               notes="Apple silicon through torch; one process, no collective"),
     Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "affine4", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
-                              strategies=TORCH_STRATEGIES, collective="gloo", notes="any CPU; slow", tested=frozenset((
-                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES, "portable",
+                              strategies=TORCH_STRATEGIES, collective="gloo", kernels=("native", "portable"), notes="any CPU; slow", tested=frozenset((
+                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES, "native", "portable",
                                   "lora", "rslora", "dora", "pissa", "loftq", "full"))),
 }
 
@@ -227,8 +227,10 @@ def _cpu(row, machine):
         slow["bf16"] = "bf16 is emulated on this CPU, slower than fp32"
     dtypes = ("bf16", "fp32", "fp16") if is_fast else ("fp32", "bf16", "fp16")
     device = Device(f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast)
-    kernels = (*row.kernels, "exact", "triton") if machine.triton.get("interpreted") else row.kernels  # slow: for tests
-    return _narrowed(row, machine, (device,), {}, dtypes=tuple(d for d in dtypes if d in row.dtypes), kernels=kernels, slow=slow)
+    kernels = row.kernels if machine.compiler else ("portable",)
+    kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
+    lacks = {} if machine.compiler else {"native": "no C compiler is here"}
+    return _narrowed(row, machine, (device,), lacks, dtypes=tuple(d for d in dtypes if d in row.dtypes), kernels=kernels, slow=slow)
 
 
 _PROBES = {Backend.CUDA: (_cuda, "cuda:0"), Backend.ROCM: (_rocm, "cuda:0"), Backend.XPU: (_xpu, "xpu:0"), Backend.MLX: (_mlx, "gpu"),

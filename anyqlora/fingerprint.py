@@ -13,8 +13,13 @@ from pathlib import Path
 REMEMBERED = 4096  # files; the oldest are forgotten
 
 
+def cache_directory() -> Path:
+    """What may be thrown away at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anyqlora"
+
+
 def memory_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anyqlora" / "hashes.json"
+    return cache_directory() / "hashes.json"
 
 
 def of_files(paths: Iterable[Path]) -> list[str]:

@@ -66,6 +66,7 @@ class Shapes:
     norm_bias: bool = False       # LayerNorm with a bias, not RMSNorm
     qk_norm: str = ""             # queries and keys are normalized too: over each "head", or "all" of them
     gated: bool = True            # act(gate) * up, not act(up)
+    silu_gate: bool = False       # silu(gate) * up of two linears
     fused_qkv: bool = False       # one linear makes queries, keys and values
     post_norm: bool = False       # linears come before norms, so that the first layer has none that needs no gradient
     parallel: bool = False        # attention and MLP read the same residual
@@ -146,6 +147,7 @@ def shapes(config: dict) -> Shapes | None:
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate or config["intermediate_size"], linears=(),
         tied=config.get("tie_word_embeddings", family.tied), norms=family.norms,
         norm_bias=family.style in ("neox", "starcoder"), qk_norm=family.qk_norm, post_norm=family.post_norm, gated=family.style not in ("neox", "starcoder"),
+        silu_gate=family.style == "llama" and (config.get("hidden_act") or config.get("hidden_activation")) in (None, "silu", "swish"),
         fused_qkv=family.style in ("fused", "neox"), parallel=family.style == "neox" and config.get("use_parallel_residual", True),
         eager_attention=bool(config.get("attn_logit_softcapping")), capped_logits=bool(config.get("final_logit_softcapping")),
         experts=experts, experts_per_token=config.get("num_experts_per_tok") or 0,

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +51,7 @@ class Machine:
     mlx: Mapping = field(default_factory=dict)           # version, build (one of MLX_BUILDS; "": none), lm_version (mlx-lm's), error
     bitsandbytes: Mapping = field(default_factory=dict)  # version, library (the native library's file), error
     triton: Mapping = field(default_factory=dict)        # version, interpreted (kernels run in Python, on the CPU), error
+    compiler: str = ""                                   # of C, where native.c can be compiled by it
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -79,6 +81,7 @@ def observe() -> Machine:
         "threads": _stated_threads(),
         "mlx": _mlx(),
         "triton": _triton(),
+        "compiler": compiler(),
     }
     if isinstance(torch, str):
         return Machine(**host, torch={"error": torch}, bitsandbytes={"error": torch})
@@ -204,6 +207,11 @@ def _mlx() -> dict:
         return {"error": "mlx is not installed"}
     build = next((name for name in MLX_BUILDS if _version(name)), "")
     return {"version": _version("mlx"), "build": build, "lm_version": _version("mlx-lm")}
+
+
+def compiler() -> str:
+    """The C compiler's path; "" where there is none, or where torch's threads are not OpenMP's as GNU or LLVM call them on Linux."""
+    return shutil.which(os.environ.get("CC", "cc")) or "" if platform.system() == "Linux" else ""
 
 
 def _triton() -> dict:

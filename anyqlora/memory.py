@@ -236,9 +236,10 @@ def activation_bytes(shapes: Shapes, config: TrainConfig) -> int:
     hidden = config.batch_size * config.context_length * shapes.hidden
     width = Widths.of(config)
     if config.use_gradient_checkpointing:
-        layer, last = hidden * width.stored, hidden * FULL
+        layer, last = hidden * width.stored, hidden * (width.stored if config.kernels == "native" else FULL)
     else:
-        layer, last = layer_bytes(shapes, config), hidden * FULL if shapes.post_norm else 0  # else it stands for the first layer's
+        # the last norm stands for the first layer's, which needs no gradient, unless that has none or learns itself
+        layer, last = layer_bytes(shapes, config), hidden * FULL * (2 if config.adapter == "full" else shapes.post_norm)
     return (1 if config.use_activation_cpu_offload else shapes.layers) * layer + last + head_bytes(shapes, config)
 
 
@@ -251,10 +252,10 @@ def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Per token and layer: each norm's input in float32, and the normalized values where the norm's own weight learns."""
+    """Per token and layer: each norm's input in float32 (native: as it is), and the normalized values where the norm's own weight learns."""
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     normed = (1 if shapes.parallel else shapes.norms) * shapes.hidden + (queries + keys if shapes.qk_norm else 0)
-    return normed * (Widths.of(config).stored if shapes.norm_bias else FULL) * (2 if config.adapter == "full" else 1)
+    return normed * (Widths.of(config).stored if shapes.norm_bias or config.kernels == "native" else FULL) * (2 if config.adapter == "full" else 1)
 
 
 def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -278,13 +279,13 @@ def in_blocks(shapes: Shapes, config: TrainConfig) -> bool:
 
 
 def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Per token and layer: gate, act(gate) and up, or the one that act takes (their product is down_proj's input).
+    """Per token and layer: gate, act(gate) and up, or the one that act takes (their product is down_proj's input); native: gate and up.
 
     Experts keep their outputs before and after weighting too; they are not linear modules, so autocast makes them 16 bits.
     """
     width, values = Widths.of(config), 3 if shapes.gated else 1
     if not shapes.experts:
-        return width.inner * values * shapes.intermediate
+        return width.inner * (2 if config.kernels == "native" and shapes.silu_gate else values) * shapes.intermediate
     routed = width.computed * shapes.experts_per_token * (values * shapes.intermediate + 2 * shapes.hidden) + FULL * shapes.hidden
     return routed + width.inner * values * shapes.shared_intermediate
 
@@ -350,7 +351,7 @@ def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
     if config.loss_rows != "auto":
         return config.loss_rows
     budget = LOSS_BYTES_ON_GPU if config.backend in FUSED_DROPOUT else LOSS_BYTES
-    rows = budget // ((shapes.vocab if shapes else UNKNOWN_VOCABULARY) * 2 * FULL)
+    rows = budget // ((shapes.vocab if shapes else UNKNOWN_VOCABULARY) * (2 if config.kernels == "native" else 2 * FULL))
     return 1 << min(max(rows, 16), 4096).bit_length() - 1
 
 
@@ -369,8 +370,10 @@ def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def chunk_width(shapes: Shapes, config: TrainConfig) -> int:
-    """Bytes per logit of the tokens that are looked at together."""
+    """Bytes per logit of the tokens that are looked at together; native: the gradient takes the logit's place."""
     width = Widths.of(config)
+    if config.kernels == "native" and not shapes.capped_logits:
+        return width.computed
     return FULL + width.computed * (1 if width.computed == FULL else 2) + (2 * FULL if shapes.capped_logits else 0)
 
 

@@ -287,7 +287,8 @@ def _kernels(draft, backend, row, found) -> None:
     """Ours take the place of modules that this process has read whole: with several processes the framework's own run."""
     is_split = draft.config.strategy != "single"
     if draft.config.kernels == AUTO:
-        draft.choose("kernels", "portable" if is_split else found.kernels[0])
+        has_use = found.kernels[0] != "native" or draft.config.precision == "bf16"
+        draft.choose("kernels", found.kernels[0] if has_use and not is_split else "portable")
     elif is_split and draft.config.kernels != "portable":
         raise UsageError(f"kernels {draft.config.kernels}: they are for one process, strategy single; {draft.config.strategy} runs on portable ones",
                          where=draft.config.sources.get("kernels", ""), cure="--kernels portable, or leave it out")

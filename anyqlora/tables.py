@@ -28,7 +28,7 @@ QUANTIZERS = {
     "mxfp4": "anyqlora.on_mlx.quantizers:Mxfp4",
     "nvfp4": "anyqlora.on_mlx.quantizers:Nvfp4",
 }
-WAYS = ("fused", "flat", "loss_rows", "threads", "weight_cache")  # settings that say how something is computed, not what
+WAYS = ("fused", "flat", "kernels", "loss_rows", "threads", "weight_cache")  # settings that say how something is computed, not what
 AFFINE_STRATEGIES = ("single", "ddp", "mlx")  # the others split weights, and a scale belongs to codes on one process
 AFFINE = ("affine2", "affine3", "affine4", "affine5", "affine6", "affine8")
 BITS = {"none": 16, "nf4": 4, "fp4": 4, "int8": 8, "hqq": 4, "torchao_int4": 4, **{name: int(name[-1]) for name in AFFINE}, "mxfp4": 4, "nvfp4": 4}
@@ -121,7 +121,7 @@ TRACKERS = {  # log_to: what is told; the name is that of the package
     "trackio": "anyqlora.trackers:Trackio",
 }
 
-KERNELS = ("portable", "exact", "triton")  # ops of the framework and its libraries; ours where they give the same bits; all of ours
+KERNELS = ("portable", "exact", "triton", "native")  # ops of the framework; ours where they give the same bits; all of ours; C ones for CPUs
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 PRECISIONS = ("fp32", "bf16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_full_shard", "hybrid_shard_grad_op", "ddp")

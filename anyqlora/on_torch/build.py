@@ -112,7 +112,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
                 try_out(model, next(model.parameters()).device, plan.packing)
         if config.loss_rows:
             with runtime.autocast():
-                runtime.loss, why = loss_for(model, config.loss_rows, runtime.strategy)
+                runtime.loss, why = loss_for(model, config.loss_rows, runtime.strategy, kernels)
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
         if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
             with runtime.autocast():
@@ -120,7 +120,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     return built
 
 
-def loss_for(model: nn.Module, rows: int, strategy) -> tuple[Callable, str]:
+def loss_for(model: nn.Module, rows: int, strategy, kernels: str) -> tuple[Callable, str]:
     """loss_of the process that has read the model, on all. (the loss, why it is not the fast one or "")."""
     if strategy.needs_logits:
         return token_loss, strategy.needs_logits
@@ -128,14 +128,14 @@ def loss_for(model: nn.Module, rows: int, strategy) -> tuple[Callable, str]:
     said = strategy.told({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
     if said["after"] is None:
         return token_loss, said["why"]
-    return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows), ""
+    return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows, kernels == "native"), ""
 
 
 def unpadded(model: nn.Module, runtime: Runtime, kernels: str) -> list[str]:
     """Give the model rows without padding, all documents in one launch of attention where that is among the kernels. Returns why not."""
     in_one = kernels == "triton" and COMPUTE[runtime.plan.precision] != torch.float32
     slow = flat.use(model, flat.VARLEN) if in_one else ""
-    why = flat.use(model) if slow or not in_one else ""
+    why = flat.use(model, flat.NATIVE if kernels == "native" else flat.NAME) if slow or not in_one else ""
     runtime.loss.inputs = flat.padded if why else flat.flat
     return [f"attention runs a document at a time: {slow}"] * bool(slow) + [f"rows are padded: {why}"] * bool(why)
 
@@ -153,7 +153,7 @@ def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "port
 def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:
     """(the kernels to run on, why they are not the planned ones). Raises RunError when those were asked for and do not run here."""
     plan = runtime.plan
-    why = "" if plan.kernels == "portable" else broken(runtime.device, STORED[plan.precision])
+    why = "" if plan.kernels == "portable" else broken(plan.kernels, runtime.device, STORED[plan.precision])
     if why and plan.config.asked("kernels"):
         raise RunError(f"kernels {plan.kernels} cannot be used on {runtime.device}: {why}", cure="--kernels portable")
     return ("portable", [f"portable kernels instead of {plan.kernels} ones: {why}"]) if why else (plan.kernels, [])
@@ -163,7 +163,7 @@ def with_kernels(model: nn.Module, kernels: str, runtime: Runtime) -> list[str]:
     """Put modules that run on our kernels in the place of the model's. Returns what stays as it is, and why."""
     if kernels == "portable":
         return []
-    from .kernels.modules import install  # imports triton
+    from .kernels.modules import install
 
     with runtime.autocast(), evaluating(model):
         return install(model, kernels)

@@ -15,12 +15,12 @@ from .generate import evaluating
 from .kernels import varlen
 from .kernels.attention import attention
 
-NAME, VARLEN = "anyqlora", "anyqlora_varlen"  # of the attention, in transformers' table; the second has all documents in one launch
+NAME, VARLEN, NATIVE = "anyqlora", "anyqlora_varlen", "anyqlora_native"  # in transformers' table; the second has all documents in one launch
 ELSEWHERE = ("softcap", "s_aux", "position_bias", "cache")  # what architectures add to attention that is not computed here
 NEAR = {torch.float32: 1e-3}  # of the largest logit: how near flat rows are to padded ones; in 16 bits 0.05
 
 
-def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, *, within=attention, **options):
+def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, *, alone=attention, within=attention, **options):
     """transformers' attention interface, [B, T, H, D]: ours where every token sees its document's tokens before it, else torch's.
 
     Documents come in the mask's place, as their numbers int [B, 1, 1, T]: transformers hands a mask of four dimensions on as it is.
@@ -36,7 +36,7 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = options.get("sliding_window") if documents is not None else None  # without documents a window that matters is a mask
-    product = attention if documents is None else within
+    product = alone if documents is None else within
     return product(query, key, value, scale=scale, documents=documents, window=window), None
 
 
@@ -47,7 +47,9 @@ def numbers(mask: torch.Tensor) -> torch.Tensor:
     return mask.documents
 
 
-for name, function in ((NAME, attend), (VARLEN, functools.partial(attend, within=varlen.attention))):
+by_native = functools.partial(attention, is_native=True)
+for name, function in ((NAME, attend), (VARLEN, functools.partial(attend, within=varlen.attention)),
+                       (NATIVE, functools.partial(attend, alone=by_native, within=by_native))):
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, sdpa_mask)
 

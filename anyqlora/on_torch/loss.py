@@ -33,8 +33,8 @@ class TrainedTokenLoss:
     after its head is `after`. `inputs` says what the model is given for a batch: flat.padded or flat.flat.
     """
 
-    def __init__(self, head: nn.Linear, after: After, rows: int):
-        self.head, self.after, self.rows, self.inputs = head, after, rows, padded
+    def __init__(self, head: nn.Linear, after: After, rows: int, is_native: bool = False):
+        self.head, self.after, self.rows, self.is_native, self.inputs = head, after, rows, is_native, padded
 
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
         inputs, targets = self.inputs(batch, device)
@@ -42,7 +42,7 @@ class TrainedTokenLoss:
             model(**inputs, use_cache=False)
         kept = (targets != IGNORE).nonzero().squeeze(1)  # [N]
         hidden = watched.hidden.flatten(0, 1).index_select(0, kept)  # [N, H]
-        return cross_entropy(hidden, self.head.weight, self.head.bias, targets[kept], after=self.after, rows=self.rows)
+        return cross_entropy(hidden, self.head.weight, self.head.bias, targets[kept], after=self.after, rows=self.rows, is_native=self.is_native)
 
 
 class _Watched:

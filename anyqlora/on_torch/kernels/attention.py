@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .._compat import softmax_backward
+from . import native
 
 QUERIES = 128  # of a block
 SCORES = 1 << 20  # of the blocks that are looked at together, float32: they stay in a processor's caches
@@ -16,18 +17,19 @@ MASKED = float("-inf")
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, documents: torch.Tensor | None = None,
-              window: int | None = None) -> torch.Tensor:
+              window: int | None = None, is_native: bool = False) -> torch.Tensor:
     """softmax(scale q k^T) v under a causal mask, [B, T, H, D]; equal to `defined`.
 
     q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents int [B, T]: tokens see tokens of their own document
-    only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them.
+    only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them. is_native: softmax
+    by native.c.
     """
     if documents is None:
-        return _one(q, k, v, scale, window)
+        return _one(q, k, v, scale, window, is_native)
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
     for row, first, end in _spans(documents):
         part = [x[row : row + 1, :, first:end] for x in (q, k, v)]
-        out[row : row + 1, first:end] = _one(*part, scale, window)
+        out[row : row + 1, first:end] = _one(*part, scale, window, is_native)
     return out
 
 
@@ -58,7 +60,7 @@ def _spans(documents: torch.Tensor) -> Iterator[tuple[int, int, int]]:
             start = end
 
 
-def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, is_native: bool) -> torch.Tensor:
     """Attention where all tokens of a row are of one document, [B, T, H, D]."""
     length = q.shape[2]
     if window is not None and window < length:
@@ -67,7 +69,7 @@ def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window
         seen = (far >= 0) & (far < window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).transpose(1, 2)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        return _Blocks.apply(q, k, v, scale)
+        return _Blocks.apply(q, k, v, scale, _Native if is_native else _Plain)
     return F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
@@ -78,16 +80,18 @@ class _Blocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale):
+    def forward(ctx, q, k, v, scale, kind):
         ctx.save_for_backward(q, k, v)
-        ctx.scale = scale
+        ctx.scale, ctx.softmaxes = scale, []
         (rows, heads, length, width), shared = q.shape, k.shape[1]
         out = torch.empty(rows, length, heads, width, dtype=q.dtype)
         grouped = out.view(rows, length, shared, -1, width).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
         for row, some, first, end, block in _blocks(q, k):
             keys, values = k[row, some, :end], v[row, some, :end]
-            p = _probabilities(block, keys, first, scale)
+            softmax = kind(first, end, scale)
+            p = softmax.of(torch.bmm(block, keys.transpose(1, 2)))
             made = torch.bmm(p.to(v.dtype), values)
+            ctx.softmaxes.append(softmax)
             grouped[row, some, :, first:end] = made.view(len(made), -1, end - first, width)
         return out
 
@@ -98,16 +102,15 @@ class _Blocks(torch.autograd.Function):
         of_q = torch.empty(q.shape, dtype=q.dtype)
         of_k, of_v = torch.zeros(k.shape), torch.zeros(v.shape)  # float32: sums over blocks
         grouped_of_q = of_q.view(*k.shape[:2], -1, *q.shape[2:])
-        for (row, some, first, end, block), (*_, g) in zip(_blocks(q, k), _blocks(of_out, k), strict=True):
+        for (row, some, first, end, block), (*_, g), softmax in zip(_blocks(q, k), _blocks(of_out, k), ctx.softmaxes, strict=True):
             keys, values = k[row, some, :end], v[row, some, :end]
-            p = _probabilities(block, keys, first, ctx.scale)
-            of_p = torch.bmm(g, values.transpose(1, 2)).float()
+            p = softmax.of(torch.bmm(block, keys.transpose(1, 2)))
             of_v[row, some, :end] += torch.bmm(p.to(v.dtype).transpose(1, 2), g)
-            of_scores = softmax_backward(of_p, p).mul_(ctx.scale).to(q.dtype)
+            of_scores = softmax.back(torch.bmm(g, values.transpose(1, 2)), p)
             made = torch.bmm(of_scores, keys)
             grouped_of_q[row, some, :, first:end] = made.view(len(made), -1, end - first, q.shape[3])
             of_k[row, some, :end] += torch.bmm(of_scores.transpose(1, 2), block)
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
 
 
 def _blocks(x: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[int, slice, int, int, torch.Tensor]]:
@@ -124,10 +127,35 @@ def _blocks(x: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[int, slice, int,
                 yield row, some, first, end, grouped[row, some, :, first:end].reshape(-1, (heads // shared) * (end - first), width)
 
 
-def _probabilities(block: torch.Tensor, keys: torch.Tensor, first: int, scale: float) -> torch.Tensor:
-    """softmax of the scores of queries [K', G n, D] that begin at `first`, over keys [K', end, D]: float32 [K', G n, end]."""
-    scores = torch.bmm(block, keys.transpose(1, 2)).float().mul_(scale)
-    queries = keys.shape[1] - first
-    later = torch.full((queries, queries), MASKED).triu_(1)
-    scores.view(len(scores), -1, queries, keys.shape[1])[..., first:].add_(later)
-    return scores.softmax(-1)
+class _Plain:
+    """Softmax of the scores of n queries that begin at key `first` of `end`, each over the keys up to its own; by torch, in float32."""
+
+    def __init__(self, first: int, end: int, scale: float):
+        self.first, self.end, self.scale = first, end, scale
+
+    def of(self, scores: torch.Tensor) -> torch.Tensor:
+        """softmax(scale * scores [K', G n, end])."""
+        scores, queries = scores.float().mul_(self.scale), self.end - self.first
+        later = torch.full((queries, queries), MASKED).triu_(1)
+        scores.view(len(scores), -1, queries, self.end)[..., self.first:].add_(later)
+        return scores.softmax(-1)
+
+    def back(self, of_p: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """The gradient of the scores, in the type of `of_p`, that of their softmax `p`."""
+        return softmax_backward(of_p.float(), p).mul_(self.scale).to(of_p.dtype)
+
+
+class _Native(_Plain):
+    """By native.c, in the place of what it takes. The second time is the shorter one: the first one's denominators are kept."""
+
+    log_sums: torch.Tensor | None = None
+
+    def of(self, scores: torch.Tensor) -> torch.Tensor:
+        if self.log_sums is None:
+            self.log_sums = native.softmax_(scores, self.end - self.first, self.first, self.scale)
+        else:
+            native.softmax_again_(scores, self.log_sums, self.end - self.first, self.first, self.scale)
+        return scores
+
+    def back(self, of_p: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return native.softmax_backward_(of_p, p, self.end - self.first, self.first, self.scale)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import native
+
 LIFT = {torch.float16: 1024.0}  # probabilities lie below fp16's smallest normal number, 6e-5: the gradient is made so much greater
 
 
@@ -21,16 +23,16 @@ class After(NamedTuple):
 
 
 def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After(),
-                  rows: int) -> torch.Tensor:
+                  rows: int, is_native: bool = False) -> torch.Tensor:
     """Sum of -log softmax(after(hidden W^T + bias))[target], float32, a scalar with gradient; equal to `defined`.
 
     hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. `rows` of the N are looked at together, so that of the logits
     and their gradient [rows, V] are in memory and not [N, V]. The gradient is computed in the forward pass, where the logits are:
     backward only multiplies it by what the loss is multiplied by (Hsu et al. 2024, Liger kernel) - that of a weight in place, so
-    that a second backward of the same graph is an error.
+    that a second backward of the same graph is an error. is_native: rows of bf16 by native.c, in the place of the logits.
     """
     dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
-    return _CrossEntropy.apply(hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled())
+    return _CrossEntropy.apply(hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled(), is_native)
 
 
 def defined(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After()) -> torch.Tensor:
@@ -41,10 +43,11 @@ def defined(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, after, rows, dtype, learns):
+    def forward(ctx, hidden, weight, bias, targets, after, rows, dtype, learns, is_native):
         wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
         exact = torch.promote_types(dtype, torch.float32)  # float64 stays
         lift = LIFT.get(dtype, 1.0)
+        in_place = is_native and after.cap is None and native.is_for(hidden.new_empty(0, dtype=dtype))
         w = weight.to(dtype)
         losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
         gradients = [torch.empty_like(hidden, dtype=dtype if lift == 1 else exact) if wanted[0] else None,
@@ -54,9 +57,13 @@ class _CrossEntropy(torch.autograd.Function):
             some = slice(first, first + rows)
             h = hidden[some].to(dtype)
             logits = h @ w.T if bias is None else torch.addmm(bias.to(dtype), h, w.T)  # [rows, V]
-            losses[some], z = _losses(logits, targets[some], after, exact)
+            if in_place:
+                losses[some], z = native.losses_(logits, targets[some], after.scale), logits
+            else:
+                losses[some], z = _losses(logits, targets[some], after, exact)
+                z = z.mul_(lift).to(dtype)
             if any(wanted):
-                _add_gradients(gradients, some, z.mul_(lift).to(dtype), h, w)
+                _add_gradients(gradients, some, z, h, w)
             del logits, z  # else they stay while the next ones are made
         ctx.lift = lift
         ctx.save_for_backward(*gradients)
@@ -68,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.saved_tensors
         factor = of_loss / ctx.lift
         found = None if of_hidden is None else of_hidden * factor, *(None if g is None else g.mul_(factor) for g in (of_weight, of_bias))
-        return *(None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True)), *[None] * 5
+        return *(None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True)), *[None] * 6
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor, after: After, exact: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import rms_norm, rope, swiglu
+from . import defined
 
 FORMS = ((0.0, False), (1.0, True), (0.0, True))  # of norms, as (offset, is_late)
 LISTENING = "anyqlora_listening"  # of attention, in transformers' table, while a module is asked
 ROUNDINGS = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4}  # of the largest number: how near is near
+
+
+class Kernels(NamedTuple):
+    """What computes in the place of the functions of the same names in defined.py."""
+
+    rms_norm: Callable
+    rotate: Callable
+    swiglu: Callable
+
+
+def kernels_called(name: str) -> Kernels:
+    if name == "native":
+        from .native import rms_norm, rotate, swiglu
+    else:
+        from .rms_norm import rms_norm
+        from .rope import rotate
+        from .swiglu import swiglu
+    return Kernels(rms_norm, rotate, swiglu)
 
 
 class _InPlace(nn.Module):
@@ -28,9 +48,9 @@ class _InPlace(nn.Module):
 
 
 class Norm(_InPlace):
-    """A root-mean-square norm; `form` is (offset, is_late) of rms_norm."""
+    """A root-mean-square norm; `form` is (offset, is_late) of rms_norm, which `compute` is."""
 
-    compute = staticmethod(rms_norm.rms_norm)
+    compute: Callable
     form: tuple[float, bool]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,9 +59,9 @@ class Norm(_InPlace):
 
 
 class GatedMlp(_InPlace):
-    """down(silu(gate x) * up x)."""
+    """down(compute(gate x, up x)), where that is silu(gate x) * up x."""
 
-    compute = staticmethod(swiglu.swiglu)
+    compute: Callable
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.compute(self.gate_proj(x), self.up_proj(x)))
@@ -50,17 +70,18 @@ class GatedMlp(_InPlace):
 class Attention(_InPlace):
     """Attention with rotary positions, q and k normed per head where the module has such norms; the product itself stays transformers'.
 
-    `asked` is what else the module asks of the product, such as its window.
+    `asked` is what else the module asks of the product, such as its window; `rotate` turns queries and keys.
     """
 
     asked: dict
+    rotate: Callable
 
     def forward(self, hidden_states: torch.Tensor, position_embeddings=None, attention_mask=None, past_key_values=None, **options):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H, D]
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rope.rotate(x, *position_embeddings).transpose(1, 2) for x in (q, k))
+        q, k = (self.rotate(x, *position_embeddings).transpose(1, 2) for x in (q, k))
         v = v.transpose(1, 2)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
@@ -74,7 +95,7 @@ class Attention(_InPlace):
 
 
 def install(model: nn.Module, kernels: str) -> list[str]:
-    """Put ours in the place of the modules that compute the same: attention for `exact`, norms and gates too for `triton`.
+    """Put ours in the place of the modules that compute the same: attention for `exact`, norms and gates too for `triton` and `native`.
 
     Each module is asked, not its name: it and ours compute something small, and only where the same comes out is it replaced. The model
     has to be evaluating. Returns a line for each kind that looks like one of them and is left as it is.
@@ -82,11 +103,12 @@ def install(model: nn.Module, kernels: str) -> list[str]:
     if kernels == "portable":
         return []
     left: Counter[str] = Counter()
+    ours = kernels_called(kernels)
     some = partial(_some, model.get_input_embeddings().weight)
     finders = (_attention,) if kernels == "exact" else (_norm, _gated_mlp, _attention)  # norms first: attention may hold some
     for find in finders:
         for name, module in list(model.named_modules()):
-            found, why = find(module, some)
+            found, why = find(module, some, ours)
             if found is not None:
                 parent, _, last = name.rpartition(".")
                 setattr(model.get_submodule(parent), last, found)
@@ -95,7 +117,7 @@ def install(model: nn.Module, kernels: str) -> list[str]:
     return [f"{line} ({count} modules)" for line, count in left.items()]
 
 
-def _norm(module: nn.Module, some) -> tuple[Norm | None, str]:
+def _norm(module: nn.Module, some, ours: Kernels) -> tuple[Norm | None, str]:
     if not type(module).__name__.endswith("RMSNorm") or isinstance(module, Norm):
         return None, ""
     weight = getattr(module, "weight", None)
@@ -106,28 +128,28 @@ def _norm(module: nn.Module, some) -> tuple[Norm | None, str]:
     theirs = _called(torch.func.functional_call, module, drawn, (x,))
     for form in FORMS:
         new = Norm.of(module)
-        new.form, new.compute = form, rms_norm.defined
+        new.form, new.compute = form, defined.rms_norm
         if _same(_called(torch.func.functional_call, new, drawn, (x,)), theirs):
-            del new.compute  # the class's own: the kernel
+            new.compute = ours.rms_norm
             return _if_near(new, _called(torch.func.functional_call, new, drawn, (x,)), theirs)
     return None, "it is no norm that is known here"
 
 
-def _gated_mlp(module: nn.Module, some) -> tuple[GatedMlp | None, str]:
+def _gated_mlp(module: nn.Module, some, ours: Kernels) -> tuple[GatedMlp | None, str]:
     if isinstance(module, GatedMlp) or not type(module).__name__.endswith("MLP"):
         return None, ""
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return None, "its parts are others"
     x = some(1, 2, module.gate_proj.in_features)
     theirs, new = _called(module, x), GatedMlp.of(module)
-    new.compute = swiglu.defined
+    new.compute = defined.swiglu
     if not _same(_called(new, x), theirs):
         return None, "its gate is not silu(gate x) * up x"
-    del new.compute
+    new.compute = ours.swiglu
     return _if_near(new, _called(new, x), theirs)
 
 
-def _attention(module: nn.Module, some) -> tuple[Attention | None, str]:
+def _attention(module: nn.Module, some, ours: Kernels) -> tuple[Attention | None, str]:
     needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling", "config", "attention_dropout")
     if isinstance(module, Attention) or not type(module).__name__.endswith("Attention"):
         return None, ""
@@ -138,9 +160,10 @@ def _attention(module: nn.Module, some) -> tuple[Attention | None, str]:
     x = some(1, 4, module.q_proj.in_features)
     turns = tuple(some(1, 4, module.head_dim, seed=seed) for seed in (1, 2))  # any numbers: no angle has to be one
     new = Attention.of(module)
+    new.rotate = ours.rotate
     theirs, new.asked = _listened(module, x, position_embeddings=turns, attention_mask=None)
-    ours = _called(new, x, position_embeddings=turns, attention_mask=None)
-    return (new, "") if _same(ours, theirs) else (None, "it does more than rotate and attend")
+    made = _called(new, x, position_embeddings=turns, attention_mask=None)
+    return (new, "") if _same(made, theirs) else (None, "it does more than rotate and attend")
 
 
 def _some(like: torch.Tensor, *shape: int, seed: int = 0) -> torch.Tensor:

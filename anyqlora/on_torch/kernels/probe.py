@@ -1,12 +1,17 @@
-"""Whether Triton's kernels run on a device, and give what they are defined to give."""
+"""Whether our kernels run on a device, and give what they are defined to give."""
 
 from __future__ import annotations
 
 import torch
 
+from . import native
 
-def broken(device: torch.device, dtype: torch.dtype) -> str:
-    """Why they cannot be used on `device`; "" where they can. A small kernel is compiled and run, and compared with its definition."""
+
+def broken(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why `kernels` (settings.kernels) cannot be used on `device`; "" where they can. A small one is compiled and run, and compared with its
+    definition."""
+    if kernels == "native":
+        return native.broken()
     x = torch.linspace(-1, 1, 2 * 3 * 2 * 8, device=device, dtype=dtype).view(2, 3, 2, 8)
     cos, sin = x[:1, :, 0] * 0.7, x[:1, :, 1] * 0.3
     try:

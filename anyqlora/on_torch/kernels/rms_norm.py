@@ -14,16 +14,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
     return _RmsNorm.apply(x, weight, eps, offset, is_late)
 
 
-def defined(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis (Zhang and Sennrich 2019).
-
-    The quotient is rounded to x's dtype before the product (Llama), or the product after (`is_late`: Gemma, with offset 1; OLMo 2).
-    """
-    exact = x.float()
-    normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-    return (normed * (offset + weight.float())).to(x.dtype) if is_late else weight * normed.to(x.dtype)
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, is_late):

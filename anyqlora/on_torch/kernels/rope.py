@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .defined import rotate as defined
+
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`defined`, bit for bit, of x [B, T, H, D] with its gradient; nothing is saved but cos and sin.
@@ -14,12 +16,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     function of several outputs. Where cos and sin are of another dtype than x, torch's own operators run.
     """
     return _Rotation.apply(x, cos, sin) if cos.dtype == x.dtype else defined(x, cos, sin)
-
-
-def defined(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x cos + (-x2, x1) sin, with x1 and x2 the halves of x [B, T, H, D]; cos, sin [B or 1, T, D] (Su et al. 2021)."""
-    x1, x2 = x.chunk(2, -1)
-    return x * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)
 
 
 class _Rotation(torch.autograd.Function):

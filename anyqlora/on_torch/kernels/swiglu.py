@@ -14,11 +14,6 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _SwiGlu.apply(gate, up)
 
 
-def defined(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate sigmoid(gate) * up, of one shape and dtype (Shazeer 2020)."""
-    return torch.nn.functional.silu(gate) * up
-
-
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):

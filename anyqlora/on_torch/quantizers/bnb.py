@@ -51,7 +51,7 @@ class _FourBit:
 
     def use(self, kernels: str, device: torch.device) -> list[str]:
         """Unpack by these kernels (settings.kernels) from here on. Returns a line where they unpack something else on this device."""
-        if kernels == "portable":
+        if kernels in ("portable", "native"):
             return []
         from ..kernels.dequantize import dequantize
 

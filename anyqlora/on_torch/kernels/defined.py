@@ -1,0 +1,26 @@
+"""What kernels compute, in torch's own operators: each is compared with it, and with a model's own module before it takes its place."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis (Zhang and Sennrich 2019).
+
+    The quotient is rounded to x's dtype before the product (Llama), or the product after (`is_late`: Gemma, with offset 1; OLMo 2).
+    """
+    exact = x.float()
+    normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (offset + weight.float())).to(x.dtype) if is_late else weight * normed.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x cos + (-x2, x1) sin, with x1 and x2 the halves of x [B, T, H, D]; cos, sin [B or 1, T, D] (Su et al. 2021)."""
+    x1, x2 = x.chunk(2, -1)
+    return x * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gate sigmoid(gate) * up, of one shape and dtype (Shazeer 2020)."""
+    return torch.nn.functional.silu(gate) * up

@@ -1,0 +1,197 @@
+/* What surrounds the products of a bf16 step on a CPU, a row in one pass: numbers are read and written as bf16, computed in float32, and
+   rounded where the definitions round. Called by native.py; every array is contiguous. Rows are shared among OpenMP's threads. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+static inline uint32_t bits(float x) { return ((union { float number; uint32_t bits; }){.number = x}).bits; }
+static inline float number(uint32_t x) { return ((union { uint32_t bits; float number; }){.bits = x}).number; }
+
+static inline float up(bf16 x) { return number((uint32_t)x << 16); }
+
+static inline bf16 down(float x) { /* to the nearest, ties to even; not a number stays one */
+    uint32_t rounded = (bits(x) + 0x7fff + ((bits(x) >> 16) & 1)) >> 16;
+    return (bf16)(x != x ? 0x7fc0 : rounded);
+}
+
+static inline float round_to_bf16(float x) { return up(down(x)); }
+
+static inline float exponential(float x) { /* e^x to 3e-6, 0 and infinity to float32's smallest and largest powers of two */
+    float y = x * 1.44269504f;
+    y = y < -126.0f ? -126.0f : y;
+    y = y > 127.0f ? 127.0f : y;
+    float shifted = y + 12582912.0f; /* 1.5 * 2^23: its last bits are the nearest whole number */
+    float part = y - (shifted - 12582912.0f);
+    float series = 1.0f + part * (0.69314718f + part * (0.24022651f + part * (0.055504109f + part * (0.0096181291f + part * 0.0013333558f))));
+    return number(bits(series) + (bits(shifted) << 23));
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+/* scores [rows, width] become the softmax of scale * scores, and log_sums [rows] the logarithm of its denominators. Row r is query
+   r % queries of those that begin at key `first`: it sees the keys before it and its own. */
+void softmax(bf16 *scores, float *log_sums, long rows, long queries, long width, long first, float scale) {
+#pragma omp parallel
+    {
+        float *powers = malloc(width * sizeof(float));
+#pragma omp for schedule(static, 8)
+        for (long r = 0; r < rows; r++) {
+            bf16 *row = scores + r * width;
+            long seen = first + r % queries + 1;
+            float highest = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : highest)
+            for (long i = 0; i < seen; i++) highest = up(row[i]) > highest ? up(row[i]) : highest;
+#pragma omp simd reduction(+ : sum)
+            for (long i = 0; i < seen; i++) {
+                powers[i] = exponential(scale * (up(row[i]) - highest));
+                sum += powers[i];
+            }
+            float factor = 1.0f / sum;
+#pragma omp simd
+            for (long i = 0; i < seen; i++) row[i] = down(factor * powers[i]);
+            memset(row + seen, 0, (width - seen) * sizeof(bf16));
+            log_sums[r] = logf(sum) + scale * highest;
+        }
+        free(powers);
+    }
+}
+
+/* The same again, its denominators known. */
+void softmax_again(bf16 *scores, const float *log_sums, long rows, long queries, long width, long first, float scale) {
+#pragma omp parallel for schedule(static, 8)
+    for (long r = 0; r < rows; r++) {
+        bf16 *row = scores + r * width;
+        long seen = first + r % queries + 1;
+        float log_sum = log_sums[r];
+#pragma omp simd
+        for (long i = 0; i < seen; i++) row[i] = down(exponential(scale * up(row[i]) - log_sum));
+        memset(row + seen, 0, (width - seen) * sizeof(bf16));
+    }
+}
+
+/* of_p [rows, width], the gradient of the probabilities p, becomes that of the scores: scale * p * (of_p - sum(p * of_p)). */
+void softmax_backward(bf16 *of_p, const bf16 *p, long rows, long queries, long width, long first, float scale) {
+#pragma omp parallel for schedule(static, 8)
+    for (long r = 0; r < rows; r++) {
+        bf16 *out = of_p + r * width;
+        const bf16 *in = p + r * width;
+        long seen = first + r % queries + 1;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < seen; i++) sum += up(in[i]) * up(out[i]);
+#pragma omp simd
+        for (long i = 0; i < seen; i++) out[i] = down(scale * up(in[i]) * (up(out[i]) - sum));
+        memset(out + seen, 0, (width - seen) * sizeof(bf16));
+    }
+}
+
+/* losses [rows] of logits [rows, width] times `scale`; the logits become the gradient of the losses' sum by themselves. */
+void cross_entropy(bf16 *logits, const int64_t *targets, float *losses, long rows, long width, float scale) {
+#pragma omp parallel
+    {
+        float *powers = malloc(width * sizeof(float));
+#pragma omp for schedule(static, 1)
+        for (long r = 0; r < rows; r++) {
+            bf16 *row = logits + r * width;
+            float highest = -INFINITY, sum = 0.0f, chosen = scale * up(row[targets[r]]);
+#pragma omp simd reduction(max : highest)
+            for (long i = 0; i < width; i++) {
+                float z = scale * up(row[i]);
+                highest = z > highest ? z : highest;
+            }
+#pragma omp simd reduction(+ : sum)
+            for (long i = 0; i < width; i++) {
+                powers[i] = exponential(scale * up(row[i]) - highest);
+                sum += powers[i];
+            }
+            float factor = scale / sum;
+#pragma omp simd
+            for (long i = 0; i < width; i++) row[i] = down(factor * powers[i]);
+            row[targets[r]] = down(factor * powers[targets[r]] - scale);
+            losses[r] = logf(sum) + highest - chosen;
+        }
+        free(powers);
+    }
+}
+
+/* y = x / sqrt(mean(x^2) + eps) * (offset + weight), and 1 / sqrt(...) of each row in `scales`; late: one rounding instead of two. */
+void rms_norm(const bf16 *x, const bf16 *weight, bf16 *y, float *scales, long rows, long width, float eps, float offset, int late) {
+#pragma omp parallel for schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const bf16 *in = x + r * width;
+        bf16 *out = y + r * width;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < width; i++) sum += up(in[i]) * up(in[i]);
+        float scale = 1.0f / sqrtf(sum / width + eps);
+        scales[r] = scale;
+        if (late) {
+#pragma omp simd
+            for (long i = 0; i < width; i++) out[i] = down(up(in[i]) * scale * (offset + up(weight[i])));
+        } else {
+#pragma omp simd
+            for (long i = 0; i < width; i++) out[i] = down(round_to_bf16(up(in[i]) * scale) * (offset + up(weight[i])));
+        }
+    }
+}
+
+void rms_norm_backward(const bf16 *of_y, const bf16 *x, const bf16 *weight, const float *scales, bf16 *of_x, long rows, long width, float offset,
+                       int late) {
+#pragma omp parallel for schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const bf16 *in = x + r * width, *outer = of_y + r * width;
+        bf16 *out = of_x + r * width;
+        float scale = scales[r], sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < width; i++) {
+            float inner = up(outer[i]) * (offset + up(weight[i]));
+            inner = late ? inner : round_to_bf16(inner);
+            sum += inner * up(in[i]);
+        }
+        float mean = sum * scale * scale / width;
+#pragma omp simd
+        for (long i = 0; i < width; i++) {
+            float inner = up(outer[i]) * (offset + up(weight[i]));
+            inner = late ? inner : round_to_bf16(inner);
+            out[i] = down(scale * (inner - mean * up(in[i])));
+        }
+    }
+}
+
+/* Rotary positions of x [tokens, heads, 2 half] by cos and sin [positions, 2 half]; back: the transpose. */
+void rotate(const bf16 *x, const bf16 *cos, const bf16 *sin, bf16 *y, long tokens, long heads, long half, long positions, int back) {
+#pragma omp parallel for schedule(static)
+    for (long t = 0; t < tokens; t++) {
+        const bf16 *c = cos + (t % positions) * 2 * half, *s = sin + (t % positions) * 2 * half;
+        for (long h = 0; h < heads; h++) {
+            const bf16 *first = x + (t * heads + h) * 2 * half, *second = first + half;
+            bf16 *out = y + (t * heads + h) * 2 * half;
+#pragma omp simd
+            for (long i = 0; i < half; i++) {
+                float a = up(first[i]), b = up(second[i]);
+                float into_first = back ? b * up(s[half + i]) : -b * up(s[i]), into_second = back ? -a * up(s[i]) : a * up(s[half + i]);
+                out[i] = down(round_to_bf16(a * up(c[i])) + round_to_bf16(into_first));
+                out[half + i] = down(round_to_bf16(b * up(c[half + i])) + round_to_bf16(into_second));
+            }
+        }
+    }
+}
+
+/* out = gate sigmoid(gate) * up_ */
+void swiglu(const bf16 *gate, const bf16 *up_, bf16 *out, long n) {
+#pragma omp parallel for simd schedule(static)
+    for (long i = 0; i < n; i++) out[i] = down(round_to_bf16(up(gate[i]) * sigmoid(up(gate[i]))) * up(up_[i]));
+}
+
+void swiglu_backward(const bf16 *of_out, const bf16 *gate, const bf16 *up_, bf16 *of_gate, bf16 *of_up, long n) {
+#pragma omp parallel for simd schedule(static)
+    for (long i = 0; i < n; i++) {
+        float g = up(gate[i]), open = sigmoid(g), outer = up(of_out[i]);
+        of_up[i] = down(outer * round_to_bf16(g * open));
+        of_gate[i] = down(round_to_bf16(outer * up(up_[i])) * open * (1.0f + g * (1.0f - open)));
+    }
+}

@@ -1,0 +1,187 @@
+"""native.c, compiled by the machine's own compiler when it is first needed: what is around the products of a bf16 step on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ...fingerprint import cache_directory
+from ...machine import compiler
+from . import defined
+
+SOURCE = Path(__file__).with_suffix(".c")
+# Numbers that are not finite keep their meaning, so no -ffast-math. OpenMP's functions are those of the library that torch has loaded: a
+# second one would have threads of its own.
+OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-nostdlib",
+           *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []))
+POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+SIGNATURES = {
+    "softmax": (POINTER, POINTER, LONG, LONG, LONG, LONG, FLOAT),
+    "softmax_again": (POINTER, POINTER, LONG, LONG, LONG, LONG, FLOAT),
+    "softmax_backward": (POINTER, POINTER, LONG, LONG, LONG, LONG, FLOAT),
+    "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
+    "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
+    "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
+    "rotate": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT),
+    "swiglu": (POINTER, POINTER, POINTER, LONG),
+    "swiglu_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The functions of native.c. Raises OSError, subprocess.SubprocessError or AttributeError where they cannot be had."""
+    loaded = ctypes.CDLL(str(compiled()), mode=os.RTLD_NOW)  # later, a name that is not found would end the process
+    for name, kinds in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = kinds, None
+    return loaded
+
+
+def compiled() -> Path:
+    """The library's file in the user's cache, made unless it is there. Its name tells source, compiler and processor apart."""
+    command = (compiler(), *OPTIONS)
+    told = {"capture_output": True, "check": True, "text": True}
+    about = subprocess.run([command[0], "-march=native", "-E", "-v", "-x", "c", os.devnull], **told).stderr  # names the processor
+    marks = hashlib.sha256("\0".join([SOURCE.read_text(), *command, about]).encode()).hexdigest()[:16]
+    made = cache_directory() / f"native-{marks}.so"
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=made.parent) as directory:  # two processes may be at it: the last one's stands, whole
+            staged = Path(directory) / made.name
+            subprocess.run([*command, "-o", str(staged), str(SOURCE), "-lm"], **told)
+            os.replace(staged, made)
+    return made
+
+
+def broken() -> str:
+    """Why they cannot be used here; "" where they can."""
+    try:
+        library()
+    except subprocess.CalledProcessError as error:
+        return f"the C compiler refuses them: {(error.stderr or 'no word').strip().splitlines()[-1]}"
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        return str(error)
+    x = torch.linspace(-1, 1, 96).bfloat16().view(1, 3, 2, 16)
+    cos, sin = x[:, :, 0] * 0.7, x[:, :, 1] * 0.3
+    return "" if torch.equal(rotate(x, cos, sin), defined.rotate(x, cos, sin)) else "they give other numbers than they are defined to"
+
+
+def _call(name: str, *arguments) -> None:
+    """Tensors go by their addresses; they are contiguous."""
+    getattr(library(), name)(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+
+def is_for(*tensors: torch.Tensor) -> bool:
+    return all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors)
+
+
+# ---------------------------------------------------------------------------------------------------- what attention needs
+
+
+def softmax_(scores: torch.Tensor, queries: int, first: int, scale: float) -> torch.Tensor:
+    """Causal softmax of scale * scores [K, G queries, keys], in their place: row r is query first + r % queries. Returns the logarithms of
+    its denominators, float32 [K, G queries]."""
+    log_sums = torch.empty(scores.shape[:-1])
+    _call("softmax", scores, log_sums, log_sums.numel(), queries, scores.shape[-1], first, scale)
+    return log_sums
+
+
+def softmax_again_(scores: torch.Tensor, log_sums: torch.Tensor, queries: int, first: int, scale: float) -> None:
+    """The same again, from what `softmax_` has returned."""
+    _call("softmax_again", scores, log_sums, log_sums.numel(), queries, scores.shape[-1], first, scale)
+
+
+def softmax_backward_(of_p: torch.Tensor, p: torch.Tensor, queries: int, first: int, scale: float) -> torch.Tensor:
+    """The gradient of `softmax_`'s scores, in the place of that of its result p."""
+    _call("softmax_backward", of_p, p, p.numel() // p.shape[-1], queries, p.shape[-1], first, scale)
+    return of_p
+
+
+def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+    """The cross-entropy of each row of scale * logits [N, V], float32 [N]; the logits become the gradient of their sum."""
+    losses = torch.empty(len(logits))
+    _call("cross_entropy", logits, targets.contiguous(), losses, *logits.shape, scale)
+    return losses
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False) -> torch.Tensor:
+    """`defined.rms_norm` with the gradient of x [..., H]; where it is not for bf16, or the weight learns, the definition itself."""
+    if not is_for(x, weight) or weight.requires_grad:
+        return defined.rms_norm(x, weight, eps, offset, is_late)
+    return _RmsNorm.apply(x, weight, eps, offset, is_late)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, offset, is_late):
+        x = x.contiguous()
+        y, scales = torch.empty_like(x), torch.empty(x.numel() // x.shape[-1])
+        _call("rms_norm", x, weight, y, scales, len(scales), x.shape[-1], eps, offset, is_late)
+        ctx.save_for_backward(x, weight, scales)
+        ctx.form = offset, is_late
+        return y
+
+    @staticmethod
+    def backward(ctx, of_y):
+        x, weight, scales = ctx.saved_tensors
+        of_x = torch.empty_like(x)
+        _call("rms_norm_backward", of_y.contiguous(), x, weight, scales, of_x, len(scales), x.shape[-1], *ctx.form)
+        return of_x, None, None, None, None
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`defined.rotate`, bit for bit, of x [B, T, H, D] with its gradient."""
+    return _Rotation.apply(x, cos, sin) if is_for(x, cos, sin) else defined.rotate(x, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        turns = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(*turns)
+        return _turned(x, *turns, is_back=False)
+
+    @staticmethod
+    def backward(ctx, of_y):
+        return _turned(of_y, *ctx.saved_tensors, is_back=True), None, None
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
+    x = x.contiguous()
+    out, (batch, length, heads, width) = torch.empty_like(x), x.shape
+    _call("rotate", x, cos, sin, out, batch * length, heads, width // 2, len(cos) * length, is_back)
+    return out
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`defined.swiglu` with its gradients; what is kept is gate and up alone."""
+    return _SwiGlu.apply(gate, up) if is_for(gate, up) else defined.swiglu(gate, up)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        _call("swiglu", gate, up, out, gate.numel())
+        return out
+
+    @staticmethod
+    def backward(ctx, of_out):
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        _call("swiglu_backward", of_out.contiguous(), gate, up, of_gate, of_up, gate.numel())
+        return of_gate, of_up

@@ -1,0 +1,193 @@
+"""native.c against the definitions in float64, against torch's own operators in bf16, and in whole models."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+from anyqlora.config import resolve
+from anyqlora.errors import RunError
+from anyqlora.machine import compiler
+from anyqlora.on_torch import flat, loss
+from anyqlora.on_torch.kernels import attention, defined, modules, native
+from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy
+from anyqlora.on_torch.kernels.cross_entropy import defined as defined_loss
+from backend_manager import BackendManager
+
+pytestmark = pytest.mark.skipif(not compiler(), reason="no C compiler is here")
+ROUNDING = 2**-9  # half a unit in bf16's last place: by so much one rounding is off at most
+
+
+def drawn(*shape, seed=0, scale=1.0):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def with_gradients(compute, inputs, weight):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = compute(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, weight.to(out.dtype))]
+
+
+def as_near_as_torch(ours, theirs, exact, within=1.25):
+    """Each of ours is as near to float64 as torch's own, up to a rounding."""
+    for mine, other, true in zip(ours, theirs, exact, strict=True):
+        off, others = ((x.double() - true).norm() / true.norm() for x in (mine, other))
+        assert mine.dtype == torch.bfloat16 and off <= within * others + ROUNDING / 8, (off, others)
+
+
+CASES = {
+    "norm": (lambda kernels, x, w: kernels.rms_norm(x, w, 1e-5), (37, 96), (96,)),
+    "norm, late": (lambda kernels, x, w: kernels.rms_norm(x, w, 1e-6, 1.0, True), (37, 100), (100,)),
+    "gate": (lambda kernels, g, u: kernels.swiglu(g, u), (5, 77), (5, 77)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_modules_kernels_are_their_definitions(case):
+    compute, *shapes = CASES[case]
+    inputs = [drawn(*shape, seed=seed, scale=3.0) for seed, shape in enumerate(shapes)]
+    learned, fixed = (inputs, []) if case == "gate" else (inputs[:1], inputs[1:])
+    weight = drawn(*shapes[0], seed=9)
+    of = {name: with_gradients(lambda *x, kernels=kernels, to=to: compute(kernels, *x, *(f.to(to) for f in fixed)), [x.to(to) for x in learned], weight)
+          for name, kernels, to in (("ours", native, torch.bfloat16), ("torch", defined, torch.bfloat16), ("exact", exactly, torch.float64))}
+    as_near_as_torch(of["ours"], of["torch"], of["exact"])
+
+
+class exactly:
+    """The definitions in float64, where nothing is rounded in between."""
+
+    swiglu = staticmethod(defined.swiglu)
+
+    @staticmethod
+    def rms_norm(x, weight, eps, offset=0.0, is_late=False):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + weight)
+
+
+@pytest.mark.parametrize("turns", [2, 1], ids=["positions of each row", "one for all rows"])
+def test_rotation_has_the_bits_of_its_definition(turns):
+    x, cos, sin, weight = drawn(2, 7, 3, 16), drawn(turns, 7, 16, seed=1), drawn(turns, 7, 16, seed=2), drawn(2, 7, 3, 16, seed=3)
+    ours, theirs = (with_gradients(lambda x, kernels=kernels: kernels.rotate(x, cos, sin), [x], weight) for kernels in (native, defined))
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("length, queries, keys, width", [(40, 6, 2, 16), (300, 4, 4, 16), (129, 9, 3, 64), (1, 2, 1, 16)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_is_as_near_to_float64_as_the_portable_one(length, queries, keys, width, documents, monkeypatch):
+    monkeypatch.setattr(attention, "SCORES", 1 << 14)  # several groups of heads
+    inputs = [drawn(2, count, length, width, seed=seed) for seed, count in enumerate((queries, keys, keys))]
+    weight = drawn(2, length, queries, width, seed=9)
+    numbers = (torch.arange(length) * 3 // length).int().expand(2, -1) if documents else None
+    options = {"scale": 0.25, "documents": numbers}
+    found = [with_gradients(lambda *x, compute=compute, more=more: compute(*x, **options, **more), [x.to(to) for x in inputs], weight)
+             for compute, more, to in ((attention.attention, {"is_native": True}, torch.bfloat16), (attention.attention, {}, torch.bfloat16),
+                                       (attention.defined, {}, torch.float64))]
+    for mine, other, true in zip(*found, strict=True):
+        off, others = ((x.double() - true).norm() / true.norm().clamp_min(1e-9) for x in (mine, other))
+        assert off < max(1.25 * others, 0.005)
+
+
+@pytest.mark.parametrize("after", [After(), After(scale=0.25), After(cap=3.0)], ids=str)
+@pytest.mark.parametrize("rows", [5, 64])
+def test_the_loss_is_its_definition(after, rows):
+    hidden, weight, targets = drawn(33, 24), drawn(301, 24, seed=1), torch.arange(33) * 9
+    exact = hidden.double().requires_grad_()
+    expected = defined_loss(exact, weight.double(), None, targets, after=after)
+    (of_exact,) = torch.autograd.grad(expected, exact)
+    offs = []
+    for is_native in (True, False):
+        h = hidden.clone().requires_grad_()
+        found = cross_entropy(h, weight, None, targets, after=after, rows=rows, is_native=is_native)
+        assert found.item() == pytest.approx(expected.item(), rel=2e-3)
+        (of_hidden,) = torch.autograd.grad(found, h)
+        offs.append(float((of_hidden.double() - of_exact).norm() / of_exact.norm()))
+    assert offs[0] <= 1.1 * offs[1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(bad):
+    """A guard must see it: nothing turns it into a number."""
+    hidden, weight, targets = drawn(3, 16), drawn(50, 16, seed=1), torch.zeros(3, dtype=torch.long)
+    hidden[1, 0] = bad
+    h = hidden.requires_grad_()
+    found = cross_entropy(h, weight, None, targets, rows=8, is_native=True)
+    assert not torch.isfinite(found) and not torch.isfinite(torch.autograd.grad(found, h)[0][1]).any()
+    for made in (native.rms_norm(hidden, torch.ones(16).bfloat16(), 1e-5)[1], native.swiglu(hidden, hidden)[1, 0]):
+        assert not torch.isfinite(made).all()
+    scores = drawn(1, 4, 4)
+    scores[0, 2, 1] = bad
+    native.softmax_(scores, 4, 0, 1.0)
+    assert not torch.isfinite(scores[0, 2, :3]).all() and torch.isfinite(scores[0, :2]).all() and (scores[0, 2, 3:] == 0).all()
+
+
+REPLACED = {  # gemma's gate is another; OLMo 2 norms queries and keys whole; GPT-2 has none of them
+    "llama": {"Norm", "GatedMlp", "Attention"}, "qwen3": {"Norm", "GatedMlp", "Attention"}, "gemma3_text": {"Norm", "Attention"},
+    "olmo2": {"Norm", "GatedMlp"}, "mixtral": {"Norm", "Attention"}, "gpt2": set()}
+
+
+@pytest.mark.parametrize("architecture", REPLACED)
+def test_models_learn_what_they_learn_on_portable_kernels(architecture, tmp_path):
+    """Loss and gradients of a whole model; what has no norm or gate of ours keeps its own."""
+    base = tiny_models.make(tmp_path / "base", architecture)
+    found = {}
+    for kernels in ("native", "portable"):
+        started = tiny_models.Started(tmp_path / kernels, base, kernels=kernels, precision="bf16")
+        for name, parameter in started.built.trainable.items():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(len(name)))
+        assert isinstance(started.runtime.loss, loss.TrainedTokenLoss) and started.runtime.loss.is_native == (kernels == "native")
+        replaced = [type(module).__name__ for module in started.model.modules() if isinstance(module, modules._InPlace)]
+        names = {started.model.get_base_model().config._attn_implementation}
+        assert (set(replaced), names) == ((REPLACED[architecture], {flat.NATIVE}) if kernels == "native" else (set(), {flat.NAME}))
+        (batch,) = started.run.stream[0]
+        value = started.runtime.loss(started.model, batch, torch.device("cpu"))
+        found[kernels] = value.item(), torch.cat([g.flatten() for g in torch.autograd.grad(value, list(started.built.trainable.values()))])
+    (ours, of_ours), (theirs, of_theirs) = found["native"], found["portable"]
+    assert ours == pytest.approx(theirs, rel=2e-3)
+    assert torch.nn.functional.cosine_similarity(of_ours, of_theirs, 0) > 0.999
+
+
+def test_they_are_planned_where_they_are_of_use():
+    def kernels(**settings):
+        return BackendManager("cpu").plan(resolve({"backend": "cpu", **settings}, environ={})).kernels
+
+    assert kernels(precision="bf16") == kernels(precision="fp32", kernels="native") == "native"
+    assert kernels(precision="fp32") == "portable" and kernels(precision="bf16", kernels="portable") == "portable"
+    assert kernels(precision="bf16", strategy="ddp", world_size=2) == "portable"
+
+
+def run_with(compiler: Path | str, tmp_path, *flags) -> subprocess.CompletedProcess:
+    command = [sys.executable, "train.py", f"--output_dir={tmp_path}", "--run_name=run", "--backend=cpu", "--precision=bf16", "--max_steps=1", "--eval_dataset=",
+               "--samples=0", *flags]
+    return subprocess.run(command, env={**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True,
+                          cwd=Path(__file__).resolve().parent.parent)
+
+
+def test_a_compiler_that_does_not_work_is_said(tmp_path):
+    """`auto` trains on without them and says why; who asked for them is told."""
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho this one is out of order >&2\nexit 1\n")
+    broken.chmod(0o755)
+    done = run_with(broken, tmp_path)
+    assert done.returncode == 0 and "portable kernels instead of native ones: the C compiler refuses them: this one is out of order" in done.stdout + done.stderr
+    asked = run_with(broken, tmp_path / "asked", "--kernels=native")
+    assert asked.returncode == RunError.exit_code and "kernels native cannot be used on cpu" in asked.stderr and "--kernels portable" in asked.stderr
+
+
+def test_without_a_compiler_nothing_is_said_to_be_missing(tmp_path):
+    done = run_with("/absent", tmp_path)
+    assert done.returncode == 0 and "portable kernels" in done.stdout + done.stderr and not list(tmp_path.rglob("*.so"))
+    asked = run_with("/absent", tmp_path / "asked", "--kernels=native")
+    assert asked.returncode == 2 and "no C compiler is here" in asked.stderr
+
+
+def test_the_library_is_made_once_and_by_whoever_needs_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = native.compiled()
+    made = first.stat().st_mtime_ns
+    assert native.compiled() == first and first.stat().st_mtime_ns == made and [path.name for path in first.parent.iterdir()] == [first.name]
+    monkeypatch.setattr(native, "OPTIONS", (*native.OPTIONS, "-DOTHER"))
+    assert native.compiled() != first
