@@ -571,6 +571,7 @@ def test_what_is_said_and_told(tmp_path, monkeypatch, capsys):
     """The tracker is a package of the test's own that writes down what it is told."""
     (tmp_path / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)  # whichever another test has imported
     told = {"project_name": "the-project", "name": "the-name", "group": "the-group", "entity": "the-entity"}
 
     def said(place, **settings):
