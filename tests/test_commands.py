@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import data_fixtures
@@ -468,6 +469,13 @@ def test_doctor_sees_a_torch_that_is_built_for_something_else():
     assert built.mark == "WRONG" and "NVIDIA GPU, and torch 2.13.0+cpu is not built for it" in built.what and "pip install" in built.mend
     assert bits.mark == "WRONG" and "no 4-bit" in bits.what and "bitsandbytes==" in bits.mend
     assert list(doctor.builds(machine("a100"), {"NVIDIA GPU"})) == []
+
+
+def test_doctor_misses_a_compiler_where_one_would_be_used():
+    here = machine("linux_mlx")
+    (compiler,) = doctor.builds(here, set())
+    assert compiler.mark == "note" and "no C compiler" in compiler.what and "gcc" in compiler.mend
+    assert list(doctor.builds(replace(here, compiler="/usr/bin/cc"), set())) == []
 
 
 @pytest.mark.parametrize(("found", "said"), [

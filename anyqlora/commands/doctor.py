@@ -159,7 +159,7 @@ def hardware() -> set[str]:
 
 
 def builds(machine, hardware: set[str]) -> Iterator[Finding]:
-    """A torch that is not built for what is in the machine, a driver that fails, a bitsandbytes that does not load."""
+    """A torch that is not built for what is in the machine, a driver that fails, a bitsandbytes that does not load, no compiler."""
     torch = machine.torch
     for what in sorted(hardware):
         build, mend = BUILDS[what]
@@ -174,6 +174,8 @@ def builds(machine, hardware: set[str]) -> Iterator[Finding]:
     elif machine.bitsandbytes.get("error"):
         yield Finding("WRONG", f"no 4-bit and 8-bit weights: {machine.bitsandbytes['error']}",
                       "pip install --force-reinstall bitsandbytes==0.50.2")
+    if machine.system == "Linux" and not hardware and not machine.compiler:
+        yield Finding("note", "no C compiler, so bf16 on the CPU runs without our kernels and takes a third longer", "apt install gcc, or name yours in CC")
 
 
 # --------------------------------------------------------------------------------------------------------- the tiny run
