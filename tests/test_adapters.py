@@ -208,6 +208,7 @@ def test_full_fine_tuning_saves_a_model(dtype, tmp_path):
     assert {key for key in saved.keys() | own.keys() if saved.get(key) != own.get(key)} <= {"transformers_version"}
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_the_hash_seed(base, tmp_path):
     """This process and another one, whose PYTHONHASHSEED is 1: adapter, configuration and card are the same."""
     rows = tmp_path / "rows.jsonl"

@@ -177,6 +177,7 @@ def test_a_compiler_that_does_not_work_is_said(tmp_path):
     assert asked.returncode == RunError.exit_code and "kernels native cannot be used on cpu" in asked.stderr and "--kernels portable" in asked.stderr
 
 
+@pytest.mark.slow
 def test_without_a_compiler_nothing_is_said_to_be_missing(tmp_path):
     done = run_with("/absent", tmp_path)
     assert done.returncode == 0 and "portable kernels" in done.stdout + done.stderr and not list(tmp_path.rglob("*.so"))
