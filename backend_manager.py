@@ -110,6 +110,7 @@ NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
 
 _NOT_ON_MLX = {
     "threads": "MLX chooses its own", "weight_cache": "each product has packed weights of its own kind",
+    "quantized_cache": "it reads what `python -m anyqlora quantize` writes, given as model_name",
     "profile": "it is torch's profiler", "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
     "reentrant_checkpointing": "it is a form of torch's checkpointing", "use_activation_cpu_offload": "host and device share one memory"}
 

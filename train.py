@@ -69,6 +69,8 @@ def torch_loop(run) -> dict:
         built = build(config, runtime)
     for note in built.notes:
         run.console.warn(note)
+    for line in built.news:
+        run.console.say(line)
     run.check_room(sum(p.numel() for p in built.trainable.values()))
     model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
     if run.restored:

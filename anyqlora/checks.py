@@ -123,6 +123,7 @@ _ONLY_WITH = (  # settings, the setting that they depend on, when they do someth
     (("grad_norm",), "apply_gradient_clipping", lambda c: c.apply_gradient_clipping, "nothing is clipped"),
     (("double_quant",), "quantizer", lambda c: c.quantizer in ("nf4", "fp4"), "only nf4 and fp4 have scales that are quantized too"),
     (("master_addr", "master_port", "dist_timeout", "max_restarts"), "world_size", lambda c: c.world_size != 1, "one process has nobody to meet"),
+    (("quantized_cache_limit",), "quantized_cache", lambda c: c.quantized_cache is not False, "nothing is kept"),
     (("no_sync",), "world_size", lambda c: c.world_size != 1, "one process has no gradients to synchronise"),
     (("affine_group_size",), "quantizer", lambda c: c.quantizer in tables.AFFINE, "only affine quantizers have groups of their own choice"),
     (("dataset_samples",), "dataset", lambda c: any(name in c.dataset for name in ("alpaca_sample", "dummy")), "only alpaca_sample and dummy are cut"),

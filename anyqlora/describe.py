@@ -50,20 +50,25 @@ def described(plan, machine: dict, data_report: dict) -> dict[str, bytes]:
 
 def environment(plan) -> dict:
     """What the bytes of a run depend on beside its identity: versions, machine, threads, and the plan's choices. Names no person."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(), "system": platform.system(), "machine": platform.machine(), "release": platform.release(),
-        "processor": processor(), "threads": plan.config.threads if plan.config.threads != "auto" else os.environ.get("OMP_NUM_THREADS") or cores(), **{f"version of {k}": v for k, v in versions.items()},
+        "processor": processor(), "threads": plan.config.threads if plan.config.threads != "auto" else os.environ.get("OMP_NUM_THREADS") or cores(), **versions(),
         "backend": str(plan.backend), "device": plan.device, "precision": plan.precision, "strategy": plan.strategy,
         "world_size": plan.world_size, "batch_size": plan.batch_size, "use_gradient_checkpointing": plan.use_gradient_checkpointing,
         "fused": plan.config.fused, "loss_rows": plan.config.loss_rows, "flat": plan.config.flat, "weight_cache": plan.config.weight_cache,
         "deterministic": plan.config.deterministic, "kernels": plan.kernels,
     }
+
+
+def versions() -> dict[str, str]:
+    """Those of the libraries whose arithmetic and files a run depends on."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[f"version of {package}"] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def processor() -> str:

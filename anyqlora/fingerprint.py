@@ -29,7 +29,7 @@ def of_files(paths: Iterable[Path]) -> list[str]:
     marks = {path: _mark(path) for path in paths}
     fresh = [path for path in marks if known.get(str(path), [None])[0] != marks[path]]
     with ThreadPoolExecutor(2) as threads:  # hashing leaves the interpreter free
-        for path, digest in zip(fresh, threads.map(_read, fresh), strict=True):
+        for path, digest in zip(fresh, threads.map(of_file, fresh), strict=True):
             known.pop(str(path), None)
             known[str(path)] = [marks[path], digest]
     if fresh:
@@ -37,11 +37,18 @@ def of_files(paths: Iterable[Path]) -> list[str]:
     return [known[str(path)][1] for path in paths]
 
 
+def of_named(paths: Iterable[Path]) -> str:
+    """One hash over the names and the contents of files."""
+    paths = sorted(paths)
+    return of_text(*(part for path, digest in zip(paths, of_files(paths), strict=True) for part in (path.name, digest)))
+
+
 def of_text(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _read(path: Path) -> str:
+def of_file(path: Path) -> str:
+    """The sha256 of what is in a file now."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

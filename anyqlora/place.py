@@ -216,15 +216,14 @@ def _new(config: TrainConfig, root: Path) -> Path:
 def identify(config: TrainConfig) -> dict:
     """What must be equal for a run to be continued, JSON-able: settings, and hashes of rows, base and tokenizer."""
     directory = base_directory(config)
-    weights = sorted([*directory.glob("*.safetensors"), directory / "config.json"])
-    words = sorted({path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()})
+    words = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
     found = {
         **{name: getattr(config, name) for name in SETTINGS},
         "global_batch": global_batch(config),
         "rows": rows_identity(config.dataset, config, held_out=False),
         "held_out": rows_identity(config.eval_dataset, config, held_out=True) if config.eval_dataset else "",
-        "base": fingerprint.of_text(*_named_hashes(weights)),
-        "tokenizer": fingerprint.of_text(*_named_hashes(words)),
+        "base": fingerprint.of_named([*directory.glob("*.safetensors"), directory / "config.json"]),
+        "tokenizer": fingerprint.of_named(words),
     }
     return json.loads(to_json(found))
 
@@ -236,10 +235,6 @@ def rows_identity(spec: str, config: TrainConfig, *, held_out: bool) -> str:
         files = sources.files(name, held_out=held_out, offline=config.offline)
         parts += [repr(weight), *(fingerprint.of_files(files) if files else [name])]
     return fingerprint.of_text(*parts)
-
-
-def _named_hashes(paths: list[Path]) -> list[str]:
-    return [part for path, digest in zip(paths, fingerprint.of_files(paths), strict=True) for part in (path.name, digest)]
 
 
 def read_json(path: Path) -> dict | None:

@@ -12,6 +12,7 @@ from .tables import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
 GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
 NARROW = 1 << 18        # weights of an MLP's matrix: narrower ones are multiplied before a second thread has begun
+KEPT_FROM = 10**8       # linear weights whose quantization is kept for the next start: fewer take less than a second
 HEADROOM = 0.9          # of the free memory that a plan fills: allocators fragment, and the prediction is not exact
 GPUS = ("cuda", "rocm", "xpu")  # of which each process takes one
 LAUNCHERS = ("the launcher", "srun")  # where a world_size comes from that counts several machines
@@ -99,6 +100,7 @@ class RunPlan:
                  (c.flat is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
                  (c.weight_cache not in (0, AUTO), f"weights of {c.weight_cache} layers kept dequantized", f"{cached} for two dequantizations per step"),
                  (not c.use_gradient_checkpointing, "activations kept", "no second forward pass"),
+                 (c.quantized_cache not in (False, AUTO), "quantized weights kept on disk", "no quantization at the next start"),
                  (c.threads != AUTO, f"{c.threads} threads", "as many as the layers' width keeps busy"))
         return [f"{'fast paths' if not number else '':12}{what}: {buys}" for number, (what, buys) in enumerate((w, b) for on, w, b in taken if on)]
 
@@ -175,6 +177,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         _evaluation(draft, shapes, found.memory_free)
     _batch(draft, shapes, found.memory_free)
     _cache(draft, shapes, found)
+    _quantized_cache(draft, row, described, shapes)
     _warn(draft, backend, found)
     c = draft.config
     if c.strict and draft.adjustments:
@@ -348,6 +351,25 @@ def _cache(draft, shapes, found) -> None:
         trials = (shapes.layers, shapes.layers // 2, shapes.layers // 4)
         layers = next((n for n in trials if memory.estimate(shapes, config.with_(weight_cache=n)).total <= room), 0)
     draft.choose("weight_cache", layers)
+
+
+def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
+    """Quantized weights are kept for the next start where one process quantizes the files' own weights whole, and that takes seconds."""
+    config, asked = draft.config, draft.config.quantized_cache
+    if asked is False:
+        return
+    why = next((why for holds, why in (
+        (row.framework != "torch", "it is not built for this backend"),
+        (described and prequantized.quantized_as(described), "the checkpoint's weights are quantized already"),
+        (config.quantizer not in tables.PACKED, f"quantizer {config.quantizer} writes no files"),
+        (config.adapter in prequantized.NEEDS_FULL_PRECISION, f"adapter {config.adapter} needs the full-precision weights"),
+        (config.strategy not in tables.WHOLE_STRATEGIES, f"strategy {config.strategy} may quantize slices of weights"),
+        (config.trust_remote_code, "the model may have code of its own"),
+        (shapes is not None and shapes.experts, "the experts of a mixture are written to no files")) if holds), "")
+    if why and asked != AUTO:
+        raise UsageError(f"quantized_cache: nothing can be kept: {why}", where=config.sources.get("quantized_cache", ""), cure="--quantized_cache auto")
+    if asked == AUTO:
+        draft.choose("quantized_cache", not why and shapes is not None and shapes.linear_parameters >= KEPT_FROM)
 
 
 def _described(draft) -> dict | None:

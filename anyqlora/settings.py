@@ -94,6 +94,8 @@ class TrainConfig:
     use_cpu_offload: bool | str = setting(AUTO, "keep frozen weights in host memory", choices=(AUTO, True, False))
     use_activation_cpu_offload: bool = setting(False, "keep saved activations in host memory")
     low_memory: bool = setting(True, "stream the weights: never hold the full-precision model", also=("cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading"))
+    quantized_cache: bool | str = setting(AUTO, "keep quantized weights for the next start: true (in ~/.cache/anyqlora/quantized), false, or a directory; auto: from 100 million on")
+    quantized_cache_limit: float = setting(50.0, "GiB that kept weights take in all; those not used for longest go first", above=0)
     loading_workers: int = setting(-1, "tensors loaded and quantized at a time; -1: one")
     spike_guard: float = setting(0.0, "skip a step whose loss is so many deviations above the recent ones; 0: never", low=0)
     seed: int = setting(42, "seed of data order, adapter start and dropout", low=0, high=2**63 - 1)

@@ -28,7 +28,9 @@ QUANTIZERS = {
     "mxfp4": "anyqlora.on_mlx.quantizers:Mxfp4",
     "nvfp4": "anyqlora.on_mlx.quantizers:Nvfp4",
 }
-WAYS = ("fused", "flat", "kernels", "loss_rows", "threads", "weight_cache")  # settings that say how something is computed, not what
+WAYS = ("fused", "flat", "kernels", "loss_rows", "threads", "weight_cache", "quantized_cache")  # settings that say how something is computed, not what
+PACKED = ("nf4", "fp4", "affine4")  # quantizers that write files
+WHOLE_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "accelerate")  # one process quantizes whole weights, nobody slices of them
 AFFINE_STRATEGIES = ("single", "ddp", "mlx")  # the others split weights, and a scale belongs to codes on one process
 AFFINE = ("affine2", "affine3", "affine4", "affine5", "affine6", "affine8")
 BITS = {"none": 16, "nf4": 4, "fp4": 4, "int8": 8, "hqq": 4, "torchao_int4": 4, **{name: int(name[-1]) for name in AFFINE}, "mxfp4": 4, "nvfp4": 4}

@@ -223,6 +223,20 @@ def test_dequantized_weights_of_so_many_layers_are_kept(tmp_path):
     assert "dequantized weights" not in plain and cached["dequantized weights"] == 3 * 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
 
 
+@shows("quantized_cache", "quantized_cache_limit")
+def test_quantized_weights_are_kept_where_it_says_and_within_the_limit(plain, tmp_path, capsys):
+    """That a run on them has the same bytes, and what may go wrong, is shown in test_quantized_cache.py."""
+    kept = tmp_path / "kept"
+    for name in ("first", "second"):
+        assert losses(run(tmp_path, name, quantized_cache=str(kept))) == losses(plain)
+    (entry,) = kept.iterdir()
+    assert entry.name.startswith("demo-nf4-") and (entry / "model.safetensors").exists()
+    run(tmp_path, "small", quantized_cache=str(tmp_path / "none"), quantized_cache_limit=1e-6)
+    assert not (tmp_path / "none").exists() and "quantized_cache_limit is 1.0 KiB" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="nothing is kept"):
+        resolve({**TINY, "quantized_cache": False, "quantized_cache_limit": 3}, environ={}, said="test")
+
+
 @shows("threads")
 def test_threads_are_those_that_are_stated_or_one_for_narrow_layers(tmp_path):
     before, seen = torch.get_num_threads(), []

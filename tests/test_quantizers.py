@@ -1,5 +1,7 @@
 """Quantized weights against bitsandbytes' own, and against a plain linear layer on what they dequantize to."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import bitsandbytes as bnb
 import pytest
 import tiny_models
@@ -122,9 +124,19 @@ def test_the_whole_model_equals_bitsandbytes_own_load(name, options, tmp_path):
         torch.testing.assert_close(started.logits(ids), reference(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(torch.get_num_threads).result() == torch.get_num_threads() == request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_codes_by_table_are_bitsandbytes_own_to_the_bit(kind, dtype, monkeypatch):
+def test_codes_by_table_are_bitsandbytes_own_to_the_bit(kind, dtype, threads, monkeypatch):
     """Random weights of every size, and all borders between codes with their neighbours on either side; the reference is bitsandbytes'."""
     monkeypatch.setattr(quantize, "PIECE", 1 << 12)
     generator = torch.Generator().manual_seed(0)
@@ -140,7 +152,8 @@ def test_codes_by_table_are_bitsandbytes_own_to_the_bit(kind, dtype, monkeypatch
     assert torch.equal(codes, expected) and torch.equal(scales, expected_scales)
 
 
-def test_weights_that_are_not_finite_are_left_to_bitsandbytes():
+def test_weights_that_are_not_finite_are_left_to_bitsandbytes(threads, monkeypatch):
+    monkeypatch.setattr(quantize, "PIECE", 128)
     weight = torch.randn(256)
     weight[70] = float("inf")
     ours, theirs = quantize.quantize_4bit(weight, "nf4"), quantize.defined(weight, "nf4")

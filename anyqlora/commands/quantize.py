@@ -35,13 +35,8 @@ def main(argv: list[str]) -> int:
     config = resolve({"model_name": model, "dataset": "demo", "quantizer": kind, **values})
     directory = base_directory(config)
 
-    import torch
+    from ..on_torch.packed_files import packing, write
 
-    from ..on_torch.packed_files import write
-
-    quantizer = tables.load(tables.QUANTIZERS[kind])(torch.float32, config.double_quant)
-    if kind in tables.AFFINE:
-        quantizer.group = config.affine_group_size
-    done = write(directory, Path(out), quantizer)
+    done = write(directory, Path(out), packing(config))
     print(printable(f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {shown(done['bytes'])}"))
     return 0

@@ -24,6 +24,7 @@ from .kernels.probe import broken
 from .linears import linears
 from .loss import TrainedTokenLoss, loss_of, token_loss
 from .precision import COMPUTE, STORED
+from .quantized_cache import QuantizedCache
 from .quantizers.experts import PackedExperts, expert_parameters
 from .runtime import Runtime
 
@@ -33,13 +34,14 @@ LEAK = 0.05  # of a document's influence on the next: far above 16-bit rounding,
 @dataclass
 class Built:
     """model: with its adapter. trainable: {file name: Parameter}. adapter, quantizer: see their packages. notes: fast paths that the
-    plan names and this model cannot take, and why."""
+    plan names and this model cannot take, and why. news: what else is worth a line."""
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]
     adapter: object
     quantizer: object
     notes: list[str] = field(default_factory=list)
+    news: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -51,15 +53,21 @@ class Base:
     adapter: object
     dtype: torch.dtype
     device: torch.device
-    quantized: str  # how its files are; "": they are not
+    kind: str  # the quantizer's name
+    is_quantized: bool  # so are its files
     trust_remote_code: bool
+    cache: QuantizedCache | None = None  # of what the quantizer makes of the files alone
 
     def __call__(self, quantise, device: torch.device | None = None) -> nn.Module:
         """Each linear weight goes through `quantise(name, module, weight)` and ends on `device`."""
         options = {"dtype": self.dtype, "device": device or self.device, "trust_remote_code": self.trust_remote_code}
-        if self.quantized:
-            reading = weights.read_packed if self.quantized in tables.AFFINE else weights.read_quantized
-            model = reading(self.directory, self.quantizer, **options)
+        kept = self.cache and self.cache.entry()
+        if kept:
+            options["made_in"] = weights.exact_dtype(self.directory, self.dtype)  # as without the cache
+        if self.is_quantized or kept:
+            reading = weights.read_packed if self.kind in tables.AFFINE else weights.read_quantized
+            model = reading(str(kept or self.directory), self.quantizer, **options)
+            model.name_or_path = self.directory
             self.adapter.choose(model, self.quantizer.module_type)
             return model
         return weights.read(self.directory, weights.Placing(self.quantizer, quantise, self.adapter.choose), **options)
@@ -92,7 +100,9 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
             adapter.observe(name, weight, quantizer.dequantize(module))
         return held
 
-    base = Base(str(directory), quantizer, adapter, stored, runtime.device, already or "", config.trust_remote_code)
+    news: list[str] = []
+    cache = QuantizedCache(config, directory, runtime.device, news, notes) if config.quantized_cache else None
+    base = Base(str(directory), quantizer, adapter, stored, runtime.device, plan.quantizer, bool(already), config.trust_remote_code, cache)
     runtime.memory.start()
     with unmapping():
         model = runtime.strategy.materialise(base, fill)
@@ -105,7 +115,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
                 model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
         notes += with_kernels(model, kernels, runtime)
         model.train()
-        built = Built(model, adapter.trainable(model), adapter, quantizer, notes)
+        built = Built(model, adapter.trainable(model), adapter, quantizer, notes, news)
         assert_in_effect(built, whole=not already)
         if not any(p.is_meta for p in model.parameters()):
             with runtime.autocast():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,10 +12,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from .. import tables
 from ..checkpoint import STAGED, Disk, tensors_to_bytes, to_json
+from ..config import TrainConfig
 from ..errors import DiskFull, NotBuilt, UsageError
-from ..hub import INDEX, SINGLE, weight_files
+from ..hub import INDEX, SINGLE, check_safetensors, weight_files
 from ..layouts import read_config
 from ..prequantized import quantized_as
 from .linears import linears
@@ -26,9 +30,17 @@ DTYPES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
-def write(source: Path, out: Path, quantizer, *, shard: int = SHARD, disk: Disk | None = None) -> dict[str, int]:
+def packing(config: TrainConfig):
+    """The quantizer of `config` that writes files: what they say of arithmetic is float32, whatever they are read for."""
+    quantizer = tables.load(tables.QUANTIZERS[config.quantizer])(torch.float32, config.double_quant)
+    if config.quantizer in tables.AFFINE:
+        quantizer.group = config.affine_group_size
+    return quantizer
+
+
+def write(source: Path, out: Path, quantizer, *, device: torch.device | str = "cpu", shard: int = SHARD, disk: Disk | None = None) -> dict[str, int]:
     """Write the model of directory `source` to the new directory `out`, its linear weights as `quantizer` (an object of on_torch/quantizers
-    with `files` and `stated`) packs them, all else as it is. Complete or absent; one tensor and one shard are in memory at a time.
+    with `files` and `stated`) packs them on `device`, all else as it is. Complete or absent; one tensor and one shard are in memory at a time.
 
     Returns {"packed": weights, "kept": tensors, "bytes": of the files}. Raises UsageError, NotBuilt, DiskFull.
     """
@@ -44,7 +56,7 @@ def write(source: Path, out: Path, quantizer, *, shard: int = SHARD, disk: Disk 
         shutil.rmtree(staged, ignore_errors=True)
         disk.make_directory(staged)
         index, total = {}, 0
-        for number, tensors in enumerate(shards(pieces(source, packed, quantizer), shard), 1):
+        for number, tensors in enumerate(shards(pieces(source, packed, quantizer, device), shard), 1):
             name = f"model-{number:05d}.safetensors"
             total += sum(value.nbytes for value in tensors.values())
             disk.write(staged / name, file_of(tensors))
@@ -53,7 +65,7 @@ def write(source: Path, out: Path, quantizer, *, shard: int = SHARD, disk: Disk 
             disk.rename(staged / "model-00001.safetensors", staged / SINGLE)
         else:
             disk.write(staged / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": index}))
-        for path in sorted({path for pattern in COPIED for path in source.glob(pattern)} - {source / "config.json", source / INDEX}):
+        for path in sorted(set(copied(source)) - {source / "config.json", source / INDEX}):
             disk.write(staged / path.name, path.read_bytes())
         disk.write(staged / "config.json", (json.dumps({**described, **quantizer.stated()}, indent=2) + "\n").encode())
         disk.sync_directory(staged)
@@ -65,15 +77,32 @@ def write(source: Path, out: Path, quantizer, *, shard: int = SHARD, disk: Disk 
     return {"packed": len(packed), "kept": len(index) - len(packed), "bytes": total}
 
 
+def copied(source: Path) -> list[Path]:
+    """The files beside the weights that belong to a model."""
+    return [path for pattern in COPIED for path in source.glob(pattern)]
+
+
+def size(source: Path, quantizer) -> int:
+    """Bytes that `write` makes of it, give or take 4 KiB for each packed weight. Raises NotBuilt."""
+    packed = linear_weights(source)
+    headers = [about for file in weight_files(source) for about in check_safetensors(source / file).items() if about[0] != "__metadata__"]
+    width = (quantizer.bits + 1) / 8  # with scales and biases for groups of 32, the smallest there are
+    return round(sum(math.prod(about["shape"]) * width if name in packed else about["data_offsets"][1] - about["data_offsets"][0] for name, about in headers))
+
+
 def linear_weights(source: Path) -> set[str]:
     """Names of the weights that are packed: the frozen linear layers', as the checkpoint calls them. Raises NotBuilt where it calls them
-    otherwise than the model does, or has experts."""
+    otherwise than the model does, has them transposed, or has experts."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     experts = expert_parameters(model)
     if experts:
         raise NotBuilt(f"{experts[0]}: packed files of a mixture of experts, which no library would read", where=str(source), cure="--quantizer nf4 when training")
-    names = {f"{name}.weight" for name in linears(model)}
+    layers = linears(model)
+    transposed = [name for name, module in layers.items() if isinstance(module, Conv1D)]
+    if transposed:
+        raise NotBuilt(f"{transposed[0]}: packed files of weights that the checkpoint has transposed", where=str(source), cure="--quantizer nf4 when training")
+    names = {f"{name}.weight" for name in layers}
     refuse_what_stays(model, names)
     there = {name for file in weight_files(source) for name in _names(source / file)}
     missing = sorted(names - there)
@@ -96,13 +125,13 @@ def refuse_widths(source: Path, packed: set[str], quantizer) -> None:
                          cure="--affine_group_size 32 where that divides them, or --to nf4")
 
 
-def pieces(source: Path, packed: set[str], quantizer) -> Iterator[dict[str, torch.Tensor]]:
+def pieces(source: Path, packed: set[str], quantizer, device: torch.device | str) -> Iterator[dict[str, torch.Tensor]]:
     """What becomes of each tensor of the files, one after the other."""
     for file in weight_files(source):
         with safe_open(source / file, "pt") as tensors:
             for name in sorted(tensors.keys()):
                 value = tensors.get_tensor(name)
-                yield quantizer.files(name, value) if name in packed else {name: value}
+                yield {key: made.cpu() for key, made in quantizer.files(name, value.to(device)).items()} if name in packed else {name: value}
 
 
 def shards(found: Iterator[dict[str, torch.Tensor]], most: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -166,6 +166,7 @@ def read(directory: str, placing: Placing, *, dtype: torch.dtype, device: torch.
         model = _loaded(directory, trust_remote_code, dtype=exact_dtype(directory, dtype), device_map={"": device}, quantization_config=stream, **eager)
     except RuntimeError as error:
         raise (stream.failure or error) from None
+    own(model)
     model.hf_quantizer.remove_quantization_config(model)
     model.config.dtype = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code).dtype  # the files' own, for saving
     return model
@@ -214,21 +215,26 @@ def exact_dtype(directory: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and kinds <= {"BF16"} else torch.float32
 
 
-def read_quantized(directory: str, quantizer, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+def read_quantized(directory: str, quantizer, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False,
+                   made_in: torch.dtype | None = None) -> nn.Module:
     """The causal LM of a checkpoint that bitsandbytes has already quantized as `quantizer` does: codes and scales as they are in the
     files, in modules as the quantizer makes them (transformers' own compute in the dtype that they were saved with).
 
-    Raises UsageError for files that are not this model's.
+    `made_in` is the dtype of what the model makes itself, its buffers, where that is another. Raises UsageError for files that are not
+    this model's.
     """
-    model = _loaded(directory, trust_remote_code, dtype=dtype, device_map={"": device})
+    model = _loaded(directory, trust_remote_code, dtype=made_in or dtype, device_map={"": device})
     for name, module in list(model.named_modules()):
         if isinstance(module, quantizer.module_type):
             made = quantizer.empty(module)
             made.weight, made.bias = module.weight, module.bias
             made.quant_state = getattr(module, "quant_state", None)
+            if made.quant_state is not None:
+                made.quant_state.dtype = quantizer.compute_dtype  # the files have that of whoever wrote them
             model.set_submodule(name, made)
     model.hf_quantizer.remove_quantization_config(model)
     give_dtype(model, dtype)
+    own(model)
     return model
 
 
@@ -239,22 +245,24 @@ def give_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def read_packed(directory: str, quantizer, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+def read_packed(directory: str, quantizer, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False,
+                made_in: torch.dtype | None = None) -> nn.Module:
     """The causal LM of a directory whose linear weights are packed as the affine quantizer packs them: codes, scales and biases as they are
-    in the files. Raises UsageError for files that are not this model's, NotBuilt where more than linear layers is packed."""
+    in the files; `made_in` as for `read_quantized`. Raises UsageError for files that are not this model's, NotBuilt where more than linear layers is packed."""
     there = {name: about["dtype"] for path in Path(directory).glob("*.safetensors") for name, about in check_safetensors(path).items() if name != "__metadata__"}
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # mlx-lm's words, which transformers does not know
     stream = _PackedConfig(quantizer, there, dtype)
-    model = _loaded(directory, trust_remote_code, dtype=dtype, device_map={"": device}, quantization_config=stream, config=config)
+    model = _loaded(directory, trust_remote_code, dtype=made_in or dtype, device_map={"": device}, quantization_config=stream, config=config)
     model.hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
         if isinstance(module, quantizer.module_type):  # codes, scale and bias are read as they are; no precision changes them
             scales, biases = module.scales.data, module.biases.data
             del module.scales, module.biases
-            module.scales, module.biases = scales, biases
+            module.scales, module.biases = scales.clone(), biases.clone()
     give_dtype(model, dtype)
+    own(model)
     return model
 
 
@@ -310,7 +318,6 @@ def _loaded(directory: str, trust_remote_code: bool, **options) -> nn.Module:
         strange = sorted(loaded["unexpected_keys"])
         print(printable(f"warning: {directory}: {len(strange)} tensors of the files are in no part of the model, {strange[0]} is the first"),
               file=sys.stderr)
-    own(model)
     return model
 
 
@@ -345,6 +352,10 @@ def own(model: nn.Module) -> None:
             parameter.data = parameter.data.clone()
             if getattr(parameter, "CB", None) is not None:  # bitsandbytes' second name for an 8-bit weight
                 parameter.CB = parameter.data
+            state = getattr(parameter, "quant_state", None)
+            for part in (state, state.state2) if state else ():
+                if part is not None:
+                    part.absmax, part.code = part.absmax.clone(), part.code.clone()
 
 
 def refuse_what_does_not_fit(loaded: dict, directory: str) -> None:

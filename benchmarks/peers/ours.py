@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-began = time.perf_counter()
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -18,12 +20,13 @@ from peers.peak import Peak  # noqa: E402
 import train  # noqa: E402
 from anyqlora.config import resolve  # noqa: E402
 
+AS_THE_OTHERS = ("bitsandbytes", "peft", "transformers.trainer")  # before memory is read
 
-def main(settings: dict, warmup: int) -> dict:
-    import bitsandbytes  # noqa: F401 - imported before memory is read, as on the other side
-    import peft  # noqa: F401
-    import transformers.trainer  # noqa: F401
 
+def main(settings: dict, warmup: int, imports: tuple[str, ...] = AS_THE_OTHERS) -> dict:
+    for name in imports:
+        importlib.import_module(name)
+    imported = time.time() - psutil.Process().create_time()
     with tempfile.TemporaryDirectory() as output:
         peak = Peak()
         result = train.train(resolve({**settings, "output_dir": output, "run_name": "run", "save_steps": 0, "log_to": "none"}, environ={}))
@@ -34,9 +37,9 @@ def main(settings: dict, warmup: int) -> dict:
     return {"losses": [s["loss"] for s in steps], "grad_norms": [s["grad_norm"] for s in steps],
             "tokens_per_second": sum(s["tokens"] for s in timed) / seconds,
             "trained_tokens_per_second": sum(s["trained_tokens"] for s in timed) / seconds, "peak_rise_bytes": peak.rise(),
-            "time_to_first_step_s": result["time_to_first_step_s"], "planned_memory_bytes": result["planned_memory_bytes"],
+            "imports_s": imported, "time_to_first_step_s": result["time_to_first_step_s"], "planned_memory_bytes": result["planned_memory_bytes"],
             "peak_memory_bytes": result["peak_memory_bytes"], "backend": result["backend"]}
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(json.loads(sys.argv[1]), int(sys.argv[2]))))
+    print("\n" + json.dumps(main(json.loads(sys.argv[1]), int(sys.argv[2]), *map(json.loads, sys.argv[3:]))))

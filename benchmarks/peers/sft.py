@@ -17,6 +17,7 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
 
     `options` goes to SFTConfig, but for "adapters": the dtype that they are given, or "own" for the library's choice.
     """
+    import peft  # noqa: F401 - the model's and the adapters' libraries, before the clock of "imports done"
     import psutil
     import torch
     from datasets import Dataset
@@ -27,6 +28,7 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
     from anyqlora.config import resolve
     from anyqlora.schedule import uniform_start
 
+    imported = time.time() - psutil.Process().create_time()
     config = resolve(settings, environ={})
     tokenizer = AutoTokenizer.from_pretrained(config.model_name)
     stream = data.Stream(data.prepare(config, tokenizer).train, batch_size=config.batch_size, max_steps=config.max_steps, num_epochs=1,
@@ -87,4 +89,4 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
     return {"losses": [entry["loss"] for entry in history], "grad_norms": [entry["grad_norm"] for entry in history],
             "tokens_per_second": sum(tokens for tokens, _ in per_step[warmup:]) / seconds,
             "trained_tokens_per_second": sum(trained for _, trained in per_step[warmup:]) / seconds,
-            "peak_rise_bytes": peak.rise(), "time_to_first_step_s": clock.first, "versions": versions()}
+            "peak_rise_bytes": peak.rise(), "imports_s": imported, "time_to_first_step_s": clock.first, "versions": versions()}

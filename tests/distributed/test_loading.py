@@ -83,6 +83,19 @@ def test_every_rank_has_its_slices_of_the_model_that_one_process_reads(architect
         np.testing.assert_array_equal(first, found)
 
 
+@pytest.mark.parametrize("strategy", some(("fsdp", "ddp"), ("fsdp",)))
+def test_ranks_get_what_the_first_one_has_kept(strategy, tmp_path):
+    base, settings = tiny_models.make(tmp_path / "base"), {"strategy": strategy, "precision": "bf16", "quantized_cache": str(tmp_path / "kept")}
+    without = world(2, outputs, base, {**settings, "quantized_cache": False})
+    written = world(2, outputs, base, settings)
+    (manifest,) = (tmp_path / "kept").glob("*/manifest.json")
+    before = manifest.stat().st_mtime_ns
+    for first, second in (written, world(2, outputs, base, settings)):
+        np.testing.assert_array_equal(first[0], without[0][0])
+        np.testing.assert_array_equal(second[0], without[0][0])
+    assert manifest.stat().st_mtime_ns == before
+
+
 @pytest.mark.parametrize("settings", [{"quantizer": "int8"}, {"quantizer": "fp4", "double_quant": False}, {"train_type": "lora"}, {"train_type": "full"}, {"adapter": "pissa"},
                                       {"adapter": "dora", "train_type": "lora"}], ids=str)
 def test_every_way_of_keeping_weights_reaches_the_other_ranks(settings, tmp_path):

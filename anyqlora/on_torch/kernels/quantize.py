@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from bitsandbytes import functional as bnb
@@ -18,20 +19,42 @@ def quantize_4bit(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.
     here: another device, a last block that is not full, weights that are not finite."""
     if weight.device.type != "cpu" or len(weight) % BLOCK:
         return defined(weight, kind)
-    below, above, border = _table(kind)
     codes, scales = torch.empty(len(weight) // 2, dtype=torch.uint8), torch.empty(len(weight) // BLOCK)
+    threads = torch.get_num_threads()
+    size = -(-len(weight) // threads // BLOCK) * BLOCK
+    parts = list(zip(weight.split(size), codes.split(size // 2), scales.split(size // BLOCK), strict=True))
+    if threads == 1 or len(weight) <= PIECE:
+        is_done = [_fill(*part, kind) for part in parts]
+    else:
+        # Each thread has a part of its own. Split over threads by torch, these short operations end in waiting for one another, and
+        # where other processes run that takes 10 to 50 times as long as the arithmetic.
+        try:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                is_done = list(pool.map(lambda part: _fill(*part, kind), parts))
+        finally:
+            torch.set_num_threads(threads)
+    return (codes.unsqueeze(1), scales) if all(is_done) else defined(weight, kind)
+
+
+def _fill(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind: str) -> bool:
+    """Put the codes and scales of a flat weight where they belong. False where a weight is not finite."""
+    below, above, border = _table(kind)
+    # Room for one piece: fresh pages for every intermediate result took longer than the arithmetic.
+    room = [torch.empty(min(PIECE, len(weight)), dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int32, torch.bool, torch.uint8, torch.uint8)]
     for first in range(0, len(weight), PIECE):
-        blocks = weight[first : first + PIECE].float().view(-1, BLOCK)
-        scale = blocks.abs().amax(1)
+        piece = weight[first : first + PIECE]
+        x, y, cell, is_beyond, low, high = (held[: len(piece)] for held in room)
+        blocks = x.copy_(piece).view(-1, BLOCK)
+        scale = torch.amax(torch.abs(x, out=y).view(-1, BLOCK), 1, out=scales[first // BLOCK : (first + len(x)) // BLOCK])
         if not bool(scale.isfinite().all()):
-            return defined(weight, kind)
-        x = (blocks * (1.0 / scale.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1).view(-1)
-        cell = (x * CELLS).add_(CELLS).to(torch.int32)
-        code = torch.where(x > border.index_select(0, cell), above.index_select(0, cell), below.index_select(0, cell))
+            return False
+        blocks.mul_((1.0 / scale.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1)
+        cell.copy_(torch.mul(x, CELLS, out=y).add_(CELLS))
+        torch.gt(x, torch.index_select(border, 0, cell, out=y), out=is_beyond)
+        code = torch.where(is_beyond, torch.index_select(above, 0, cell, out=high), torch.index_select(below, 0, cell, out=low), out=low)
         pairs = code.view(torch.int16)  # the first of two codes goes into the upper half of a byte
-        codes[first // 2 : (first + len(x)) // 2] = ((pairs << 4) | (pairs >> 8)).to(torch.uint8)
-        scales[first // BLOCK : (first + len(x)) // BLOCK] = scale
-    return codes.unsqueeze(1), scales
+        codes[first // 2 : (first + len(x)) // 2] = (pairs << 4).bitwise_or_(pairs >> 8)
+    return True
 
 
 def defined(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
