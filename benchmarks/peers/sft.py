@@ -17,7 +17,6 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
 
     `options` goes to SFTConfig, but for "adapters": the dtype that they are given, or "own" for the library's choice.
     """
-    import peft  # noqa: F401 - the model's and the adapters' libraries, before the clock of "imports done"
     import psutil
     import torch
     from datasets import Dataset
