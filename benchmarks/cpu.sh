@@ -33,6 +33,7 @@ if "$python" -c "import trl" 2>/dev/null; then
   speed wide-equal --shape wide --settings equal
   speed wide-best --shape wide --settings best --checkpointing both
   speed mixed --settings best --length 0 --steps 16 --warmup 2
+  part start "$python" benchmarks/start.py
 else
   echo "== training: left out, TRL is not installed (pip install '.[bench]')"
 fi
