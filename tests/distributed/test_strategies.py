@@ -68,7 +68,7 @@ def test_sgd_equals_one_process(name, base, alone):
     compare(world(2, in_a_world, base, {**STRATEGIES[name], **SGD}), alone(2, **SGD), adapter=1e-5, norm=1e-5)
 
 
-@pytest.mark.parametrize("name", some(["ddp", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"], ("fsdp full_shard", "zero 0", "zero 2")))
+@pytest.mark.parametrize("name", some(["ddp", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"], ("fsdp full_shard", "zero 0")))
 def test_what_is_not_to_be_clipped_is_not(name, base, alone):
     """DeepSpeed clips at 1.0 unless it is told not to; one of the gradients here is longer."""
     settings = {**SGD, "apply_gradient_clipping": False}
@@ -101,7 +101,7 @@ def test_a_step_that_is_to_be_skipped_changes_nothing(name, base, alone):
     assert all(rank.skipped == [True, False, True, False] for rank in ranks)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp full_shard", "zero 3"])
+@pytest.mark.parametrize("name", some(["ddp", "fsdp full_shard", "zero 3"], ("fsdp full_shard",)))
 @pytest.mark.parametrize("reentrant", some([False, True], [False]))
 def test_recomputed_activations(reentrant, name, base, alone):
     settings = {"use_gradient_checkpointing": True, "reentrant_checkpointing": reentrant, "plans": [2, 1]}
@@ -131,7 +131,7 @@ def infinite_on_one(step, rank, loss):
     return loss * float("inf") if (step, rank) == (1, 1) else loss
 
 
-@pytest.mark.parametrize("name", some(["ddp", "ddp overlapping", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"], ("ddp", "fsdp full_shard", "zero 2", "zero 3")))
+@pytest.mark.parametrize("name", some(["ddp", "ddp overlapping", "fsdp full_shard", "zero 0", "zero 1", "zero 2", "zero 3"], ("fsdp full_shard", "zero 2", "zero 3")))
 def test_fp16_overflow_on_one_rank_is_skipped_by_all(name, base):
     """The scale halves in the step that overflowed, and doubles after two good ones; the adapter stays finite."""
     settings = {**STRATEGIES[name], "precision": "fp16_autocast", "initial_loss_scale": 256, "loss_scale_growth_interval": 2, "plans": [1] * 5}
@@ -181,7 +181,7 @@ CHAINS = [(("ddp", 2), ("fsdp full_shard", 4)), (("fsdp full_shard", 2), ("zero 
           (("ddp", 2), ("zero 3 offloading", 2)), (("ddp", 2), ("zero 2 offloading", 2)), (("zero 3 offloading", 2), ("zero 1", 4))]
 
 
-@pytest.mark.parametrize("first, then", some(CHAINS, CHAINS[:3]))
+@pytest.mark.parametrize("first, then", some(CHAINS, CHAINS[:1]))
 def test_goes_on_under_another_strategy_and_world_size(first, then, base, alone):
     """Three steps, full tensors in between, two more: as if one process had done all five on the rows of four."""
     strategies = {"single": {"strategy": "single"}, **STRATEGIES}
