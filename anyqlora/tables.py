@@ -160,7 +160,12 @@ def strategy_target(name: str, where: str = "") -> str:
     if len(packages) > 1:
         raise UsageError(f"strategy {name!r} is registered by {' and by '.join(package for _, package in packages)}", where=where,
                          cure="uninstall one of them, or give it as --strategy module:Class")
-    return choose("strategy", name, {**STRATEGIES, **plugins("strategies")}, where)
+    known = {**STRATEGIES, **plugins("strategies")}
+    if name not in known:
+        own = [built for built, target in STRATEGIES.items() if not target.startswith("!")]
+        others = [f"{found} (of {package})" for found, _, package in points("strategies")]
+        raise UsageError(f"unknown strategy {name!r}{nearest(name, known)}", where=where, cure=f"one of: {', '.join(own + others)}")
+    return choose("strategy", name, known, where)
 
 
 def strategy(name: str, where: str = "") -> type:

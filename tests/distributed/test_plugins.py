@@ -174,6 +174,13 @@ def test_a_package_that_does_not_import_is_listed_as_unusable(tmp_path, monkeypa
         options(strategy="broken")
 
 
+def test_an_unknown_strategy_is_told_what_there_is_and_whose(tmp_path, monkeypatch):
+    package(tmp_path, "a-package", "its_own = json:JSONDecoder")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"unknown strategy 'its_one'; did you mean 'its_own'\?(.|\n)*one of: single, ddp, .*its_own \(of a-package\)"):
+        options(strategy="its_one")
+
+
 @pytest.mark.parametrize("name", ["twice", "ddp"])
 def test_two_packages_with_one_name(name, tmp_path, monkeypatch):
     package(tmp_path, "one", f"{name} = json:JSONDecoder")
