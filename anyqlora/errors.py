@@ -83,17 +83,28 @@ def explained(program: str):
             yield
     except KeyboardInterrupt:
         print(f"{program}: stopped by SIGINT; the same command starts it again", file=sys.stderr)
-        sys.exit(130)
+        _leave(130)
     except RunError as error:
         if isinstance(error, UsageError) and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
             time.sleep(FIRST_SAYS)
         print(f"{program}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _leave(error.exit_code)
     finally:
         try:
             sys.stdout.flush()
         except OSError:  # a closed pipe or a full disk: the interpreter would try again, fail, and say so
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _leave(code: int):
+    """End with `code`: at once where this process is still in a group, whose threads would abort an interpreter that ends around them."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @contextlib.contextmanager
