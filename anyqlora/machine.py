@@ -210,7 +210,7 @@ def _mlx() -> dict:
 
 
 def compiler() -> str:
-    """The C compiler's path; "" where there is none, or where torch's threads are not OpenMP's as GNU or LLVM call them on Linux."""
+    """The C compiler's path; "" where there is none, and elsewhere than on Linux, where torch's threads are not GNU OpenMP's."""
     return shutil.which(os.environ.get("CC", "cc")) or "" if platform.system() == "Linux" else ""
 
 

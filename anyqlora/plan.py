@@ -297,6 +297,9 @@ def _kernels(draft, backend, row, found) -> None:
                          where=draft.config.sources.get("kernels", ""), cure="--kernels portable, or leave it out")
     elif draft.config.kernels not in found.kernels:
         _refuse(draft.config, "kernels", backend, draft.config.kernels in row.kernels, found, found.kernels)
+    elif draft.config.kernels == "native" and draft.config.precision != "bf16":
+        raise UsageError(f"kernels native: they are for precision bf16, and this is {draft.config.precision}",
+                         where=draft.config.sources.get("kernels", ""), cure="--precision bf16, or leave out kernels")
 
 
 def _placement(draft, backend, row) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Mapping
 from importlib.metadata import entry_points
+from types import MappingProxyType
 
 from .errors import NotBuilt, UsageError
 
@@ -160,12 +162,8 @@ def strategy_target(name: str, where: str = "") -> str:
     if len(packages) > 1:
         raise UsageError(f"strategy {name!r} is registered by {' and by '.join(package for _, package in packages)}", where=where,
                          cure="uninstall one of them, or give it as --strategy module:Class")
-    known = {**STRATEGIES, **plugins("strategies")}
-    if name not in known:
-        own = [built for built, target in STRATEGIES.items() if not target.startswith("!")]
-        others = [f"{found} (of {package})" for found, _, package in points("strategies")]
-        raise UsageError(f"unknown strategy {name!r}{nearest(name, known)}", where=where, cure=f"one of: {', '.join(own + others)}")
-    return choose("strategy", name, known, where)
+    others = {found: f"{found} (of {package})" for found, _, package in points("strategies")}
+    return choose("strategy", name, {**STRATEGIES, **plugins("strategies")}, where, others)
 
 
 def strategy(name: str, where: str = "") -> type:
@@ -183,12 +181,12 @@ def strategy(name: str, where: str = "") -> type:
     return found
 
 
-def choose(kind: str, name: str, table: dict, where: str = "") -> object:
-    """The table's row for `name`.
+def choose(kind: str, name: str, table: dict, where: str = "", shown: Mapping[str, str] = MappingProxyType({})) -> object:
+    """The table's row for `name`. `shown`: how a name is listed, where it is more than the name.
 
     Raises UsageError for an unknown name (with the known ones) and NotBuilt for a known one that is refused.
     """
-    built = ", ".join(n for n, row in table.items() if not str(row).startswith("!"))
+    built = ", ".join(shown.get(n, n) for n, row in table.items() if not str(row).startswith("!"))
     if name not in table:
         raise UsageError(f"unknown {kind} {name!r}{nearest(name, table)}", where=where, cure=f"one of: {built}")
     row = table[name]

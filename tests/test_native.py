@@ -10,7 +10,7 @@ import tiny_models
 import torch
 
 from anyqlora.config import resolve
-from anyqlora.errors import RunError
+from anyqlora.errors import RunError, UsageError
 from anyqlora.machine import compiler
 from anyqlora.on_torch import flat, loss
 from anyqlora.on_torch.kernels import attention, defined, modules, native
@@ -154,7 +154,9 @@ def test_they_are_planned_where_they_are_of_use():
     def kernels(**settings):
         return BackendManager("cpu").plan(resolve({"backend": "cpu", **settings}, environ={})).kernels
 
-    assert kernels(precision="bf16") == kernels(precision="fp32", kernels="native") == "native"
+    assert kernels(precision="bf16") == kernels(precision="bf16", kernels="native") == "native"
+    with pytest.raises(UsageError, match="kernels native: they are for precision bf16, and this is fp32"):
+        kernels(precision="fp32", kernels="native")
     assert kernels(precision="fp32") == "portable" and kernels(precision="bf16", kernels="portable") == "portable"
     assert kernels(precision="bf16", strategy="ddp", world_size=2) == "portable"
 
@@ -191,4 +193,8 @@ def test_the_library_is_made_once_and_by_whoever_needs_it(tmp_path, monkeypatch)
     made = first.stat().st_mtime_ns
     assert native.compiled() == first and first.stat().st_mtime_ns == made and [path.name for path in first.parent.iterdir()] == [first.name]
     monkeypatch.setattr(native, "OPTIONS", (*native.OPTIONS, "-DOTHER"))
-    assert native.compiled() != first
+    other = native.compiled()
+    assert other != first
+    other.chmod(0o666)  # nothing is run that somebody else may have written
+    with pytest.raises(PermissionError, match="may be written by somebody else"):
+        native.compiled()

@@ -112,6 +112,27 @@ def test_what_no_process_can_do_is_said_once_under_torchrun(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+LEAVING = """
+import atexit, sys
+import torch.distributed as dist
+from anyqlora.errors import UsageError, explained
+
+atexit.register(print, "the interpreter ended")
+with explained("it"):
+    if sys.argv[1:]:
+        dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+    raise UsageError("not like this")
+"""
+
+
+@pytest.mark.parametrize("is_member", [False, True])
+def test_an_error_inside_a_group_ends_the_process_at_once(is_member, tmp_path):
+    """Threads of a group that is left behind may abort an interpreter that ends: the exit code would be lost."""
+    done = subprocess.run([sys.executable, "-c", LEAVING, *([str(tmp_path / "store")] if is_member else [])], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (2, "it: not like this")
+    assert ("the interpreter ended" in done.stdout) == (not is_member)
+
+
 NARROW = """
 import os, sys
 if os.environ.get("RANK") == "1":

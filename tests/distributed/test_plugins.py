@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import runs
 
 from anyqlora import plugins, tables
 from anyqlora.commands import strategies
@@ -59,6 +60,23 @@ def test_train_takes_it_by_module_and_class(on_the_path, tmp_path):
     done = subprocess.run([sys.executable, str(PACKAGE.parents[1] / "train.py"), *words], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
+TORN_DOWN = """
+from pathlib import Path
+from anyqlora.on_torch.strategies.single import Strategy
+
+class TornDown(Strategy):
+    def teardown(self):
+        Path(__file__).with_suffix(".txt").write_text("let go")
+"""
+
+
+def test_a_run_lets_go_of_its_strategy(tmp_path, monkeypatch):
+    (tmp_path / "torn_down.py").write_text(TORN_DOWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    runs.run(tmp_path, strategy="torn_down:TornDown", model_name="demo", dataset="demo", eval_dataset="", max_steps=1, batch_size=1, log_to="none")
+    assert (tmp_path / "torn_down.txt").read_text() == "let go"
 
 
 # ------------------------------------------------------------------------------------------------------- precedence

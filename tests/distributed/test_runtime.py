@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,6 +45,22 @@ def test_the_example_equals_one_process(name, one):
     for key, value in one[2].items():
         np.testing.assert_allclose(ranks[0][2][key], value, rtol=1e-3, atol=1e-4)
     assert not ranks[1][2]
+
+
+def ended(settings, is_member):
+    """Whether this process is in a group before the loop's last call, and after it."""
+    if is_member:
+        dist.init_process_group("gloo")
+    runtime = Runtime.of(backend="cpu", precision="fp32", **settings)
+    before = dist.is_initialized()
+    runtime.end_training()
+    return before, dist.is_initialized()
+
+
+@pytest.mark.parametrize("is_member", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "accelerate"])
+def test_whoever_formed_the_group_leaves_it(strategy, is_member):
+    assert world(2, ended, {"strategy": strategy}, is_member) == [(True, is_member)] * 2
 
 
 def accelerate_style(settings):

@@ -21,6 +21,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)
 
 
+class Rotation(torch.autograd.Function):
+    """`rotate` by `turn(x, cos, sin, is_back=)`, which computes it or its transpose; nothing is saved but cos and sin."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, turn):
+        turns = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(*turns)
+        ctx.turn = turn
+        return turn(x, *turns, is_back=False)
+
+    @staticmethod
+    def backward(ctx, of_y):
+        return ctx.turn(of_y, *ctx.saved_tensors, is_back=True), None, None, None
+
+
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate sigmoid(gate) * up, of one shape and dtype (Shazeer 2020)."""
     return torch.nn.functional.silu(gate) * up

@@ -58,7 +58,11 @@ def compiled() -> Path:
         with tempfile.TemporaryDirectory(dir=made.parent) as directory:  # two processes may be at it: the last one's stands, whole
             staged = Path(directory) / made.name
             subprocess.run([*command, "-o", str(staged), str(SOURCE), "-lm"], **told)
+            staged.chmod(0o700)
             os.replace(staged, made)
+    about = made.stat()
+    if about.st_uid not in (0, os.getuid()) or about.st_mode & 0o022:
+        raise PermissionError(f"{made} may be written by somebody else, and would be run")
     return made
 
 
@@ -143,19 +147,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`defined.rotate`, bit for bit, of x [B, T, H, D] with its gradient."""
-    return _Rotation.apply(x, cos, sin) if is_for(x, cos, sin) else defined.rotate(x, cos, sin)
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        turns = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(*turns)
-        return _turned(x, *turns, is_back=False)
-
-    @staticmethod
-    def backward(ctx, of_y):
-        return _turned(of_y, *ctx.saved_tensors, is_back=True), None, None
+    return defined.Rotation.apply(x, cos, sin, _turned) if is_for(x, cos, sin) else defined.rotate(x, cos, sin)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .defined import Rotation
 from .defined import rotate as defined
 
 
@@ -15,19 +16,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     It does not write over x: that would save a tensor that is freed at once anyway, and autograd forbids it where x comes from a
     function of several outputs. Where cos and sin are of another dtype than x, torch's own operators run.
     """
-    return _Rotation.apply(x, cos, sin) if cos.dtype == x.dtype else defined(x, cos, sin)
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        turns = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(*turns)
-        return _launched(x, *turns, is_back=False)
-
-    @staticmethod
-    def backward(ctx, of_y):
-        return _launched(of_y, *ctx.saved_tensors, is_back=True), None, None
+    return Rotation.apply(x, cos, sin, _launched) if cos.dtype == x.dtype else defined(x, cos, sin)
 
 
 def _launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
