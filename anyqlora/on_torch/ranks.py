@@ -30,11 +30,14 @@ class Ranks(Several):
     def __init__(self, plan, world: World):
         """Meet the others. `plan.config.dist_timeout` seconds is how long anybody waits for them afterwards. Raises PeerLost."""
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
-        os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
-        os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=world.port)  # DeepSpeed reads them
+        said = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),
+                "MASTER_ADDR": world.address, "MASTER_PORT": world.port}
+        self.before = {name: os.environ.get(name) for name in said}
+        os.environ.update(said)  # DeepSpeed reads them
         self.stacks = None
+        self.has_formed = not dist.is_initialized()
         kind = torch.device(plan.device).type
-        if dist.is_initialized():  # by Ray, or by whoever calls train()
+        if not self.has_formed:  # Ray has, or whoever calls train()
             return
         backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
         with self.noticing():
@@ -83,9 +86,17 @@ class Ranks(Several):
         return _Noticing(self)
 
     def close(self) -> None:
-        """Leave the group; one that has lost a member cannot be left in order, and ends with the process."""
-        if dist.is_initialized() and sys.exc_info()[0] is None:
+        """Leave the group that was formed here, and the environment as it was: the next run of this process may be of another size.
+
+        A group that has lost a member cannot be left in order, and ends with the process.
+        """
+        if self.has_formed and dist.is_initialized() and (self.size == 1 or sys.exc_info()[0] is None):
             dist.destroy_process_group()
+        for name, value in self.before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def meeting_place(config: TrainConfig, world: World) -> dist.Store:

@@ -1,17 +1,20 @@
 """Strategies of third parties: a real package that is installed for the test, options from four layers, and what can be wrong with them."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import runs
+import torch.distributed as dist
 
 from anyqlora import plugins, tables
 from anyqlora.commands import strategies
 from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.world import OF_TORCHRUN
 
 PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "strategy_plugin"
 BASE = {"model_name": "demo", "dataset": "demo"}
@@ -72,10 +75,22 @@ class TornDown(Strategy):
 """
 
 
-def test_a_run_lets_go_of_its_strategy(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_member", [False, True])
+def test_a_run_lets_go_of_all_it_took(is_member, tmp_path, monkeypatch):
+    """Its strategy, its group unless the caller had formed it, and the environment: the next run in this process may be of another size."""
     (tmp_path / "torn_down.py").write_text(TORN_DOWN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    runs.run(tmp_path, strategy="torn_down:TornDown", model_name="demo", dataset="demo", eval_dataset="", max_steps=1, batch_size=1, log_to="none")
+    monkeypatch.delitem(sys.modules, "torn_down", raising=False)
+    if is_member:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    before = {name: os.environ.get(name) for name in OF_TORCHRUN}
+    try:
+        runs.run(tmp_path, strategy="torn_down:TornDown", model_name="demo", dataset="demo", eval_dataset="", max_steps=1, batch_size=1, log_to="none")
+        assert dist.is_initialized() == is_member
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert {name: os.environ.get(name) for name in OF_TORCHRUN} == before
     assert (tmp_path / "torn_down.txt").read_text() == "let go"
 
 
