@@ -74,20 +74,76 @@ def test_rotation_has_the_bits_of_its_definition(turns):
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("length, queries, keys, width", [(40, 6, 2, 16), (300, 4, 4, 16), (129, 9, 3, 64), (1, 2, 1, 16)])
+IN_C = {"attention.c": True, "blocks": False}
+
+
+@pytest.fixture(params=IN_C)
+def in_c(request, monkeypatch):
+    """Each of the two ways that `kernels native` has for attention: which one it takes depends on the processor."""
+    if IN_C[request.param] and not native.has_attention():
+        pytest.skip("attention.c is not for this processor")
+    monkeypatch.setattr(native, "has_attention", lambda: IN_C[request.param])
+    return IN_C[request.param]
+
+
+def attended(inputs, weight, **options):
+    """Output and gradients of C kernels, of portable ones, and of the definition in float64."""
+    return [with_gradients(lambda *x, compute=compute, more=more: compute(*x, **options, **more), [x.to(to) for x in inputs], weight)
+            for compute, more, to in ((attention.attention, {"is_native": True}, torch.bfloat16), (attention.attention, {}, torch.bfloat16),
+                                      (attention.defined, {}, torch.float64))]
+
+
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("documents", [False, True])
-def test_attention_is_as_near_to_float64_as_the_portable_one(length, queries, keys, width, documents, monkeypatch):
+@pytest.mark.parametrize("length, queries, keys, width", [(40, 6, 2, 16), (300, 4, 4, 16), (129, 9, 3, 64), (1, 2, 1, 16), (200, 4, 1, 80), (130, 2, 2, 40)])
+def test_attention_is_as_near_to_float64_as_the_portable_one(length, queries, keys, width, documents, window, in_c, monkeypatch):
     monkeypatch.setattr(attention, "SCORES", 1 << 14)  # several groups of heads
-    inputs = [drawn(2, count, length, width, seed=seed) for seed, count in enumerate((queries, keys, keys))]
+    inputs = [drawn(2, count, length, width, seed=seed, scale=2.0) for seed, count in enumerate((queries, keys, keys))]
     weight = drawn(2, length, queries, width, seed=9)
     numbers = (torch.arange(length) * 3 // length).int().expand(2, -1) if documents else None
-    options = {"scale": 0.25, "documents": numbers}
-    found = [with_gradients(lambda *x, compute=compute, more=more: compute(*x, **options, **more), [x.to(to) for x in inputs], weight)
-             for compute, more, to in ((attention.attention, {"is_native": True}, torch.bfloat16), (attention.attention, {}, torch.bfloat16),
-                                       (attention.defined, {}, torch.float64))]
-    for mine, other, true in zip(*found, strict=True):
+    for mine, other, true in zip(*attended(inputs, weight, scale=0.25, documents=numbers, window=window), strict=True):
         off, others = ((x.double() - true).norm() / true.norm().clamp_min(1e-9) for x in (mine, other))
-        assert off < max(1.25 * others, 0.005)
+        assert mine.dtype == torch.bfloat16 and off < max(1.25 * others, 0.004 if in_c else 0.005), (off, others)
+
+
+@pytest.mark.parametrize("length", [64, 130, 700])
+def test_attention_in_c_is_nearer_than_blocks(length, monkeypatch):
+    """Scores stay in float32: a rounding less than where a product writes them in bf16."""
+    if not native.has_attention():
+        pytest.skip("attention.c is not for this processor")
+    inputs, weight = [drawn(1, count, length, 64, seed=count) for count in (4, 2, 2)], drawn(1, length, 4, 64, seed=9)
+    ours, blocks, exact = attended(inputs, weight, scale=0.125)
+    for mine, other, true in zip(ours, blocks, exact, strict=True):
+        assert (mine.double() - true).norm() < 0.8 * (other.double() - true).norm()
+
+
+def test_no_token_sees_another_document_or_padding(in_c):
+    """Not a bit of what comes out of a document changes with what is beside it, and of padding comes nothing."""
+    numbers = torch.tensor([[0] * 70 + [1] * 100 + [-1] * 30], dtype=torch.int32)
+    inputs, weight = [drawn(1, count, 200, 32, seed=count) for count in (4, 2, 2)], drawn(1, 200, 4, 32, seed=9)
+    changed = [x.clone() for x in inputs]
+    for x in changed:
+        x[:, :, :70], x[:, :, 170:] = float("nan"), 7.0
+    (out, *of_inputs), (others_out, *of_others) = (
+        with_gradients(lambda *x: attention.attention(*x, scale=0.2, documents=numbers.clone(), is_native=True), x, weight) for x in (inputs, changed))
+    assert torch.equal(out[:, 70:], others_out[:, 70:]) and (out[:, 170:] == 0).all() and (out[:, :170] != 0).any(-1).all()
+    assert others_out[:, :70].isnan().all()  # a number that is not one is not lost
+    for mine, other in zip(of_inputs, of_others, strict=True):
+        assert torch.equal(mine[:, :, 70:], other[:, :, 70:]) and (mine[:, :, 170:] == 0).all() and (mine[:, :, 70:170] != 0).any()
+
+
+def test_attention_has_the_same_bits_on_any_number_of_threads():
+    if not native.has_attention():
+        pytest.skip("attention.c is not for this processor")
+    inputs, weight = [drawn(2, count, 150, 16, seed=count) for count in (4, 2, 2)], drawn(2, 150, 4, 16, seed=9)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(with_gradients(lambda *x: attention.attention(*x, scale=0.2, is_native=True), inputs, weight))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
 
 
 @pytest.mark.parametrize("after", [After(), After(scale=0.25), After(cap=3.0)], ids=str)

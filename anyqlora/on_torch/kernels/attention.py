@@ -1,9 +1,10 @@
-"""Causal attention within documents: each by itself, with no mask of [T, T], and in bf16 on a CPU a block of queries at a time."""
+"""Causal attention within documents: each by itself, with no mask of [T, T]; in bf16 on a CPU a block of queries at a time, or all by attention.c."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
     """softmax(scale q k^T) v under a causal mask, [B, T, H, D]; equal to `defined`.
 
     q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents int [B, T]: tokens see tokens of their own document
-    only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them. is_native: softmax
-    by native.c.
+    only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them. is_native: by
+    attention.c where that is for this processor, else softmax by native.c.
     """
+    if is_native and native.is_for(q, k, v) and native.has_attention() and q.shape[3] % native.LANES == 0:
+        return _InC.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), _table(q, documents), window or q.shape[2], scale)
     if documents is None:
         return _one(q, k, v, scale, window, is_native)
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
@@ -58,6 +61,39 @@ def _spans(documents: torch.Tensor) -> Iterator[tuple[int, int, int]]:
             if number >= 0:
                 yield row, start, end
             start = end
+
+
+class _Table(NamedTuple):
+    """Documents as attention.c takes them."""
+
+    spans: torch.Tensor  # int64 [N, 3]: row, first token, end
+    longest: int         # tokens
+
+
+def _table(q: torch.Tensor, documents: torch.Tensor | None) -> _Table:
+    """The documents [B, T] of q [B, H, T, D]; each row is one where there are none. It is kept on the tensor: all layers ask for the same."""
+    known = getattr(documents, "table", None)
+    if known is None:
+        spans = [(row, 0, q.shape[2]) for row in range(len(q))] if documents is None else list(_spans(documents))
+        known = _Table(torch.tensor(spans, dtype=torch.int64).view(-1, 3), max((end - first for _, first, end in spans), default=0))
+        if documents is not None:
+            documents.table = known
+    return known
+
+
+class _InC(torch.autograd.Function):
+    """By attention.c, of q [B, T, H, D], k and v [B, T, K, D]. Kept for backward: these, what comes out, and a number for each query."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, table, window, scale):
+        ctx.form = *table, window, scale
+        out, log_sums = native.attention(q, k, v, *ctx.form)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        return out
+
+    @staticmethod
+    def backward(ctx, of_out):
+        return *native.attention_backward(of_out.contiguous(), *ctx.saved_tensors, *ctx.form), None, None, None
 
 
 def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, is_native: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""native.c, compiled by the machine's own compiler when it is first needed: what is around the products of a bf16 step on a CPU."""
+"""native.c and attention.c, compiled by the machine's own compiler when first needed: what is around the products of a bf16 step on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...fingerprint import cache_directory
 from ...machine import compiler
 from . import defined
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "attention.c", "bf16.h")]
 # Numbers that are not finite keep their meaning, so no -ffast-math. OpenMP's functions are those of the library that torch has loaded: a
 # second one would have threads of its own.
 OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-nostdlib",
@@ -34,13 +34,18 @@ SIGNATURES = {
     "swiglu": (POINTER, POINTER, POINTER, LONG),
     "swiglu_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG),
 }
+OF_ATTENTION = {"attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT), "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT)}
+LANES = 16  # a head is a multiple of it wide
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The functions of native.c. Raises OSError, subprocess.SubprocessError or AttributeError where they cannot be had."""
+    """The functions of native.c, and those of attention.c on a processor that it is for.
+
+    Raises OSError, subprocess.SubprocessError or AttributeError where they cannot be had.
+    """
     loaded = ctypes.CDLL(str(compiled()), mode=os.RTLD_NOW)  # later, a name that is not found would end the process
-    for name, kinds in SIGNATURES.items():
+    for name, kinds in (SIGNATURES | (OF_ATTENTION if hasattr(loaded, "attention") else {})).items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = kinds, None
     return loaded
@@ -51,13 +56,13 @@ def compiled() -> Path:
     command = (compiler(), *OPTIONS)
     told = {"capture_output": True, "check": True, "text": True}
     about = subprocess.run([command[0], "-march=native", "-E", "-v", "-x", "c", os.devnull], **told).stderr  # names the processor
-    marks = hashlib.sha256("\0".join([SOURCE.read_text(), *command, about]).encode()).hexdigest()[:16]
+    marks = hashlib.sha256("\0".join([*(source.read_text() for source in SOURCES), *command, about]).encode()).hexdigest()[:16]
     made = cache_directory() / f"native-{marks}.so"
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=made.parent) as directory:  # two processes may be at it: the last one's stands, whole
             staged = Path(directory) / made.name
-            subprocess.run([*command, "-o", str(staged), str(SOURCE), "-lm"], **told)
+            subprocess.run([*command, "-o", str(staged), *(str(source) for source in SOURCES if source.suffix == ".c"), "-lm"], **told)
             staged.chmod(0o700)
             os.replace(staged, made)
     about = made.stat()
@@ -88,7 +93,32 @@ def is_for(*tensors: torch.Tensor) -> bool:
     return all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors)
 
 
-# ---------------------------------------------------------------------------------------------------- what attention needs
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def has_attention() -> bool:
+    """Whether attention.c is for this processor: one with AVX512-BF16 and without AMX."""
+    return hasattr(library(), "attention")
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, longest: int, window: int,
+              scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v within documents [B, T, H, D], zero elsewhere, and the logarithms of the softmax's denominators, float32 [B, T, H].
+
+    q [B, T, H, D], k and v [B, T, K, D], contiguous; documents int64 [N, 3]: row, first token, end; `longest` tokens in one of them.
+    """
+    (rows, length, heads, width), shared = q.shape, k.shape[2]
+    out, log_sums = torch.zeros_like(q), torch.empty(rows, length, heads)
+    _call("attention", q, k, v, out, log_sums, documents, len(documents), longest, length, heads, shared, width, window, scale)
+    return out, log_sums
+
+
+def attention_backward(of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, log_sums: torch.Tensor,
+                       documents: torch.Tensor, longest: int, window: int, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v, from what `attention` was given and gave."""
+    made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    _call("attention_backward", of_out, q, k, v, out, log_sums, *made, documents, len(documents), longest, *q.shape[1:3], *k.shape[2:], window, scale)
+    return made
 
 
 def softmax_(scores: torch.Tensor, queries: int, first: int, scale: float) -> torch.Tensor:

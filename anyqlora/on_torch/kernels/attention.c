@@ -1,0 +1,260 @@
+/* Causal attention within documents on a processor that multiplies pairs of bf16 numbers (AVX512-BF16): scores and probabilities of a block of
+   queries and a block of keys never leave the caches. Softmax block by block and the backward pass follow FlashAttention-2 (Dao 2023).
+   Called by native.py; arrays are [B, T, heads, D], contiguous. A thread takes all queries of one document that share their keys.
+
+   Scores are computed with a key in each row and a query in each lane: what softmax sums, it sums over rows. */
+
+#include "bf16.h"
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__) /* with AMX a library's products are faster */
+#include <immintrin.h>
+
+typedef uint32_t pair; /* two numbers, the first one in the lower half */
+
+enum { QUERIES = 64, KEYS = 64, LANES = 16, ROWS = 4, VECTORS = 4 }; /* of a block; of a register; of a tile of sums */
+
+static const float LOWEST = -1e30f; /* below every score: minus infinity has no difference from itself */
+
+static inline pair both(bf16 first, bf16 second) { return (pair)first | (pair)second << 16; }
+
+static inline __attribute__((always_inline)) void tile(float *c, const pair *a, long across, long along, const pair *b, long width, long pairs,
+                                                       int begins, int vectors) {
+    __m512 sums[ROWS][VECTORS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sums[r][v] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * width + v * LANES);
+    for (long j = 0; j < pairs; j++) {
+        __m512bh right[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) right[v] = (__m512bh)_mm512_loadu_si512(b + j * width + v * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+            __m512bh left = (__m512bh)_mm512_set1_epi32(a[r * across + j * along]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], left, right[v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) _mm512_storeu_ps(c + r * width + v * LANES, sums[r][v]);
+}
+
+/* c [rows, width] += a b, or = where it begins: a [rows, pairs] has element (i, j) at i * across + j * along, b is [pairs, width]. Whole tiles of
+   rows, whole lanes of width. */
+static void multiply(float *c, const pair *a, long across, long along, const pair *b, long rows, long width, long pairs, int begins) {
+    for (long i = 0; i < rows; i += ROWS)
+        for (long n = 0; n < width; n += VECTORS * LANES) {
+            float *to = c + i * width + n;
+            const pair *from = a + i * across;
+            switch ((width - n) / LANES) {
+            case 1: tile(to, from, across, along, b + n, width, pairs, begins, 1); break;
+            case 2: tile(to, from, across, along, b + n, width, pairs, begins, 2); break;
+            case 3: tile(to, from, across, along, b + n, width, pairs, begins, 3); break;
+            default: tile(to, from, across, along, b + n, width, pairs, begins, 4);
+            }
+        }
+}
+
+/* Rows of x, `stride` numbers apart, as they are: [padded, width / 2]; zeros follow them. */
+static void copied(pair *to, const bf16 *x, long stride, long rows, long padded, long width) {
+    for (long i = 0; i < rows; i++) memcpy(to + i * (width / 2), x + i * stride, width * sizeof(bf16));
+    memset(to + rows * (width / 2), 0, (padded - rows) * width * sizeof(bf16));
+}
+
+/* The same rows in pairs: [padded / 2, width]. */
+static void paired(pair *to, const bf16 *x, long stride, long rows, long padded, long width) {
+    for (long i = 0; i < padded; i += 2) {
+        const bf16 *first = x + i * stride, *second = first + stride;
+        pair *out = to + i / 2 * width;
+        if (i + 1 < rows)
+            for (long n = 0; n < width; n++) out[n] = both(first[n], second[n]);
+        else if (i < rows)
+            for (long n = 0; n < width; n++) out[n] = both(first[n], 0);
+        else
+            memset(out, 0, width * sizeof(pair));
+    }
+}
+
+/* A block of queries' rows with a query in each lane: [width / 2, QUERIES]. */
+static void across_lanes(pair *to, const bf16 *x, long stride, long rows, long width) {
+    for (long j = 0; j < width / 2; j++) {
+        for (long i = 0; i < rows; i++) memcpy(to + j * QUERIES + i, x + i * stride + 2 * j, sizeof(pair));
+        memset(to + j * QUERIES + rows, 0, (QUERIES - rows) * sizeof(pair));
+    }
+}
+
+/* Whether query `q` sees key `k`. */
+static inline int sees(long q, long k, long window) { return k <= q && q - k < window; }
+
+/* Whether all queries from `first` on see all keys from `key` on. */
+static inline int all_see(long first, long key, long window) { return key + KEYS - 1 <= first && first + QUERIES - 1 - key < window; }
+
+static inline long rounded_up(long n, long to) { return (n + to - 1) / to * to; }
+static inline long smaller(long a, long b) { return a < b ? a : b; }
+static inline long first_key(long query, long window) { return query < window ? 0 : (query - window + 1) / KEYS * KEYS; }
+
+static void *room(long bytes) { return aligned_alloc(64, rounded_up(bytes, 64)); }
+
+typedef struct {
+    long length, heads, shared, width; /* tokens of a row, heads of queries, heads of keys, D */
+    const int64_t *documents;          /* [number, 3]: row, first token, end */
+    long number, longest, window;      /* of documents; tokens of the longest one, in whole blocks; tokens that a query sees */
+    float scale;
+} Shape;
+
+/* The probabilities' block in pairs of keys, before they are divided by their sum; `highest` and `sums` go on, and `shrunk` says by what to multiply
+   that which was summed before. */
+static void softmax_block(const float *scores, pair *p, float *highest, float *sums, float *shrunk, long first, long key, const Shape *s) {
+    float top[QUERIES];
+    int whole = all_see(first, key, s->window);
+    memcpy(top, highest, sizeof top);
+    for (long k = 0; k < KEYS; k++)
+#pragma omp simd
+        for (long q = 0; q < QUERIES; q++) {
+            float x = scores[k * QUERIES + q];
+            x = whole || sees(first + q, key + k, s->window) ? x : LOWEST;
+            top[q] = x > top[q] ? x : top[q];
+        }
+#pragma omp simd
+    for (long q = 0; q < QUERIES; q++) {
+        shrunk[q] = exponential(s->scale * (highest[q] - top[q]));
+        highest[q] = top[q];
+        sums[q] *= shrunk[q];
+    }
+    for (long k = 0; k < KEYS; k += 2)
+#pragma omp simd
+        for (long q = 0; q < QUERIES; q++) {
+            float x = exponential(s->scale * (scores[k * QUERIES + q] - top[q])), y = exponential(s->scale * (scores[(k + 1) * QUERIES + q] - top[q]));
+            x = whole || sees(first + q, key + k, s->window) ? x : 0.0f;
+            y = whole || sees(first + q, key + k + 1, s->window) ? y : 0.0f;
+            sums[q] += x + y;
+            p[k / 2 * QUERIES + q] = both(down(x), down(y));
+        }
+}
+
+void attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *log_sums, const int64_t *documents, long number, long longest,
+               long length, long heads, long shared, long width, long window, float scale) {
+    Shape s = {length, heads, shared, width, documents, number, rounded_up(longest, KEYS), window, scale};
+    long group = heads / shared, stride = heads * width, shared_stride = shared * width;
+#pragma omp parallel
+    {
+        pair *keys = room(s.longest * width * sizeof(bf16)), *values = room(s.longest * width * sizeof(bf16));
+        pair *lanes = room(QUERIES * width * sizeof(bf16)), *p = room(KEYS * QUERIES * sizeof(bf16));
+        float *scores = room(KEYS * QUERIES * sizeof(float)), *sum = room(QUERIES * width * sizeof(float));
+#pragma omp for schedule(dynamic, 1)
+        for (long task = 0; task < number * shared; task++) {
+            const int64_t *document = documents + task / shared * 3;
+            long some = task % shared, begin = document[0] * length + document[1], tokens = document[2] - document[1];
+            copied(keys, k + begin * shared_stride + some * width, shared_stride, tokens, rounded_up(tokens, KEYS), width);
+            paired(values, v + begin * shared_stride + some * width, shared_stride, tokens, rounded_up(tokens, KEYS), width);
+            for (long head = some * group; head < (some + 1) * group; head++)
+                for (long first = 0; first < tokens; first += QUERIES) {
+                    long rows = smaller(QUERIES, tokens - first), here = (begin + first) * stride + head * width;
+                    float highest[QUERIES], sums[QUERIES] = {0}, shrunk[QUERIES];
+                    for (long i = 0; i < QUERIES; i++) highest[i] = LOWEST;
+                    across_lanes(lanes, q + here, stride, rows, width);
+                    long start = first_key(first, window);
+                    for (long key = start; key < smaller(first + QUERIES, tokens); key += KEYS) {
+                        multiply(scores, keys + key * (width / 2), width / 2, 1, lanes, KEYS, QUERIES, width / 2, 1);
+                        softmax_block(scores, p, highest, sums, shrunk, first, key, &s);
+                        if (key > start)
+                            for (long i = 0; i < QUERIES; i++)
+                                for (long n = 0; n < width; n++) sum[i * width + n] *= shrunk[i];
+                        multiply(sum, p, 1, QUERIES, values + key / 2 * width, QUERIES, width, KEYS / 2, key == start);
+                    }
+                    for (long i = 0; i < rows; i++) {
+                        float factor = 1.0f / sums[i];
+                        for (long n = 0; n < width; n++) out[here + i * stride + n] = down(factor * sum[i * width + n]);
+                        log_sums[(begin + first + i) * heads + head] = logf(sums[i]) + scale * highest[i];
+                    }
+                }
+        }
+        free(keys), free(values), free(lanes), free(p), free(scores), free(sum);
+    }
+}
+
+/* A block's probabilities and gradients of its scores, a key in each row; the latter in pairs of keys, too. `of_p` is the gradient of the
+   probabilities, `mean` its sum weighted by them. */
+static void softmax_block_backward(const float *scores, const float *of_p, bf16 *p, bf16 *of_scores, pair *of_scores_paired, const float *log_sums,
+                                   const float *mean, long first, long key, const Shape *s) {
+    int whole = all_see(first, key, s->window);
+    for (long k = 0; k < KEYS; k += 2)
+#pragma omp simd
+        for (long q = 0; q < QUERIES; q++) {
+            long one = k * QUERIES + q, other = one + QUERIES;
+            float x = exponential(s->scale * scores[one] - log_sums[q]), y = exponential(s->scale * scores[other] - log_sums[q]);
+            x = whole || sees(first + q, key + k, s->window) ? x : 0.0f;
+            y = whole || sees(first + q, key + k + 1, s->window) ? y : 0.0f;
+            bf16 of_x = down(s->scale * x * (of_p[one] - mean[q])), of_y = down(s->scale * y * (of_p[other] - mean[q]));
+            p[one] = down(x), p[other] = down(y);
+            of_scores[one] = of_x, of_scores[other] = of_y;
+            of_scores_paired[k / 2 * QUERIES + q] = both(of_x, of_y);
+        }
+}
+
+void attention_backward(const bf16 *of_out, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *log_sums, bf16 *of_q,
+                        bf16 *of_k, bf16 *of_v, const int64_t *documents, long number, long longest, long length, long heads, long shared, long width,
+                        long window, float scale) {
+    Shape s = {length, heads, shared, width, documents, number, rounded_up(longest, KEYS), window, scale};
+    long group = heads / shared, stride = heads * width, shared_stride = shared * width;
+#pragma omp parallel
+    {
+        long all = s.longest * width, block = QUERIES * width;
+        pair *keys = room(all * sizeof(bf16)), *values = room(all * sizeof(bf16)), *keys_paired = room(all * sizeof(bf16));
+        float *sum_k = room(all * sizeof(float)), *sum_v = room(all * sizeof(float)), *sum_q = room(block * sizeof(float));
+        pair *lanes = room(block * sizeof(bf16)), *outer_lanes = room(block * sizeof(bf16));
+        pair *queries = room(block * sizeof(bf16)), *outer = room(block * sizeof(bf16));
+        float *scores = room(KEYS * QUERIES * sizeof(float)), *of_p = room(KEYS * QUERIES * sizeof(float));
+        pair *p = room(KEYS * QUERIES * sizeof(bf16)), *of_scores = room(KEYS * QUERIES * sizeof(bf16));
+        pair *of_scores_paired = room(KEYS * QUERIES * sizeof(bf16));
+#pragma omp for schedule(dynamic, 1)
+        for (long task = 0; task < number * shared; task++) {
+            const int64_t *document = documents + task / shared * 3;
+            long some = task % shared, begin = document[0] * length + document[1], tokens = document[2] - document[1];
+            long padded = rounded_up(tokens, KEYS), there = begin * shared_stride + some * width;
+            copied(keys, k + there, shared_stride, tokens, padded, width);
+            copied(values, v + there, shared_stride, tokens, padded, width);
+            paired(keys_paired, k + there, shared_stride, tokens, padded, width);
+            memset(sum_k, 0, padded * width * sizeof(float));
+            memset(sum_v, 0, padded * width * sizeof(float));
+            for (long head = some * group; head < (some + 1) * group; head++)
+                for (long first = 0; first < tokens; first += QUERIES) {
+                    long rows = smaller(QUERIES, tokens - first), here = (begin + first) * stride + head * width;
+                    float of_rows[QUERIES] = {0}, means[QUERIES] = {0};
+                    for (long i = 0; i < rows; i++) {
+                        const bf16 *a = out + here + i * stride, *b = of_out + here + i * stride;
+                        float mean = 0.0f;
+#pragma omp simd reduction(+ : mean)
+                        for (long n = 0; n < width; n++) mean += up(a[n]) * up(b[n]);
+                        means[i] = mean;
+                        of_rows[i] = log_sums[(begin + first + i) * heads + head];
+                    }
+                    across_lanes(lanes, q + here, stride, rows, width);
+                    across_lanes(outer_lanes, of_out + here, stride, rows, width);
+                    paired(queries, q + here, stride, rows, QUERIES, width);
+                    paired(outer, of_out + here, stride, rows, QUERIES, width);
+                    long start = first_key(first, window);
+                    for (long key = start; key < smaller(first + QUERIES, tokens); key += KEYS) {
+                        multiply(scores, keys + key * (width / 2), width / 2, 1, lanes, KEYS, QUERIES, width / 2, 1);
+                        multiply(of_p, values + key * (width / 2), width / 2, 1, outer_lanes, KEYS, QUERIES, width / 2, 1);
+                        softmax_block_backward(scores, of_p, (bf16 *)p, (bf16 *)of_scores, of_scores_paired, of_rows, means, first, key, &s);
+                        multiply(sum_v + key * width, p, QUERIES / 2, 1, outer, KEYS, width, QUERIES / 2, 0);
+                        multiply(sum_k + key * width, of_scores, QUERIES / 2, 1, queries, KEYS, width, QUERIES / 2, 0);
+                        multiply(sum_q, of_scores_paired, 1, QUERIES, keys_paired + key / 2 * width, QUERIES, width, KEYS / 2, key == start);
+                    }
+                    for (long i = 0; i < rows; i++)
+                        for (long n = 0; n < width; n++) of_q[here + i * stride + n] = down(sum_q[i * width + n]);
+                }
+            for (long i = 0; i < tokens; i++)
+                for (long n = 0; n < width; n++) {
+                    of_k[there + i * shared_stride + n] = down(sum_k[i * width + n]);
+                    of_v[there + i * shared_stride + n] = down(sum_v[i * width + n]);
+                }
+        }
+        free(keys), free(values), free(keys_paired), free(sum_k), free(sum_v), free(sum_q), free(lanes), free(outer_lanes), free(queries), free(outer);
+        free(scores), free(of_p), free(p), free(of_scores), free(of_scores_paired);
+    }
+}
+#endif
