@@ -17,7 +17,7 @@ MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta"
 GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for choice
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 LOSS_BYTES, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 512 << 20, 128_000  # of the logits that are made at a time
-LIBRARIES, HOLES = 24 << 20, 0.05  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
+LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
 FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
 
 
@@ -259,23 +259,29 @@ def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Per token and layer: q, k, v, and from torch's kernels the output and one log-sum-exp per head; the eager form keeps k and v
-    repeated for all heads.
+    """Per token and layer: q, k, v, and from torch's kernels and attention.c the output and one log-sum-exp per head; the eager form keeps
+    k and v repeated for all heads.
 
-    Where one linear makes q, k and v, v is a view that keeps all of them, unless autocast copies it.
+    Where one linear makes q, k and v, v is a view that keeps all of them, unless autocast or attention.c copies it.
     """
     width = Widths.of(config)
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     if shapes.eager_attention:
         return width.computed * 3 * queries
-    is_view = shapes.fused_qkv and width.computed == width.stored
+    is_view = shapes.fused_qkv and width.computed == width.stored and not in_c(shapes, config)
     output = 0 if in_blocks(shapes, config) else width.computed * queries + FULL * shapes.heads
     return width.computed * (queries + 2 * keys + (queries + keys if is_view else 0)) + output
 
 
 def in_blocks(shapes: Shapes, config: TrainConfig) -> bool:
-    """Whether attention is that of kernels/attention.py, which keeps no output of its own: bf16 on a CPU, without padding."""
-    return config.flat is True and config.backend == "cpu" and config.precision.startswith("bf16") and not shapes.eager_attention
+    """Whether attention is by blocks (kernels/attention.py), which keeps no output of its own: bf16 on a CPU, without padding."""
+    is_ours = config.flat is True and config.backend == "cpu" and config.precision.startswith("bf16") and not shapes.eager_attention
+    return is_ours and config.kernels != "native"
+
+
+def in_c(shapes: Shapes, config: TrainConfig) -> bool:
+    """Whether attention is by attention.c; on a processor that it is not for, less is kept than that."""
+    return config.flat is True and config.kernels == "native" and not shapes.eager_attention
 
 
 def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -302,7 +308,8 @@ def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     mask = 0 if is_full or not config.lora_dropout or drawn_again else 1 if fused or config.backend in FUSED_DROPOUT else FULL
     copied = width.computed if fused else width.copied
     is_shared = fused or (config.precision == "fp32" and not mask)
-    kept, seen, is_there = 0, set(), is_shared and not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config))
+    is_there = is_shared and (in_c(shapes, config) or not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config)))
+    kept, seen = 0, set()
     for linear in shapes.linears if is_full else targets(shapes, config):
         source = source_of(linear.name)
         if source not in seen:

@@ -10,8 +10,8 @@ import sys
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 LOADING = 64 << 10  # bytes: larger blocks get pages of their own, which are unmapped when they are freed
 TRAINING = 32 << 20  # where glibc's own adaptive threshold ends
-ALMOST = 0.95  # of the plan: the process is looked at a hundred times a second, and grows in between
-SMALLEST_HOARD = 32 << 20  # bytes that are worth the way
+WORTH = 0.05  # of the plan; less is not worth the way
+SMALLEST_HOARD = 32 << 20  # bytes
 
 
 @contextlib.contextmanager
@@ -46,7 +46,8 @@ class Heap:
 
     torch asks for blocks on 64-byte borders, and glibc before 2.39 does not put one where another of its size was freed (its bug
     30723): a 135 M-parameter model held 1.7 GB of pages for 0.9 GB of tensors. Those holes are given back, but only when the
-    process outgrows its plan, since pages that are used again cost time: 0-5 % of a step so, 35 % with every tensor mapped by itself.
+    process outgrows its plan, which lets it have some (memory.HOLES), since pages that are used again cost time: 1 % of a step so, 9 % with
+    half as many holes, 35 % with every tensor mapped by itself.
     """
 
     def __init__(self, planned: int):
@@ -55,7 +56,7 @@ class Heap:
         self.can_tell = all(hasattr(self.libc, name) for name in ("mallinfo2", "malloc_trim"))  # glibc 2.33 or newer
         if self.can_tell:
             self.libc.mallinfo2.restype = _Info
-        self.outgrown, self.hoard = ALMOST * planned, max(SMALLEST_HOARD, (1 - ALMOST) * planned)
+        self.planned, self.hoard = planned, max(SMALLEST_HOARD, WORTH * planned)
         self.before = self._alive()
 
     def _alive(self) -> int:
@@ -67,5 +68,5 @@ class Heap:
 
     def give_back(self, used: int) -> None:
         """Give free pages back if the process, which by now takes `used` bytes more, has outgrown its plan by hoarding them."""
-        if self.can_tell and used > self.outgrown and used - (self._alive() - self.before) > self.hoard:
+        if self.can_tell and used > self.planned and used - (self._alive() - self.before) > self.hoard:
             self.libc.malloc_trim(0)

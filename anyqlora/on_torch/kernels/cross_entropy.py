@@ -53,10 +53,11 @@ class _CrossEntropy(torch.autograd.Function):
         gradients = [torch.empty_like(hidden, dtype=dtype if lift == 1 else exact) if wanted[0] else None,
                      torch.zeros_like(weight, dtype=exact) if wanted[1] else None,
                      torch.zeros_like(bias, dtype=exact) if wanted[2] else None]
+        room = hidden.new_empty(min(rows, len(hidden)), len(w), dtype=dtype)  # once: on a CPU fresh pages cost more than the writing
         for first in range(0, len(hidden), rows):
             some = slice(first, first + rows)
             h = hidden[some].to(dtype)
-            logits = h @ w.T if bias is None else torch.addmm(bias.to(dtype), h, w.T)  # [rows, V]
+            logits = torch.mm(h, w.T, out=room[:len(h)]) if bias is None else torch.addmm(bias.to(dtype), h, w.T, out=room[:len(h)])
             if in_place:
                 losses[some], z = native.losses_(logits, targets[some], after.scale), logits
             else:
@@ -64,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
                 z = z.mul_(lift).to(dtype)
             if any(wanted):
                 _add_gradients(gradients, some, z, h, w)
-            del logits, z  # else they stay while the next ones are made
+            del z  # else it stays while the next one is made
         ctx.lift = lift
         ctx.save_for_backward(*gradients)
         ctx.kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
