@@ -18,6 +18,7 @@ GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for ch
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 LOSS_BYTES, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 512 << 20, 128_000  # of the logits that are made at a time
 LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
+TAKE_ATTENTION = ("o_proj", "dense", "out_proj")  # the linear that attention's output goes into, as architectures name it
 FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
 
 
@@ -313,7 +314,7 @@ def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     for linear in shapes.linears if is_full else targets(shapes, config):
         source = source_of(linear.name)
         if source not in seen:
-            kept += linear.inputs * ((0 if is_there and source == ("o_proj",) else copied) + mask)
+            kept += linear.inputs * ((0 if is_there and source[0] in TAKE_ATTENTION else copied) + mask)
         if is_shared:
             seen.add(source)
         kept += 0 if is_full else config.lora_rank * copied
