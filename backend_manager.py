@@ -228,9 +228,12 @@ def _cpu(row, machine):
         slow["bf16"] = "bf16 is emulated on this CPU, slower than fp32"
     dtypes = ("bf16", "fp32", "fp16") if is_fast else ("fp32", "bf16", "fp16")
     device = Device(f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast)
-    kernels = row.kernels if machine.compiler else ("portable",)
+    missing = "" if machine.compiler else "no C compiler is here"
+    if "avx512_bf16" not in machine.cpu_features:
+        missing = "this processor has no AVX512-BF16"
+    kernels = ("portable",) if missing else row.kernels
     kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
-    lacks = {} if machine.compiler else {"native": "no C compiler is here"}
+    lacks = {"native": missing} if missing else {}
     return _narrowed(row, machine, (device,), lacks, dtypes=tuple(d for d in dtypes if d in row.dtypes), kernels=kernels, slow=slow)
 
 

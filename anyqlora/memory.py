@@ -277,12 +277,12 @@ def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
 def in_blocks(shapes: Shapes, config: TrainConfig) -> bool:
     """Whether attention is by blocks (kernels/attention.py), which keeps no output of its own: bf16 on a CPU, without padding."""
     is_ours = config.flat is True and config.backend == "cpu" and config.precision.startswith("bf16") and not shapes.eager_attention
-    return is_ours and config.kernels != "native"
+    return is_ours and not in_c(shapes, config)
 
 
 def in_c(shapes: Shapes, config: TrainConfig) -> bool:
-    """Whether attention is by attention.c; on a processor that it is not for, less is kept than that."""
-    return config.flat is True and config.kernels == "native" and not shapes.eager_attention
+    """Whether attention is by attention.c, which takes heads of whole registers."""
+    return config.flat is True and config.kernels == "native" and not shapes.eager_attention and shapes.head_dim % 16 == 0
 
 
 def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:

@@ -83,7 +83,7 @@ class TrainConfig:
     initial_loss_scale: float = setting(65536.0, "fp16: what the loss is first multiplied by", also=("init_scale",), low=1)
     loss_scale_growth_interval: int = setting(2000, "fp16: steps without overflow after which the loss scale doubles", also=("growth_interval",), low=1)
     use_gradient_checkpointing: bool | str = setting(AUTO, "recompute activations in backward", choices=(AUTO, True, False), also=("gradient_checkpointing",))
-    kernels: str = setting(AUTO, "portable: the framework's own; exact: our Triton ones that give the same bits; triton: all of them; native: our C ones for bf16 on a CPU; auto: exact on NVIDIA GPUs, native on CPUs with a C compiler",
+    kernels: str = setting(AUTO, "portable: the framework's own; exact: our Triton ones that give the same bits; triton: all of them; native: our C ones for bf16 on a CPU; auto: exact on NVIDIA GPUs, native on CPUs with AVX512-BF16 and a C compiler",
                            choices=(AUTO, *tables.KERNELS))
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")
     fused: bool | str = setting(AUTO, "LoRA in one function with its frozen weight; auto: wherever that is the same", choices=(AUTO, True, False))

@@ -122,6 +122,14 @@ def test_cpu_prefers_bf16_only_in_hardware():
     assert BackendManager(machine=MACHINES["a100"]).get_dtype(prefer_bfloat16=False) == torch.float16
 
 
+def test_kernels_in_c_want_a_compiler_and_a_processor_for_them():
+    can = without(MACHINES["nothing"], system="Linux", compiler="/usr/bin/cc", cpu_features=("avx512_bf16",))
+    assert BackendManager("cpu", machine=can).found.kernels == ("native", "portable")
+    for lacking, why in (({"compiler": ""}, "no C compiler is here"), ({"cpu_features": ("avx2", "bf16")}, "this processor has no AVX512-BF16")):
+        found = BackendManager("cpu", machine=without(can, **lacking)).found
+        assert found.kernels == ("portable",) and found.why("native") == why
+
+
 def test_unavailable_backend_is_a_value_error_with_reasons():
     with pytest.raises(ValueError, match=r"^Backend 'cuda' is not available on this system\. Available: cpu\n") as caught:
         BackendManager("cuda", machine=MACHINES["nothing"])

@@ -6,7 +6,6 @@
 
 #include "bf16.h"
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__) /* with AMX a library's products are faster */
 #include <immintrin.h>
 
 typedef uint32_t pair; /* two numbers, the first one in the lower half */
@@ -257,4 +256,3 @@ void attention_backward(const bf16 *of_out, const bf16 *q, const bf16 *k, const 
         free(scores), free(of_p), free(p), free(of_scores), free(of_scores_paired);
     }
 }
-#endif

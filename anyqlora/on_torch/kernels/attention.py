@@ -23,16 +23,16 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
 
     q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents int [B, T]: tokens see tokens of their own document
     only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them. is_native: by
-    attention.c where that is for this processor, else softmax by native.c.
+    attention.c, where heads are of a width that it takes.
     """
-    if is_native and native.is_for(q, k, v) and native.has_attention() and q.shape[3] % native.LANES == 0:
+    if is_native and native.is_for(q, k, v) and q.shape[3] % native.LANES == 0:
         return _InC.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), _table(q, documents), window or q.shape[2], scale)
     if documents is None:
-        return _one(q, k, v, scale, window, is_native)
+        return _one(q, k, v, scale, window)
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
     for row, first, end in _spans(documents):
         part = [x[row : row + 1, :, first:end] for x in (q, k, v)]
-        out[row : row + 1, first:end] = _one(*part, scale, window, is_native)
+        out[row : row + 1, first:end] = _one(*part, scale, window)
     return out
 
 
@@ -96,7 +96,7 @@ class _InC(torch.autograd.Function):
         return *native.attention_backward(of_out.contiguous(), *ctx.saved_tensors, *ctx.form), None, None, None
 
 
-def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, is_native: bool) -> torch.Tensor:
+def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
     """Attention where all tokens of a row are of one document, [B, T, H, D]."""
     length = q.shape[2]
     if window is not None and window < length:
@@ -105,7 +105,7 @@ def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window
         seen = (far >= 0) & (far < window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).transpose(1, 2)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        return _Blocks.apply(q, k, v, scale, _Native if is_native else _Plain)
+        return _Blocks.apply(q, k, v, scale)
     return F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
@@ -116,18 +116,16 @@ class _Blocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, kind):
+    def forward(ctx, q, k, v, scale):
         ctx.save_for_backward(q, k, v)
-        ctx.scale, ctx.softmaxes = scale, []
+        ctx.scale = scale
         (rows, heads, length, width), shared = q.shape, k.shape[1]
         out = torch.empty(rows, length, heads, width, dtype=q.dtype)
         grouped = out.view(rows, length, shared, -1, width).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
         for row, some, first, end, block in _blocks(q, k):
             keys, values = k[row, some, :end], v[row, some, :end]
-            softmax = kind(first, end, scale)
-            p = softmax.of(torch.bmm(block, keys.transpose(1, 2)))
+            p = _softmax(torch.bmm(block, keys.transpose(1, 2)), first, end, scale)
             made = torch.bmm(p.to(v.dtype), values)
-            ctx.softmaxes.append(softmax)
             grouped[row, some, :, first:end] = made.view(len(made), -1, end - first, width)
         return out
 
@@ -138,15 +136,16 @@ class _Blocks(torch.autograd.Function):
         of_q = torch.empty(q.shape, dtype=q.dtype)
         of_k, of_v = torch.zeros(k.shape), torch.zeros(v.shape)  # float32: sums over blocks
         grouped_of_q = of_q.view(*k.shape[:2], -1, *q.shape[2:])
-        for (row, some, first, end, block), (*_, g), softmax in zip(_blocks(q, k), _blocks(of_out, k), ctx.softmaxes, strict=True):
+        for (row, some, first, end, block), (*_, g) in zip(_blocks(q, k), _blocks(of_out, k), strict=True):
             keys, values = k[row, some, :end], v[row, some, :end]
-            p = softmax.of(torch.bmm(block, keys.transpose(1, 2)))
+            p = _softmax(torch.bmm(block, keys.transpose(1, 2)), first, end, ctx.scale)
             of_v[row, some, :end] += torch.bmm(p.to(v.dtype).transpose(1, 2), g)
-            of_scores = softmax.back(torch.bmm(g, values.transpose(1, 2)), p)
+            of_p = torch.bmm(g, values.transpose(1, 2))
+            of_scores = softmax_backward(of_p.float(), p).mul_(ctx.scale).to(of_p.dtype)
             made = torch.bmm(of_scores, keys)
             grouped_of_q[row, some, :, first:end] = made.view(len(made), -1, end - first, q.shape[3])
             of_k[row, some, :end] += torch.bmm(of_scores.transpose(1, 2), block)
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None
 
 
 def _blocks(x: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[int, slice, int, int, torch.Tensor]]:
@@ -163,35 +162,9 @@ def _blocks(x: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[int, slice, int,
                 yield row, some, first, end, grouped[row, some, :, first:end].reshape(-1, (heads // shared) * (end - first), width)
 
 
-class _Plain:
-    """Softmax of the scores of n queries that begin at key `first` of `end`, each over the keys up to its own; by torch, in float32."""
-
-    def __init__(self, first: int, end: int, scale: float):
-        self.first, self.end, self.scale = first, end, scale
-
-    def of(self, scores: torch.Tensor) -> torch.Tensor:
-        """softmax(scale * scores [K', G n, end])."""
-        scores, queries = scores.float().mul_(self.scale), self.end - self.first
-        later = torch.full((queries, queries), MASKED).triu_(1)
-        scores.view(len(scores), -1, queries, self.end)[..., self.first:].add_(later)
-        return scores.softmax(-1)
-
-    def back(self, of_p: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """The gradient of the scores, in the type of `of_p`, that of their softmax `p`."""
-        return softmax_backward(of_p.float(), p).mul_(self.scale).to(of_p.dtype)
-
-
-class _Native(_Plain):
-    """By native.c, in the place of what it takes. The second time is the shorter one: the first one's denominators are kept."""
-
-    log_sums: torch.Tensor | None = None
-
-    def of(self, scores: torch.Tensor) -> torch.Tensor:
-        if self.log_sums is None:
-            self.log_sums = native.softmax_(scores, self.end - self.first, self.first, self.scale)
-        else:
-            native.softmax_again_(scores, self.log_sums, self.end - self.first, self.first, self.scale)
-        return scores
-
-    def back(self, of_p: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        return native.softmax_backward_(of_p, p, self.end - self.first, self.first, self.scale)
+def _softmax(scores: torch.Tensor, first: int, end: int, scale: float) -> torch.Tensor:
+    """softmax(scale * scores [K', G n, end]) in float32, of n queries that begin at key `first`, each over the keys up to its own."""
+    scores, queries = scores.float().mul_(scale), end - first
+    later = torch.full((queries, queries), MASKED).triu_(1)
+    scores.view(len(scores), -1, queries, end)[..., first:].add_(later)
+    return scores.softmax(-1)

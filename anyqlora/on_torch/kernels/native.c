@@ -5,63 +5,6 @@
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-/* scores [rows, width] become the softmax of scale * scores, and log_sums [rows] the logarithm of its denominators. Row r is query
-   r % queries of those that begin at key `first`: it sees the keys before it and its own. */
-void softmax(bf16 *scores, float *log_sums, long rows, long queries, long width, long first, float scale) {
-#pragma omp parallel
-    {
-        float *powers = malloc(width * sizeof(float));
-#pragma omp for schedule(static, 8)
-        for (long r = 0; r < rows; r++) {
-            bf16 *row = scores + r * width;
-            long seen = first + r % queries + 1;
-            float highest = -INFINITY, sum = 0.0f;
-#pragma omp simd reduction(max : highest)
-            for (long i = 0; i < seen; i++) highest = up(row[i]) > highest ? up(row[i]) : highest;
-#pragma omp simd reduction(+ : sum)
-            for (long i = 0; i < seen; i++) {
-                powers[i] = exponential(scale * (up(row[i]) - highest));
-                sum += powers[i];
-            }
-            float factor = 1.0f / sum;
-#pragma omp simd
-            for (long i = 0; i < seen; i++) row[i] = down(factor * powers[i]);
-            memset(row + seen, 0, (width - seen) * sizeof(bf16));
-            log_sums[r] = logf(sum) + scale * highest;
-        }
-        free(powers);
-    }
-}
-
-/* The same again, its denominators known. */
-void softmax_again(bf16 *scores, const float *log_sums, long rows, long queries, long width, long first, float scale) {
-#pragma omp parallel for schedule(static, 8)
-    for (long r = 0; r < rows; r++) {
-        bf16 *row = scores + r * width;
-        long seen = first + r % queries + 1;
-        float log_sum = log_sums[r];
-#pragma omp simd
-        for (long i = 0; i < seen; i++) row[i] = down(exponential(scale * up(row[i]) - log_sum));
-        memset(row + seen, 0, (width - seen) * sizeof(bf16));
-    }
-}
-
-/* of_p [rows, width], the gradient of the probabilities p, becomes that of the scores: scale * p * (of_p - sum(p * of_p)). */
-void softmax_backward(bf16 *of_p, const bf16 *p, long rows, long queries, long width, long first, float scale) {
-#pragma omp parallel for schedule(static, 8)
-    for (long r = 0; r < rows; r++) {
-        bf16 *out = of_p + r * width;
-        const bf16 *in = p + r * width;
-        long seen = first + r % queries + 1;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (long i = 0; i < seen; i++) sum += up(in[i]) * up(out[i]);
-#pragma omp simd
-        for (long i = 0; i < seen; i++) out[i] = down(scale * up(in[i]) * (up(out[i]) - sum));
-        memset(out + seen, 0, (width - seen) * sizeof(bf16));
-    }
-}
-
 /* losses [rows] of logits [rows, width] times `scale`; the logits become the gradient of the losses' sum by themselves. */
 void cross_entropy(bf16 *logits, const int64_t *targets, float *losses, long rows, long width, float scale) {
 #pragma omp parallel

@@ -24,9 +24,8 @@ OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping
            *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []))
 POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
-    "softmax": (POINTER, POINTER, LONG, LONG, LONG, LONG, FLOAT),
-    "softmax_again": (POINTER, POINTER, LONG, LONG, LONG, LONG, FLOAT),
-    "softmax_backward": (POINTER, POINTER, LONG, LONG, LONG, LONG, FLOAT),
+    "attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT),
+    "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT),
     "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
     "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
     "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
@@ -34,18 +33,14 @@ SIGNATURES = {
     "swiglu": (POINTER, POINTER, POINTER, LONG),
     "swiglu_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG),
 }
-OF_ATTENTION = {"attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT), "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT)}
 LANES = 16  # a head is a multiple of it wide
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The functions of native.c, and those of attention.c on a processor that it is for.
-
-    Raises OSError, subprocess.SubprocessError or AttributeError where they cannot be had.
-    """
+    """The functions of native.c and attention.c. Raises OSError, subprocess.SubprocessError or AttributeError where they cannot be had."""
     loaded = ctypes.CDLL(str(compiled()), mode=os.RTLD_NOW)  # later, a name that is not found would end the process
-    for name, kinds in (SIGNATURES | (OF_ATTENTION if hasattr(loaded, "attention") else {})).items():
+    for name, kinds in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = kinds, None
     return loaded
@@ -96,11 +91,6 @@ def is_for(*tensors: torch.Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
-def has_attention() -> bool:
-    """Whether attention.c is for this processor: one with AVX512-BF16 and without AMX."""
-    return hasattr(library(), "attention")
-
-
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, longest: int, window: int,
               scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v within documents [B, T, H, D], zero elsewhere, and the logarithms of the softmax's denominators, float32 [B, T, H].
@@ -121,23 +111,7 @@ def attention_backward(of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v
     return made
 
 
-def softmax_(scores: torch.Tensor, queries: int, first: int, scale: float) -> torch.Tensor:
-    """Causal softmax of scale * scores [K, G queries, keys], in their place: row r is query first + r % queries. Returns the logarithms of
-    its denominators, float32 [K, G queries]."""
-    log_sums = torch.empty(scores.shape[:-1])
-    _call("softmax", scores, log_sums, log_sums.numel(), queries, scores.shape[-1], first, scale)
-    return log_sums
-
-
-def softmax_again_(scores: torch.Tensor, log_sums: torch.Tensor, queries: int, first: int, scale: float) -> None:
-    """The same again, from what `softmax_` has returned."""
-    _call("softmax_again", scores, log_sums, log_sums.numel(), queries, scores.shape[-1], first, scale)
-
-
-def softmax_backward_(of_p: torch.Tensor, p: torch.Tensor, queries: int, first: int, scale: float) -> torch.Tensor:
-    """The gradient of `softmax_`'s scores, in the place of that of its result p."""
-    _call("softmax_backward", of_p, p, p.numel() // p.shape[-1], queries, p.shape[-1], first, scale)
-    return of_p
+# ------------------------------------------------------------------------------------------------------------- the loss
 
 
 def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
