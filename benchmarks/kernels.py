@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""How fast is each kernel, against its definition, against the library whose place it takes, and against the memory's own rate?
+"""How fast is each kernel, against its definition, against the library whose place it takes, and against the machine's own rates?
 
     python benchmarks/kernels.py                    (an NVIDIA GPU: Triton's kernels, at Llama-3-8B's shapes and 8192 tokens)
-    python benchmarks/kernels.py --cut 32           (a CPU: the portable implementations, of the shapes' rows a thirty-second)
+    python benchmarks/kernels.py --cut 32           (a CPU: the portable implementations, of the shapes' rows a thirty-second, and those in C)
 
-The limit is the time that the kernel's inputs and outputs take to be read and written once, at the rate of a plain copy in the same run.
+The limit is the time that the kernel's inputs and outputs take to be read and written once, at the rate of a plain copy in the same run; of
+attention and of the head, the time of their products at the rate of large ones.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Case:
     shape: str
     bytes: int
     ways: dict[str, Callable] = field(default_factory=dict)
+    flops: float = 0
 
 
 def triton_kernels(device: str) -> dict:
@@ -75,17 +77,50 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
                {"torch": lambda: x.add_(torch.nn.functional.dropout(middle @ a, 0.1)), "ours": lambda: drop.add_back(x, middle, a)})
 
 
+def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """native.c and attention.c at SmolLM2-135M's shape and four rows of 512 tokens; attention at those of two Llamas, too."""
+    from anyqlora.on_torch.kernels import attention, defined, native
+
+    if device != "cpu" or dtype != torch.bfloat16 or native.broken():
+        return
+    tokens = 4 * 511
+    x, weight = drawn(device, dtype, tokens, 576), drawn(device, dtype, 576)
+    yield from both("rms_norm", native.rms_norm, defined.rms_norm, (x, weight, 1e-5), x.nbytes, 2, 3)
+    gate, up = drawn(device, dtype, tokens, 1536), drawn(device, dtype, tokens, 1536)
+    yield from both("swiglu", native.swiglu, defined.swiglu, (gate, up), gate.nbytes, 3, 5)
+    q, turns = drawn(device, dtype, 1, tokens, 9, 64), drawn(device, dtype, 2, 1, tokens, 64)
+    yield from both("rope", native.rotate, defined.rotate, (q, turns[0], turns[1]), q.nbytes, 2, 2)
+    for heads, shared, width in ((9, 3, 64), (32, 8, 64), (32, 8, 128)):
+        inputs = [drawn(device, dtype, 4, count, 511, width).requires_grad_() for count in (heads, shared, shared)]
+        outer = drawn(device, dtype, 4, 511, heads, width)
+
+        def step(function, inputs=inputs, outer=outer, **options):
+            return torch.autograd.grad(function(*inputs, scale=inputs[0].shape[3] ** -0.5, **options), inputs, outer)
+
+        yield Case("attention, with backward", f"4 of 511, {heads} of {width}", 0, {
+            "torch": lambda step=step: step(library_attention), "portable": lambda step=step: step(attention.attention),
+            "ours": lambda step=step: step(attention.attention, is_native=True)}, flops=7 * 2 * width * heads * 4 * 511**2 / 2)
+    hidden, head, targets = drawn(device, dtype, 512, 576).requires_grad_(), drawn(device, dtype, 49152, 576), torch.randint(49152, (512,))
+    yield Case("head and loss, with backward", "(512, 49152)", 0, {
+        "portable": lambda: torch.autograd.grad(cross_entropy.cross_entropy(hidden, head, None, targets, rows=128), hidden),
+        "ours": lambda: torch.autograd.grad(cross_entropy.cross_entropy(hidden, head, None, targets, rows=512, is_native=True), hidden)},
+        flops=2 * 2 * 512 * 576 * 49152)
+
+
+def library_attention(q, k, v, scale):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
 def both(name, fast, slow, inputs, nbytes, forward: int, backward: int) -> Iterator[Case]:
     """Forward and backward, which move `forward` and `backward` times `nbytes`."""
     shape = str(tuple(inputs[0].shape))
     yield Case(name, shape, forward * nbytes, {"definition": lambda: slow(*inputs), "ours": lambda: fast(*inputs)})
-    case = Case(f"{name}, backward", shape, backward * nbytes)
+    case, g = Case(f"{name}, backward", shape, backward * nbytes), torch.randn_like(slow(*inputs))
     for way, function in (("definition", slow), ("ours", fast)):
         learned = inputs[0].detach().requires_grad_()
         wanted = [learned] + ([inputs[1].detach().requires_grad_()] if name == "swiglu" else [])
         y = function(*wanted, *inputs[len(wanted):])
-        g = torch.randn_like(y)
-        case.ways[way] = lambda y=y, wanted=wanted, g=g: torch.autograd.grad(y, wanted, g, retain_graph=True)
+        case.ways[way] = lambda y=y, wanted=wanted: torch.autograd.grad(y, wanted, g, retain_graph=True)
     yield case
 
 
@@ -145,22 +180,23 @@ def main() -> None:
     device, dtype, tokens = a.device, getattr(torch, a.dtype), a.tokens or (8192 if a.device == "cuda" else 512)
     torch.manual_seed(0)
     ours = triton_kernels(device)
-    rate = copy_rate(device)
-    print(f"a copy reads and writes {rate / 1e6:.0f} GB/s")
+    rate, products = copy_rate(device), harness.product_rate([(4096, 4096)], 2048, a.dtype, device) / 1e3
+    print(f"a copy reads and writes {rate / 1e6:.0f} GB/s; large products run at {products / 1e9:.2f} TFLOP/s")
     found = []
-    for case in (*dequantizations(ours, device, dtype, a.cut), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut)):
-        first = None
+    for case in (*dequantizations(ours, device, dtype, a.cut), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut), *in_c(device, dtype)):
+        first, least = None, case.bytes / rate or case.flops / products  # milliseconds
         for way, function in case.ways.items():
             out = None if "+=" in case.kernel else function()  # what writes over its input differs each time
             first = out if first is None else first
             row = {"kernel": case.kernel, "shape": case.shape, "way": way, "milliseconds": milliseconds(function, device),
-                   "limit_milliseconds": case.bytes / rate or None,
+                   "limit_milliseconds": least or None,
                    "difference": None if out is first or "dropout" in case.kernel else difference(out, first)}
             found.append(row)
-            limit = f"{row['limit_milliseconds']:9.3f} ms {row['limit_milliseconds'] / row['milliseconds']:5.0%}" if case.bytes else " " * 18
+            limit = f"{least:9.3f} ms {least / row['milliseconds']:5.0%}" if least else " " * 18
             same = "" if row["difference"] is None else f"   differs by {row['difference']:.1e}"
             print(f"{case.kernel:34} {case.shape:24} {way:13} {row['milliseconds']:9.3f} ms   limit {limit}{same}", flush=True)
-    harness.write(a.name or f"kernels-{device}-{a.dtype}", {"question": __doc__.splitlines()[0], "copy_bytes_per_second": 1e3 * rate,
+    harness.write(a.name or f"kernels-{device}-{a.dtype}", {"question": __doc__.splitlines()[0], "copy_bytes_per_second": 1e3 * rate, "product_flops_per_second": 1e3 * products,
+                                                            "threads": torch.get_num_threads(),
                                                             "tokens": tokens, "cut": a.cut, "results": found})
 
 

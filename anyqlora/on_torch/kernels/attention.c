@@ -96,50 +96,45 @@ static inline long first_key(long query, long window) { return query < window ? 
 
 static void *room(long bytes) { return aligned_alloc(64, rounded_up(bytes, 64)); }
 
-typedef struct {
-    long length, heads, shared, width; /* tokens of a row, heads of queries, heads of keys, D */
-    const int64_t *documents;          /* [number, 3]: row, first token, end */
-    long number, longest, window;      /* of documents; tokens of the longest one, in whole blocks; tokens that a query sees */
-    float scale;
-} Shape;
-
 /* The probabilities' block in pairs of keys, before they are divided by their sum; `highest` and `sums` go on, and `shrunk` says by what to multiply
    that which was summed before. */
-static void softmax_block(const float *scores, pair *p, float *highest, float *sums, float *shrunk, long first, long key, const Shape *s) {
+static void softmax_block(const float *scores, pair *p, float *highest, float *sums, float *shrunk, long first, long key, long window,
+                          float scale) {
     float top[QUERIES];
-    int whole = all_see(first, key, s->window);
+    int whole = all_see(first, key, window);
     memcpy(top, highest, sizeof top);
     for (long k = 0; k < KEYS; k++)
 #pragma omp simd
         for (long q = 0; q < QUERIES; q++) {
             float x = scores[k * QUERIES + q];
-            x = whole || sees(first + q, key + k, s->window) ? x : LOWEST;
+            x = whole || sees(first + q, key + k, window) ? x : LOWEST;
             top[q] = x > top[q] ? x : top[q];
         }
 #pragma omp simd
     for (long q = 0; q < QUERIES; q++) {
-        shrunk[q] = exponential(s->scale * (highest[q] - top[q]));
+        shrunk[q] = exponential(scale * (highest[q] - top[q]));
         highest[q] = top[q];
         sums[q] *= shrunk[q];
     }
     for (long k = 0; k < KEYS; k += 2)
 #pragma omp simd
         for (long q = 0; q < QUERIES; q++) {
-            float x = exponential(s->scale * (scores[k * QUERIES + q] - top[q])), y = exponential(s->scale * (scores[(k + 1) * QUERIES + q] - top[q]));
-            x = whole || sees(first + q, key + k, s->window) ? x : 0.0f;
-            y = whole || sees(first + q, key + k + 1, s->window) ? y : 0.0f;
+            float x = exponential(scale * (scores[k * QUERIES + q] - top[q])), y = exponential(scale * (scores[(k + 1) * QUERIES + q] - top[q]));
+            x = whole || sees(first + q, key + k, window) ? x : 0.0f;
+            y = whole || sees(first + q, key + k + 1, window) ? y : 0.0f;
             sums[q] += x + y;
             p[k / 2 * QUERIES + q] = both(down(x), down(y));
         }
 }
 
+/* out, and log_sums [B, T, heads], the logarithms of the softmax's denominators. documents [number, 3]: row, first token, end; q has `heads`, k and v
+   have `shared` heads; a query sees `window` tokens, itself among them. */
 void attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *log_sums, const int64_t *documents, long number, long longest,
                long length, long heads, long shared, long width, long window, float scale) {
-    Shape s = {length, heads, shared, width, documents, number, rounded_up(longest, KEYS), window, scale};
-    long group = heads / shared, stride = heads * width, shared_stride = shared * width;
+    long most = rounded_up(longest, KEYS), group = heads / shared, stride = heads * width, shared_stride = shared * width;
 #pragma omp parallel
     {
-        pair *keys = room(s.longest * width * sizeof(bf16)), *values = room(s.longest * width * sizeof(bf16));
+        pair *keys = room(most * width * sizeof(bf16)), *values = room(most * width * sizeof(bf16));
         pair *lanes = room(QUERIES * width * sizeof(bf16)), *p = room(KEYS * QUERIES * sizeof(bf16));
         float *scores = room(KEYS * QUERIES * sizeof(float)), *sum = room(QUERIES * width * sizeof(float));
 #pragma omp for schedule(dynamic, 1)
@@ -157,7 +152,7 @@ void attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lo
                     long start = first_key(first, window);
                     for (long key = start; key < smaller(first + QUERIES, tokens); key += KEYS) {
                         multiply(scores, keys + key * (width / 2), width / 2, 1, lanes, KEYS, QUERIES, width / 2, 1);
-                        softmax_block(scores, p, highest, sums, shrunk, first, key, &s);
+                        softmax_block(scores, p, highest, sums, shrunk, first, key, window, scale);
                         if (key > start)
                             for (long i = 0; i < QUERIES; i++)
                                 for (long n = 0; n < width; n++) sum[i * width + n] *= shrunk[i];
@@ -177,30 +172,30 @@ void attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lo
 /* A block's probabilities and gradients of its scores, a key in each row; the latter in pairs of keys, too. `of_p` is the gradient of the
    probabilities, `mean` its sum weighted by them. */
 static void softmax_block_backward(const float *scores, const float *of_p, bf16 *p, bf16 *of_scores, pair *of_scores_paired, const float *log_sums,
-                                   const float *mean, long first, long key, const Shape *s) {
-    int whole = all_see(first, key, s->window);
+                                   const float *mean, long first, long key, long window, float scale) {
+    int whole = all_see(first, key, window);
     for (long k = 0; k < KEYS; k += 2)
 #pragma omp simd
         for (long q = 0; q < QUERIES; q++) {
             long one = k * QUERIES + q, other = one + QUERIES;
-            float x = exponential(s->scale * scores[one] - log_sums[q]), y = exponential(s->scale * scores[other] - log_sums[q]);
-            x = whole || sees(first + q, key + k, s->window) ? x : 0.0f;
-            y = whole || sees(first + q, key + k + 1, s->window) ? y : 0.0f;
-            bf16 of_x = down(s->scale * x * (of_p[one] - mean[q])), of_y = down(s->scale * y * (of_p[other] - mean[q]));
+            float x = exponential(scale * scores[one] - log_sums[q]), y = exponential(scale * scores[other] - log_sums[q]);
+            x = whole || sees(first + q, key + k, window) ? x : 0.0f;
+            y = whole || sees(first + q, key + k + 1, window) ? y : 0.0f;
+            bf16 of_x = down(scale * x * (of_p[one] - mean[q])), of_y = down(scale * y * (of_p[other] - mean[q]));
             p[one] = down(x), p[other] = down(y);
             of_scores[one] = of_x, of_scores[other] = of_y;
             of_scores_paired[k / 2 * QUERIES + q] = both(of_x, of_y);
         }
 }
 
+/* The gradients of q, k and v from that of out. */
 void attention_backward(const bf16 *of_out, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *log_sums, bf16 *of_q,
                         bf16 *of_k, bf16 *of_v, const int64_t *documents, long number, long longest, long length, long heads, long shared, long width,
                         long window, float scale) {
-    Shape s = {length, heads, shared, width, documents, number, rounded_up(longest, KEYS), window, scale};
-    long group = heads / shared, stride = heads * width, shared_stride = shared * width;
+    long most = rounded_up(longest, KEYS), group = heads / shared, stride = heads * width, shared_stride = shared * width;
 #pragma omp parallel
     {
-        long all = s.longest * width, block = QUERIES * width;
+        long all = most * width, block = QUERIES * width;
         pair *keys = room(all * sizeof(bf16)), *values = room(all * sizeof(bf16)), *keys_paired = room(all * sizeof(bf16));
         float *sum_k = room(all * sizeof(float)), *sum_v = room(all * sizeof(float)), *sum_q = room(block * sizeof(float));
         pair *lanes = room(block * sizeof(bf16)), *outer_lanes = room(block * sizeof(bf16));
@@ -238,7 +233,7 @@ void attention_backward(const bf16 *of_out, const bf16 *q, const bf16 *k, const 
                     for (long key = start; key < smaller(first + QUERIES, tokens); key += KEYS) {
                         multiply(scores, keys + key * (width / 2), width / 2, 1, lanes, KEYS, QUERIES, width / 2, 1);
                         multiply(of_p, values + key * (width / 2), width / 2, 1, outer_lanes, KEYS, QUERIES, width / 2, 1);
-                        softmax_block_backward(scores, of_p, (bf16 *)p, (bf16 *)of_scores, of_scores_paired, of_rows, means, first, key, &s);
+                        softmax_block_backward(scores, of_p, (bf16 *)p, (bf16 *)of_scores, of_scores_paired, of_rows, means, first, key, window, scale);
                         multiply(sum_v + key * width, p, QUERIES / 2, 1, outer, KEYS, width, QUERIES / 2, 0);
                         multiply(sum_k + key * width, of_scores, QUERIES / 2, 1, queries, KEYS, width, QUERIES / 2, 0);
                         multiply(sum_q, of_scores_paired, 1, QUERIES, keys_paired + key / 2 * width, QUERIES, width, KEYS / 2, key == start);
