@@ -203,6 +203,7 @@ def run_with(compiler: Path | str, tmp_path, *flags) -> subprocess.CompletedProc
                           cwd=Path(__file__).resolve().parent.parent)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_does_not_work_is_said(tmp_path):
     """`auto` trains on without them and says why; who asked for them is told."""
     broken = tmp_path / "cc"

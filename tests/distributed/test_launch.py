@@ -179,6 +179,7 @@ def test_collectives_of_ddp_are_at_boundaries_only(tmp_path):
     assert sum(counts.get("backward", {}).values()) + sum(counts.get("step", {}).values()) == 3
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_told_once(tmp_path):
     import socket
 
