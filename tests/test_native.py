@@ -94,7 +94,7 @@ def test_attention_is_as_near_to_float64_as_the_portable_one(length, queries, ke
 
 
 @pytest.mark.parametrize("length", [64, 130, 700])
-def test_attention_in_c_is_nearer_than_blocks(length, monkeypatch):
+def test_attention_in_c_is_nearer_than_blocks(length):
     """Scores stay in float32: a rounding less than where a product writes them in bf16."""
     inputs, weight = [drawn(1, count, length, 64, seed=count) for count in (4, 2, 2)], drawn(1, length, 4, 64, seed=9)
     ours, blocks, exact = attended(inputs, weight, scale=0.125)

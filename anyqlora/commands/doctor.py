@@ -175,7 +175,7 @@ def builds(machine, hardware: set[str]) -> Iterator[Finding]:
         yield Finding("WRONG", f"no 4-bit and 8-bit weights: {machine.bitsandbytes['error']}",
                       "pip install --force-reinstall bitsandbytes==0.50.2")
     if "avx512_bf16" in machine.cpu_features and machine.system == "Linux" and not hardware and not machine.compiler:
-        yield Finding("note", "no C compiler, so bf16 on the CPU runs without our kernels and takes half as long again", "apt install gcc, or name yours in CC")
+        yield Finding("note", "no C compiler, so bf16 on the CPU runs without our kernels and takes 1.3 to 1.5 times as long", "apt install gcc, or name yours in CC")
 
 
 # --------------------------------------------------------------------------------------------------------- the tiny run
