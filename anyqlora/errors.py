@@ -78,33 +78,44 @@ class Stopped(RunError):
 @contextlib.contextmanager
 def explained(program: str):
     """Print a RunError in words on standard error and leave with its exit code; so do signals that ask to stop."""
+    code = 0
     try:
         with stoppable():
             yield
     except KeyboardInterrupt:
+        code = 130
         print(f"{program}: stopped by SIGINT; the same command starts it again", file=sys.stderr)
-        _leave(130)
     except RunError as error:
+        code = error.exit_code
         if isinstance(error, UsageError) and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
             time.sleep(FIRST_SAYS)
         print(f"{program}: {error}", file=sys.stderr)
-        _leave(error.exit_code)
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int):
+            raise
+    except Exception:
+        code = 1
+        if not _has_been_in_a_group():
+            raise
+        sys.excepthook(*sys.exc_info())
     finally:
         try:
             sys.stdout.flush()
         except OSError:  # a closed pipe or a full disk: the interpreter would try again, fail, and say so
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _leave(code: int):
-    """End with `code`: at once where this process is still in a group, whose threads would abort an interpreter that ends around them."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_available() and distributed.is_initialized():
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
+    if _has_been_in_a_group():
+        sys.stderr.flush()
         os._exit(code)
-    sys.exit(code)
+    if code:
+        sys.exit(code)
+
+
+def _has_been_in_a_group() -> bool:
+    """Whether this process has to end at once: gloo's threads may still hold tensors, and one that lets go of a tensor while the
+    interpreter ends aborts the process, whether or not the group was left in order."""
+    distributed = sys.modules.get("torch.distributed")
+    return "anyqlora.on_torch.ranks" in sys.modules or bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
 @contextlib.contextmanager

@@ -60,9 +60,7 @@ def same_rows(ranks: Alone, found: Place, rows: Data) -> None:
 
 
 def _refuse(ranks: Alone, why: str, cure: str) -> None:
-    """All processes end; the first one says why. They know it together, so they leave the group in order: one that is left behind when an
-    interpreter ends may abort it."""
-    ranks.close()
+    """All processes end; the first one says why."""
     if ranks.is_first:
         raise UsageError(why, where="between processes", cure=cure)
     sys.exit(UsageError.exit_code)

@@ -17,9 +17,11 @@ import os
 import sys
 import time
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
 from .launch import free_port
+from .world import environment
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "accelerate",
              "deepspeed", "anyqlora.on_torch.build", "backend_manager"]
@@ -30,15 +32,22 @@ class WorldFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
+def server() -> multiprocessing.context.ForkServerContext:
+    """The server from which processes are forked, with PRELOADED imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.partition(".")[0])])
+    with environment(PYTHONPATH=os.pathsep.join(sys.path), DS_ACCELERATOR="cpu"):  # cpython 3.11 does not hand on sys.path
+        forkserver.ensure_running()
+    return context
+
+
 def world(size: int, function, *arguments, timeout: float = 120) -> list:
     """`function(*arguments)` in `size` processes that talk over gloo and are set up as torchrun does it. Returns what each rank returned.
 
     They are forked from a server that has imported the frameworks, so a world takes 0.1 to 0.6 s. The function stands in a module, and
     what goes in and out can be pickled. Raises WorldFailed with the first rank's traceback.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.partition(".")[0])])
+    context = server()
     environ = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1,
                "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": 1, "TOKENIZERS_PARALLELISM": "false"}
     processes, pipes = [], []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .checkpoint import finite
 from .config import TrainConfig
-from .errors import PeerLost, explained
+from .errors import explained
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
@@ -36,10 +36,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv[2]))
-    try:
-        main(Path(sys.argv[1]))
-    except SystemExit as end:
-        if end.code == PeerLost.exit_code:
-            sys.stderr.flush()
-            os._exit(end.code)  # leaving a broken group in order would wait for the one that is lost
-        raise
+    main(Path(sys.argv[1]))

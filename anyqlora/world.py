@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,3 +155,18 @@ class Several(Alone):
     def told_bytes(self, content: np.ndarray) -> np.ndarray:
         """The first process's uint8 [n], on all, where `content` has that size."""
         raise NotImplementedError
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """These variables in this process's environment, which is as it was afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -10,3 +10,7 @@ if not os.environ.get("TEST_ON_GPU"):  # set by benchmarks/gpu.sh
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from anyqlora import testing  # noqa: E402 - found by the path above
+
+testing.PRELOADED += ["warm"]  # for worlds and for runs that are killed

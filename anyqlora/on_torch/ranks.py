@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
-import os
 import secrets
 import signal
 import sys
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..config import TrainConfig
 from ..errors import PeerLost, UsageError
-from ..world import Several, World
+from ..world import Several, World, environment
 
 MEETING = timedelta(hours=2)  # that processes wait for one another to start: the first may be downloading a model
 POLLED = 0.1  # seconds between two looks at the store: one long wait in it would keep signals out
@@ -30,10 +30,9 @@ class Ranks(Several):
     def __init__(self, plan, world: World):
         """Meet the others. `plan.config.dist_timeout` seconds is how long anybody waits for them afterwards. Raises PeerLost."""
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
-        said = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),
-                "MASTER_ADDR": world.address, "MASTER_PORT": world.port}
-        self.before = {name: os.environ.get(name) for name in said}
-        os.environ.update(said)  # DeepSpeed reads them
+        self.environment = contextlib.ExitStack()
+        self.environment.enter_context(environment(  # DeepSpeed reads it
+            RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank), MASTER_ADDR=world.address, MASTER_PORT=world.port))
         self.stacks = None
         self.has_formed = not dist.is_initialized()
         kind = torch.device(plan.device).type
@@ -92,11 +91,7 @@ class Ranks(Several):
         """
         if self.has_formed and dist.is_initialized() and (self.size == 1 or sys.exc_info()[0] is None):
             dist.destroy_process_group()
-        for name, value in self.before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self.environment.close()
 
 
 def meeting_place(config: TrainConfig, world: World) -> dist.Store:

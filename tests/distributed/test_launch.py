@@ -113,24 +113,39 @@ def test_what_no_process_can_do_is_said_once_under_torchrun(tmp_path):
 
 
 LEAVING = """
-import atexit, sys
-import torch.distributed as dist
+import atexit, contextlib, sys
+from types import SimpleNamespace
+from anyqlora.config import TrainConfig
 from anyqlora.errors import UsageError, explained
+from anyqlora.launch import free_port
+from anyqlora.world import World
 
 atexit.register(print, "the interpreter ended")
+group, end = sys.argv[1:]
 with explained("it"):
-    if sys.argv[1:]:
-        dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-    raise UsageError("not like this")
+    if group == "of the caller":
+        import torch.distributed as dist
+        dist.init_process_group("gloo", init_method=f"tcp://localhost:{free_port()}", rank=0, world_size=1)
+    if group == "of the run":
+        from anyqlora.on_torch.ranks import Ranks
+        world = World(launcher="itself", address="localhost", port=free_port())
+        with contextlib.closing(Ranks(SimpleNamespace(config=TrainConfig(), device="cpu"), world)):
+            pass
+    if end == "refused":
+        raise UsageError("not like this")
+    if end == "broken":
+        raise ValueError("no reason")
+print("after it", flush=True)
 """
 
 
-@pytest.mark.parametrize("is_member", [False, True])
-def test_an_error_inside_a_group_ends_the_process_at_once(is_member, tmp_path):
-    """Threads of a group that is left behind may abort an interpreter that ends: the exit code would be lost."""
-    done = subprocess.run([sys.executable, "-c", LEAVING, *([str(tmp_path / "store")] if is_member else [])], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (2, "it: not like this")
-    assert ("the interpreter ended" in done.stdout) == (not is_member)
+@pytest.mark.parametrize(("end", "code", "said"), [("refused", 2, "it: not like this"), ("broken", 1, "ValueError: no reason"), ("well", 0, "")])
+@pytest.mark.parametrize("group", ["none", "of the run", "of the caller"])
+def test_a_process_that_was_in_a_group_ends_at_once(group, end, code, said):
+    """A thread of gloo's that lets go of a tensor while the interpreter ends aborts it, and the exit code would be lost."""
+    done = subprocess.run([sys.executable, "-c", LEAVING, group, end], capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.strip().endswith(said) and bool(done.stderr) == bool(said)
+    assert ("the interpreter ended" in done.stdout) == (group == "none") and ("after it" in done.stdout) == (group == "none" and end == "well")
 
 
 NARROW = """

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import forkserver
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -19,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from anyqlora.checkpoint import OLD, REMOVED, STAGED, Checkpoints
 from anyqlora.layouts import DEMO_BASE
 from anyqlora.sources import DEMO as DEMO_ROWS
+from anyqlora.testing import server
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -51,21 +50,6 @@ def job(directory: Path) -> dict:
 # ------------------------------------------------------------------------------------------------------------- children
 
 
-def _context():
-    """The forkserver, with everything imported. The server looks for modules in PYTHONPATH only (cpython 3.11)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, HERE.parent, ROOT)))
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-    return context
-
-
 class Trial:
     """One run in a child of its own. `fault(*arguments)` is called there before the run begins."""
 
@@ -74,7 +58,7 @@ class Trial:
         self.directory, self.log = output / "run", output / f"log-{next(_numbers)}.txt"
         settings = {**settings, "output_dir": str(output), **changes}
         with _lock:
-            self.process = _context().Process(target=_child, args=(str(self.log), settings, fault, arguments))
+            self.process = server().Process(target=_child, args=(str(self.log), settings, fault, arguments))
             self.process.start()
         self.pid, self.began = self.process.pid, time.monotonic()
 
