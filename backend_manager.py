@@ -11,8 +11,9 @@ from functools import partial
 from anyqlora import layouts, memory, tables
 from anyqlora.config import TrainConfig, from_environment
 from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.fit import HEADROOM
 from anyqlora.machine import Device, Machine, host_memory, observe
-from anyqlora.plan import HEADROOM, PRECISION_OF, Adjustment, RunPlan, plan_run
+from anyqlora.plan import PRECISION_OF, Adjustment, RunPlan, plan_run
 
 __all__ = ["CAPABILITIES", "Adjustment", "Backend", "BackendManager", "BackendSpec", "BackendUnavailable", "Capabilities", "Found",
            "Machine", "RunPlan", "detect_backend", "get_backend_manager", "get_device", "observe"]

@@ -60,6 +60,8 @@ def checked(config: TrainConfig) -> TrainConfig:
             contradiction("fused", "quantizer", f"only products with a dequantized weight are fused: {', '.join(tables.FUSED_QUANTIZERS)}", "--fused auto")
     if config.reentrant_checkpointing and config.use_gradient_checkpointing is False:
         contradiction("reentrant_checkpointing", "use_gradient_checkpointing", "there is nothing to recompute")
+    if config.recomputed_layers != "auto" and config.use_gradient_checkpointing in (True, False) and bool(config.recomputed_layers) != config.use_gradient_checkpointing:
+        contradiction("recomputed_layers", "use_gradient_checkpointing", "one says that something is recomputed, the other that nothing is")
     if config.warmup_steps >= 0 and _is_said(config, "warmup_ratio") and _layer(where("warmup_ratio")) == _layer(where("warmup_steps")):
         contradiction("warmup_steps", "warmup_ratio", "both state the warm-up")
     if config.max_steps == 0 or config.max_steps < -1:

@@ -135,6 +135,9 @@ def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
         "loss": weights | optimizer | (gradients if config.gradient_accumulation_steps > 1 else {}) | kept
         | {"logits and loss": logit_bytes(shapes, config)},
         "backward": weights | optimizer | gradients | kept | {"layer at work": work_bytes(shapes, config)},
+        **({"recomputation": weights | optimizer | gradients | {
+            "activations": recomputing_bytes(shapes, config), "layer at work": work_bytes(shapes, config) + layer_bytes(shapes, config)}}
+           if recomputed(shapes, config) else {}),
         "update": weights | optimizer | gradients | {"update": update_bytes(shapes, config)},
     }
     if config.eval_dataset or config.eval_fraction:
@@ -229,19 +232,35 @@ def update_bytes(shapes: Shapes, config: TrainConfig) -> int:
 # -------------------------------------------------------------------------------------------------------- activations
 
 
+def recomputed(shapes: Shapes, config: TrainConfig) -> int:
+    """The first layers, which keep their input only: as many as are stated, else with checkpointing all of them."""
+    if not config.use_gradient_checkpointing:
+        return 0
+    return shapes.layers if config.recomputed_layers == "auto" else min(config.recomputed_layers, shapes.layers)
+
+
 def activation_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """What autograd keeps from forward to backward: all layers', or with checkpointing the input of each and of the last norm.
+    """What autograd keeps from forward to backward: all that layers need, or what enters those that are recomputed, and the last norm.
 
     Offloaded activations leave the device, except those of one layer on their way.
     """
+    again = recomputed(shapes, config)
+    if again == shapes.layers:
+        return recomputing_bytes(shapes, config)
+    kept = (1 if config.use_activation_cpu_offload else shapes.layers - again) * layer_bytes(shapes, config)
+    if again:
+        return kept + recomputing_bytes(shapes, config)
+    # the last norm stands for the first layer's, which needs no gradient, unless that has none or learns itself
     hidden = config.batch_size * config.context_length * shapes.hidden
-    width = Widths.of(config)
-    if config.use_gradient_checkpointing:
-        layer, last = hidden * width.stored, hidden * (width.stored if config.kernels == "native" else FULL)
-    else:
-        # the last norm stands for the first layer's, which needs no gradient, unless that has none or learns itself
-        layer, last = layer_bytes(shapes, config), hidden * FULL * (2 if config.adapter == "full" else shapes.post_norm)
-    return (1 if config.use_activation_cpu_offload else shapes.layers) * layer + last + head_bytes(shapes, config)
+    return kept + hidden * FULL * (2 if config.adapter == "full" else shapes.post_norm) + head_bytes(shapes, config)
+
+
+def recomputing_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """What is there when the first layer is recomputed that is: what enters each of them and the last norm. The others, which come after
+    them, have had their turn in backward."""
+    hidden, width = config.batch_size * config.context_length * shapes.hidden, Widths.of(config)
+    layers = 1 if config.use_activation_cpu_offload else recomputed(shapes, config)
+    return layers * hidden * width.stored + hidden * (width.stored if config.kernels == "native" else FULL) + head_bytes(shapes, config)
 
 
 def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -386,11 +405,11 @@ def chunk_width(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Backward of one layer: its largest weight dequantized, the MLP's gradients; with checkpointing the layer's activations."""
+    """Backward of one layer: its largest weight dequantized, the MLP's gradients."""
     width, tokens = Widths.of(config), config.batch_size * config.context_length
     weight = max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed if config.quantizer != "none" else 0
     gradients = 2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
-    return weight + gradients + (layer_bytes(shapes, config) if config.use_gradient_checkpointing else 0)
+    return weight + gradients
 
 
 def evaluation_bytes(shapes: Shapes, config: TrainConfig) -> int:

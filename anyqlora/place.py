@@ -20,8 +20,8 @@ from . import fingerprint, sources
 from .checkpoint import Checkpoints, Loaded, sweep, to_json
 from .config import TrainConfig
 from .errors import NoCheckpoint, Stopped, UsageError
+from .fit import global_batch
 from .hub import base_directory
-from .plan import global_batch
 from .world import Alone
 
 RESULT, IDENTITY = "result.json", "identity.json"
@@ -33,7 +33,7 @@ SETTINGS = (
     "lr_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "wd", "apply_gradient_clipping", "grad_norm", "spike_guard",
     "early_stopping",
 )
-CHOSEN = ("fused", "loss_rows", "flat", "weight_cache", "threads", "use_gradient_checkpointing")  # by a plan, and kept in checkpoints
+CHOSEN = ("fused", "loss_rows", "flat", "weight_cache", "threads", "use_gradient_checkpointing", "recomputed_layers")  # by a plan, and kept in checkpoints
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken")
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import layouts, memory, mesh, prequantized, tables
+from . import fit, layouts, memory, mesh, prequantized, tables
 from .config import AUTO, TrainConfig, checked
 from .errors import NotBuilt, UsageError
 from .tables import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
 
-GLOBAL_BATCH = 16       # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
-TRAINING = ("loading", "loss", "backward", "update")  # moments of memory.estimate that every run comes to
 NARROW = 1 << 18        # weights of an MLP's matrix: narrower ones are multiplied before a second thread has begun
 KEPT_FROM = 10**8       # linear weights whose quantization is kept for the next start: fewer take less than a second
-HEADROOM = 0.9          # of the free memory that a plan fills: allocators fragment, and the prediction is not exact
 GPUS = ("cuda", "rocm", "xpu")  # of which each process takes one
 LAUNCHERS = ("the launcher", "srun")  # where a world_size comes from that counts several machines
 PRECISION_OF = {"bf16": "bf16", "fp16": "fp16_autocast", "fp32": "fp32"}  # dtype -> the precision that auto chooses for it
@@ -100,6 +97,8 @@ class RunPlan:
                  (c.flat is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
                  (c.weight_cache not in (0, AUTO), f"weights of {c.weight_cache} layers kept dequantized", f"{cached} for two dequantizations per step"),
                  (not c.use_gradient_checkpointing, "activations kept", "no second forward pass"),
+                 (c.use_gradient_checkpointing and c.recomputed_layers != AUTO, f"layers recomputed: the first {c.recomputed_layers}",
+                  "no second forward pass through others, whose activations are kept"),
                  (c.quantized_cache not in (False, AUTO), "quantized weights kept on disk", "no quantization at the next start"),
                  (c.threads != AUTO, f"{c.threads} threads", "as many as the layers' width keeps busy"))
         return [f"{'fast paths' if not number else '':12}{what}: {buys}" for number, (what, buys) in enumerate((w, b) for on, w, b in taken if on)]
@@ -173,10 +172,10 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     if shapes and not (described and prequantized.quantized_as(described)):
         _groups(draft, shapes)
     if shapes is not None and found.memory_free is not None:
-        _sharded(draft, shapes, found.memory_free)
-        _evaluation(draft, shapes, found.memory_free)
-    _batch(draft, shapes, found.memory_free)
-    _cache(draft, shapes, found)
+        fit.shard(draft, shapes, found.memory_free)
+        fit.evaluation(draft, shapes, found.memory_free)
+    fit.batch(draft, shapes, found.memory_free)
+    fit.cache(draft, shapes, found)
     _quantized_cache(draft, row, described, shapes)
     _warn(draft, backend, found)
     c = draft.config
@@ -215,28 +214,10 @@ def _processes(draft, backend, row, found) -> None:
         why = found.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
         raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
     if config.strategy == AUTO:
-        draft.choose("strategy", _implied(config) or ("single" if size == 1 else several[0]))
+        draft.choose("strategy", fit.implied(config) or ("single" if size == 1 else several[0]))
     chosen = draft.config.strategy
     if chosen not in row.strategies and not (row.framework == "torch" and tables.is_third_party(chosen)):
         _refuse(draft.config, "strategy", backend, False, found, row.strategies)
-
-
-def _implied(config) -> str | None:
-    """The strategy that a stated option of one asks for."""
-    if config.asked("sharding_strategy"):
-        return "ddp" if config.sharding_strategy == "ddp" else "fsdp"
-    if config.asked("deepspeed_zero_stage") and config.deepspeed_zero_stage >= 0:
-        return "deepspeed"
-    return "ddp" if config.find_unused_parameters else None
-
-
-def _sharded(draft, shapes, free: int) -> None:
-    """Several processes each hold the whole model where it fits, and shards of it where not, unless somebody has said which."""
-    config = draft.config
-    if config.sources.get("strategy") == "plan" and config.strategy == "ddp" and not _implied(config):
-        trial = config.with_(batch_size=1 if config.batch_size == AUTO else config.batch_size, use_gradient_checkpointing=True)
-        if max(memory.estimate(shapes, trial).needed(moment) for moment in TRAINING) > HEADROOM * free:
-            draft.choose("strategy", "fsdp")
 
 
 def _precision(draft, backend, row, found) -> None:
@@ -342,20 +323,6 @@ def _fast_paths(draft, row, shapes, found) -> None:
         draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, draft.config.world_size))))
 
 
-def _cache(draft, shapes, found) -> None:
-    """Dequantized weights of as many layers as fit into half of the free memory beside all else: of all, a half, a quarter or none,
-    and of the free memory a power of two, so that two runs on one machine hardly ever choose otherwise."""
-    config = draft.config
-    if config.weight_cache != AUTO:
-        return
-    layers = 0
-    if shapes is not None and found.memory_free and config.fused and config.quantizer != "none":
-        room = (1 << found.memory_free.bit_length() - 1) // 2
-        trials = (shapes.layers, shapes.layers // 2, shapes.layers // 4)
-        layers = next((n for n in trials if memory.estimate(shapes, config.with_(weight_cache=n)).total <= room), 0)
-    draft.choose("weight_cache", layers)
-
-
 def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
     """Quantized weights are kept for the next start where one process quantizes the files' own weights whole, and that takes seconds."""
     config, asked = draft.config, draft.config.quantized_cache
@@ -418,67 +385,6 @@ def _shapes(draft, described: dict | None) -> layouts.Shapes | None:
     if described and not shapes:
         draft.warnings.append(f"the memory that model_type {described.get('model_type')!r} needs is unknown: no formulas for it")
     return shapes
-
-
-def _evaluation(draft, shapes, free: int) -> None:
-    """Fewer rows per batch of an evaluation, until they fit."""
-    def needed(rows: int) -> int:
-        trial = draft.config.with_(eval_batch_size=rows, batch_size=1, use_gradient_checkpointing=True)
-        return memory.estimate(shapes, trial).needed("evaluation")
-
-    rows = draft.config.eval_batch_size
-    fitting = next((n for n in range(rows, 0, -1) if needed(n) <= HEADROOM * free), 1)
-    if fitting != rows:
-        draft.adjust("eval_batch_size", fitting, f"{memory.shown(needed(rows))} needed, {memory.shown(free)} free")
-
-
-def global_batch(config: TrainConfig) -> int:
-    """Rows of an optimizer step as they are asked for, which no plan and no machine changes."""
-    parts = config.gradient_accumulation_steps * mesh.data_processes(config)
-    if config.batch_size == AUTO:
-        return parts << (max(1, GLOBAL_BATCH // parts).bit_length() - 1)  # times a power of two, so that it halves evenly
-    return parts * config.batch_size
-
-
-def _batch(draft, shapes, free: int | None) -> None:
-    """Micro-batch, accumulation and checkpointing. What was stated of the global batch is kept.
-
-    Checkpointing comes only when a run does not fit otherwise: with batch_size auto, not even with one row.
-    """
-    config = draft.config
-    is_auto, steps = config.batch_size == AUTO, config.gradient_accumulation_steps
-    is_known = shapes is not None and free is not None
-    rows = global_batch(config) // (steps * mesh.data_processes(config)) if is_auto else config.batch_size
-
-    def needed(micro: int, checkpointing: bool) -> int:
-        trial = config.with_(batch_size=micro, use_gradient_checkpointing=checkpointing, gradient_accumulation_steps=-(-rows * steps // micro))
-        estimate = memory.estimate(shapes, trial)
-        return max(estimate.needed(moment) for moment in TRAINING)
-
-    def fits(micro: int, checkpointing: bool) -> bool:
-        return needed(micro, checkpointing) <= HEADROOM * free
-
-    checkpointing = config.use_gradient_checkpointing
-    if checkpointing == AUTO:
-        checkpointing = is_known and not fits(1 if is_auto else rows, False)
-        draft.choose("use_gradient_checkpointing", checkpointing)
-    if is_known:
-        micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(m, checkpointing)), 1)
-    else:
-        micro = 1 if is_auto else rows
-    if is_auto:
-        draft.choose("batch_size", micro)
-        if config.asked("gradient_accumulation_steps") and micro != rows:
-            why = f"{rows} rows at a time do not fit" if is_known else "a row at a time, as the memory that more take is unknown"
-            draft.adjust("gradient_accumulation_steps", rows * steps // micro, f"{why}; the global batch stays {rows * steps} rows")
-        draft.choose("gradient_accumulation_steps", rows * steps // micro)
-    elif micro != rows:
-        why = f"{memory.shown(needed(rows, checkpointing))} needed, {memory.shown(free)} free; the global batch stays {rows * steps} rows"
-        draft.adjust("batch_size", micro, why)
-        draft.adjust("gradient_accumulation_steps", steps * rows // micro, why)
-    if is_known and not fits(micro, checkpointing):
-        predicted = memory.shown(needed(micro, checkpointing))
-        draft.warnings.append(f"{predicted} predicted and {memory.shown(free)} free: expect to run out of memory")
 
 
 def _warn(draft, backend, found) -> None:

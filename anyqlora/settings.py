@@ -83,6 +83,7 @@ class TrainConfig:
     initial_loss_scale: float = setting(65536.0, "fp16: what the loss is first multiplied by", also=("init_scale",), low=1)
     loss_scale_growth_interval: int = setting(2000, "fp16: steps without overflow after which the loss scale doubles", also=("growth_interval",), low=1)
     use_gradient_checkpointing: bool | str = setting(AUTO, "recompute activations in backward", choices=(AUTO, True, False), also=("gradient_checkpointing",))
+    recomputed_layers: int | str = setting(AUTO, "layers that recompute, the first ones; auto: with gradient checkpointing all, or as few as make the run fit where the plan chose it", low=0)
     kernels: str = setting(AUTO, "portable: the framework's own; exact: our Triton ones that give the same bits; triton: all of them; native: our C ones for bf16 on a CPU; auto: exact on NVIDIA GPUs, native on CPUs with AVX512-BF16 and a C compiler",
                            choices=(AUTO, *tables.KERNELS))
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")

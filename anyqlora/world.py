@@ -16,6 +16,7 @@ from .config import TrainConfig
 from .errors import UsageError
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}  # kind of torch device -> torch's name for what its processes talk by
 PORTS = 20000  # SLURM's jobs meet at port 20000 + job % 20000, so that two of them on one node do not
 
 
@@ -155,6 +156,11 @@ class Several(Alone):
     def told_bytes(self, content: np.ndarray) -> np.ndarray:
         """The first process's uint8 [n], on all, where `content` has that size."""
         raise NotImplementedError
+
+
+def collectives(kind: str) -> str:
+    """What torch's init_process_group takes for devices of this kind: the device's own, and gloo for host memory."""
+    return "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
 
 
 @contextlib.contextmanager

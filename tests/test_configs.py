@@ -9,8 +9,8 @@ import pytest
 
 from anyqlora.config import configs_directory, resolve
 from anyqlora.errors import UsageError
+from anyqlora.fit import GLOBAL_BATCH, HEADROOM
 from anyqlora.machine import Machine
-from anyqlora.plan import GLOBAL_BATCH, HEADROOM
 from backend_manager import BackendManager
 
 HERE = Path(__file__).resolve().parent

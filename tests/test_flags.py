@@ -158,7 +158,7 @@ def test_the_seed_draws_another_start_and_another_order(plain, tmp_path):
     assert all((runs.adapter(start)[name] != value).any() for name, value in runs.adapter(other).items() if ".lora_A." in name)
 
 
-@shows("use_gradient_checkpointing", "reentrant_checkpointing", "deterministic")
+@shows("use_gradient_checkpointing", "recomputed_layers", "reentrant_checkpointing", "deterministic")
 def test_checkpointing_runs_each_block_twice_and_the_reentrant_form_first_without_a_graph(plain, tmp_path):
     with forwards("LlamaMLP") as blocks:
         deterministic = []
@@ -166,8 +166,10 @@ def test_checkpointing_runs_each_block_twice_and_the_reentrant_form_first_withou
         on = [blocks.pop(0)[1] for _ in range(len(blocks))]
         run(tmp_path, "reentrant", max_steps=1, use_gradient_checkpointing=True, reentrant_checkpointing=True)
         reentrant = [blocks.pop(0)[1] for _ in range(len(blocks))]
+        run(tmp_path, "first", max_steps=1, use_gradient_checkpointing=True, recomputed_layers=1)
+        first = [blocks.pop(0)[1] for _ in range(len(blocks))]
         run(tmp_path, "off", max_steps=1, deterministic=False, during=lambda step: deterministic.append(torch.are_deterministic_algorithms_enabled()))
-    assert on == [True] * 6 and reentrant == [False] * 3 + [True] * 3 and len(blocks) == 3
+    assert on == [True] * 6 and reentrant == [False] * 3 + [True] * 3 and first == [True] * 4 and len(blocks) == 3
     assert deterministic == [True, False]
 
 

@@ -1,5 +1,8 @@
 """Fast paths against their definitions, in float64 and float32, and against PEFT's own modules."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -89,6 +92,52 @@ def test_the_loss_on_trained_tokens_is_the_loss(started):
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     for mine, other in zip(gradients(ours / 50, *trainable), gradients(theirs / 50, *trainable), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-6 * float(other.abs().max()))
+
+
+def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(started):
+    """Against the same loss with the MLP on all tokens."""
+    (batch,) = started.run.stream[0]
+    batch = replace(batch, targets=np.where(np.arange(batch.ids.shape[1]) % 3 == 0, batch.targets, data.IGNORE))
+    mlp, seen = started.runtime.loss.last_mlp, []
+    assert (mlp is None) == (started.architecture in ("gpt_oss", "granitemoe"))  # experts that also say how they chose; another name
+    if mlp is None:
+        return
+    for name, parameter in started.built.trainable.items():
+        torch.nn.init.normal_(parameter, std=0.05) if "lora_B" in name else None
+    trainable = list(started.built.trainable.values())
+    handle = mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[:-1].numel()))
+    try:
+        ours = started.runtime.loss(started.model, batch, torch.device("cpu"))
+        found = gradients(ours, *trainable)
+        started.runtime.loss.last_mlp = None
+        theirs = started.runtime.loss(started.model, batch, torch.device("cpu"))
+        expected = gradients(theirs, *trainable)
+    finally:
+        started.runtime.loss.last_mlp = mlp
+        handle.remove()
+    assert seen[0] == batch.trained < seen[1] / 3
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-6 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize(("settings", "skips"), [({}, True), ({"use_gradient_checkpointing": True}, False),
+                                                 ({"use_gradient_checkpointing": True, "recomputed_layers": 1}, True), ({"lora_dropout": 0.1}, False), ({"loss_rows": 0}, None)])
+def test_the_last_mlp_is_not_narrowed_where_it_runs_again_or_draws(settings, skips, tmp_path):
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", **settings)
+    mlp = getattr(started.runtime.loss, "last_mlp", None)
+    assert (mlp is not None) == bool(skips) and (skips is not None) == isinstance(started.runtime.loss, losses.TrainedTokenLoss)
+    assert mlp is None or mlp is started.model.get_submodule("base_model.model.model.layers")[-1].mlp
+    assert np.isfinite(started.step())
+
+
+def test_an_mlp_that_mixes_tokens_is_left_alone(tmp_path):
+    model = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora").model
+    head, block = model.get_output_embeddings(), model.get_submodule("base_model.model.model.layers")[-1]
+    assert losses.last_mlp(model, head) is block.mlp
+    forward = block.mlp.forward
+    block.mlp.forward = lambda x: forward(x + x.mean(1, keepdim=True))
+    assert losses.last_mlp(model, head) is None
 
 
 def test_what_follows_the_head_is_what_the_configuration_says(started):

@@ -1,5 +1,6 @@
 """The memory model against independent counts: transformers' parameters, bitsandbytes' bytes, the tensors that autograd keeps."""
 
+import itertools
 import tempfile
 import weakref
 from functools import cache
@@ -139,7 +140,8 @@ def activations(model_type, **settings):
     {}, {"precision": "bf16"}, {"precision": "fp16_autocast"}, {"precision": "bf16_buffers_autocast"}, {"quantizer": "none"},
     {"quantizer": "none", "precision": "bf16_autocast"}, {"quantizer": "int8", "precision": "bf16"}, {"lora_dropout": 0.1},
     {"lora_dropout": 0.1, "precision": "bf16_autocast"}, {"use_gradient_checkpointing": True},
-    {"use_gradient_checkpointing": True, "precision": "bf16"}, {"adapter": "dora"}, {"adapter": "dora", "precision": "bf16"},
+    {"use_gradient_checkpointing": True, "precision": "bf16"}, {"use_gradient_checkpointing": True, "recomputed_layers": 1},
+    {"use_gradient_checkpointing": True, "recomputed_layers": 1, "precision": "bf16"}, {"adapter": "dora"}, {"adapter": "dora", "precision": "bf16"},
     {"adapter": "full", "quantizer": "none"}, {"adapter": "full", "quantizer": "none", "precision": "bf16"},
     {"lora_target_modules": "q_proj,v_proj"}, {"lora_rank": 128}], ids=str)
 def test_activations_of_a_llama_are_what_autograd_keeps(settings):
@@ -185,6 +187,15 @@ def test_every_lever_moves_memory_the_way_it_should():
         assert estimate(**larger).needed("loss") > estimate().needed("loss"), larger
     assert estimate(eval_dataset="x", eval_batch_size=512).peak == "evaluation"
     assert estimate(adapter="full", quantizer="none", precision="fp32", batch_size=1, context_length=16).peak == "update"
+
+
+def test_the_more_layers_recompute_the_less_is_kept_and_the_last_of_them_is_alone_at_work():
+    needed = [estimate(use_gradient_checkpointing=n > 0, recomputed_layers=n) for n in range(33)]
+    assert all(more.needed("loss") < less.needed("loss") and more.needed("backward") < less.needed("backward") for less, more in itertools.pairwise(needed))
+    assert all(more.needed("recomputation") > less.needed("recomputation") for less, more in itertools.pairwise(needed[1:]))
+    assert needed[0].needed("recomputation") == 0
+    assert [needed[n].needed("recomputation") > needed[n].needed("backward") for n in (1, 16, 32)] == [False, False, True]
+    assert needed[32].moments == estimate(use_gradient_checkpointing=True).moments == estimate(use_gradient_checkpointing=True, recomputed_layers=99).moments
 
 
 def test_bytes_are_shown_with_units():

@@ -15,8 +15,8 @@ from anyqlora import layouts, memory
 from anyqlora.__main__ import main as anyqlora
 from anyqlora.config import AUTO, resolve
 from anyqlora.errors import UsageError
+from anyqlora.fit import GLOBAL_BATCH, HEADROOM
 from anyqlora.machine import Machine
-from anyqlora.plan import GLOBAL_BATCH, HEADROOM
 from backend_manager import CAPABILITIES, Backend, BackendManager
 
 HERE = Path(__file__).resolve().parent
@@ -204,6 +204,25 @@ def test_checkpointing_auto_only_when_it_does_not_fit_otherwise():
     assert not plan("a100", context_length=512).use_gradient_checkpointing
     assert plan("h200", batch_size=4, use_gradient_checkpointing=True).use_gradient_checkpointing
     assert plan("h200", reentrant_checkpointing=True).use_gradient_checkpointing
+
+
+def test_as_few_layers_recompute_as_make_a_run_fit_in_quarters():
+    """Llama-3-8B has 32. What the plan chose with fewer does not fit."""
+    chosen = {length: plan("a100", batch_size=4, context_length=length, strategy="single") for length in range(1024, 4609, 128)}
+    counts = [p.config.recomputed_layers for p in chosen.values()]
+    assert counts == sorted(counts) and set(counts) == {0, 8, 16, 24, 32}
+    shapes = layouts.shapes(layouts.read_config(Path(LLAMA_8B)))
+    for p in chosen.values():
+        assert p.use_gradient_checkpointing == (p.config.recomputed_layers > 0)
+        if p.config.recomputed_layers and p.batch_size == 4:
+            fewer = p.config.recomputed_layers - 8
+            less = p.config.with_(use_gradient_checkpointing=fewer > 0, recomputed_layers=fewer, weight_cache=0)
+            assert p.memory.total <= HEADROOM * p.memory_free < memory.estimate(shapes, less).total
+    eight = next(p for p in chosen.values() if p.config.recomputed_layers == 8)
+    assert "layers recomputed: the first 8: no second forward pass through others" in "\n".join(eight.explain())
+    assert plan("h200", recomputed_layers=5).use_gradient_checkpointing and plan("h200", recomputed_layers=5).config.recomputed_layers == 5
+    assert plan("h200", use_gradient_checkpointing=True).config.recomputed_layers == 32
+    assert plan("a100", batch_size=4, context_length=2048, use_activation_cpu_offload=True).config.recomputed_layers in (0, 32)
 
 
 def test_evaluation_takes_fewer_rows_where_memory_is_short_and_training_does_not_pay_for_it():

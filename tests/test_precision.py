@@ -123,21 +123,22 @@ def test_packing_changes_only_rounding(tmp_path):
     assert packed == pytest.approx(padded, rel=1e-6) and packed_norm == pytest.approx(padded_norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("layers", ["auto", 2])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_recomputes_every_block_and_changes_nothing(reentrant, float32, tmp_path):
-    settings = {**SHORT, "use_gradient_checkpointing": True, "reentrant_checkpointing": reentrant}
+def test_checkpointing_recomputes_every_block_or_the_first_ones_and_changes_nothing(reentrant, layers, float32, tmp_path):
+    settings = {**SHORT, "use_gradient_checkpointing": True, "recomputed_layers": layers, "reentrant_checkpointing": reentrant}
     directory = runs.run(tmp_path, **settings, precision="fp32")
     np.testing.assert_allclose(losses(directory), losses(float32), rtol=1e-6)
-    plan = planned(use_gradient_checkpointing=True, reentrant_checkpointing=reentrant)
+    plan = planned(use_gradient_checkpointing=True, recomputed_layers=layers, reentrant_checkpointing=reentrant)
     model = build(plan.config, Runtime(plan)).model
     calls = []
-    for block in model.base_model.model.model.layers:
-        block.self_attn.register_forward_hook(lambda *_: calls.append(1))  # early enough in the block to be recomputed whole
-    blocks = len(model.base_model.model.model.layers)
+    for number, block in enumerate(model.base_model.model.model.layers):
+        block.self_attn.register_forward_hook(lambda *_, number=number: calls.append(number))  # early enough in the block to be recomputed whole
+    blocks = list(range(len(model.base_model.model.model.layers)))
     logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
-    assert len(calls) == blocks
+    assert calls == blocks
     logits.sum().backward()
-    assert len(calls) == 2 * blocks
+    assert calls == blocks + (blocks if layers == "auto" else blocks[:layers])[::-1]
 
 
 def test_dropout_is_a_function_of_the_step_with_and_without_checkpointing(tmp_path):

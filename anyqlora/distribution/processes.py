@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UsageError
+from ..world import collectives
 
 KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "xpu": "xpu"}  # Keras's names of device types -> torch's
-COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 FROM_KERAS = {"job_addresses": "KERAS_DISTRIBUTION_JOB_ADDRESSES", "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
               "process_id": "KERAS_DISTRIBUTION_PROCESS_ID"}
 FROM_LAUNCHER = {"num_processes": "WORLD_SIZE", "process_id": "RANK"}  # beside MASTER_ADDR and MASTER_PORT
@@ -93,8 +93,7 @@ def initialize(job_addresses: str | None = None, num_processes: int | None = Non
     if kind != "cpu":
         module = getattr(torch, kind)
         module.set_device(int(os.environ.get("LOCAL_RANK", rank % module.device_count())))
-    backend = COLLECTIVES[kind] if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
-    dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(collectives(kind), init_method=f"tcp://{host}:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
 
 
 def _whole(name: str, value: object) -> int:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import tables
-from ..config import TrainConfig
+from ..config import AUTO, TrainConfig
 from ..errors import NotBuilt, RunError, UsageError
 from ..hub import base_directory, check_safetensors
 from ..layouts import read_config
@@ -51,7 +51,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     hold(model, quantizer, mx.float32 if plan.adapter == "full" else STORED[plan.precision], quantized_as(described) is not None)
     built = Built(model, adapter.attach(model, described["model_type"]), adapter, quantizer)
     if plan.use_gradient_checkpointing:
-        for block in model.layers:
+        for block in model.layers[:None if config.recomputed_layers == AUTO else config.recomputed_layers]:
             recompute(block)
     model.train()
     assert_in_effect(built)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import tables
-from ..config import TrainConfig
+from ..config import AUTO, TrainConfig
 from ..errors import NotBuilt, RunError
 from ..hub import base_directory
 from ..layouts import read_config
@@ -22,7 +23,7 @@ from .heap import unmapping
 from .kernels.cross_entropy import After
 from .kernels.probe import broken
 from .linears import linears
-from .loss import TrainedTokenLoss, loss_of, token_loss
+from .loss import TrainedTokenLoss, last_mlp, loss_of, token_loss
 from .precision import COMPUTE, STORED
 from .quantized_cache import QuantizedCache
 from .quantizers.experts import PackedExperts, expert_parameters
@@ -110,9 +111,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
         model = runtime.strategy.adapt(adapter.attach(model))
         notes += fused(model, quantizer, config, kernels) if config.fused else []
         if plan.use_gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
-            if config.reentrant_checkpointing:
-                model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
+            recompute(model, config)
         notes += with_kernels(model, kernels, runtime)
         model.train()
         built = Built(model, adapter.trainable(model), adapter, quantizer, notes, news)
@@ -123,11 +122,25 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
         if config.loss_rows:
             with runtime.autocast():
                 runtime.loss, why = loss_for(model, config.loss_rows, runtime.strategy, kernels)
+                if plan.strategy == "single" and isinstance(runtime.loss, TrainedTokenLoss):
+                    runtime.loss.last_mlp = last_mlp(model, runtime.loss.head)
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
         if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
             with runtime.autocast():
                 built.notes += unpadded(model, runtime, kernels)
     return built
+
+
+def recompute(model: nn.Module, config: TrainConfig) -> None:
+    """Let the first `recomputed_layers` of the model keep their input only, and be run again in backward: by then the others, which come
+    after them, have let go of what they kept."""
+    model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
+    if config.recomputed_layers != AUTO:
+        blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for block in blocks[config.recomputed_layers:]:
+            block.gradient_checkpointing = False
+    if config.reentrant_checkpointing:
+        model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
 
 
 def loss_for(model: nn.Module, rows: int, strategy, kernels: str) -> tuple[Callable, str]:

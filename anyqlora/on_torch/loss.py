@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..data import IGNORE, Batch
 from .flat import padded
@@ -14,6 +16,7 @@ from .generate import evaluating
 from .kernels.cross_entropy import After, cross_entropy
 
 PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
+NARROWED = 0.9  # part of the tokens that are trained, from which on picking them costs what it saves
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest logit: how near they are; in 16 bits 0.03
 
 
@@ -30,17 +33,20 @@ class TrainedTokenLoss:
     """`token_loss`, with the output head on trained tokens only and `rows` of them at a time.
 
     A hook takes the head's input and gives it none, so that the model's own forward makes no logits; what the model does to logits
-    after its head is `after`. `inputs` says what the model is given for a batch: flat.padded or flat.flat.
+    after its head is `after`. `inputs` says what the model is given for a batch: flat.padded or flat.flat. `last_mlp`, where it is set,
+    runs on trained tokens only, too: no other token's output of it reaches the loss.
     """
 
     def __init__(self, head: nn.Linear, after: After, rows: int, is_native: bool = False):
         self.head, self.after, self.rows, self.is_native, self.inputs = head, after, rows, is_native, padded
+        self.last_mlp: nn.Module | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
         inputs, targets = self.inputs(batch, device)
-        with _Watched(self.head) as watched:
-            model(**inputs, use_cache=False)
         kept = (targets != IGNORE).nonzero().squeeze(1)  # [N]
+        pays = self.last_mlp is not None and 0 < len(kept) < NARROWED * len(targets)
+        with _Watched(self.head) as watched, narrowed(self.last_mlp, kept) if pays else contextlib.nullcontext():
+            model(**inputs, use_cache=False)
         hidden = watched.hidden.flatten(0, 1).index_select(0, kept)  # [N, H]
         return cross_entropy(hidden, self.head.weight, self.head.bias, targets[kept], after=self.after, rows=self.rows, is_native=self.is_native)
 
@@ -66,6 +72,53 @@ class _Watched:
     def _give(self, head, arguments, output):
         self.given = output if self.instead is None else self.instead.to(output.dtype)
         return self.given
+
+
+@contextlib.contextmanager
+def narrowed(module: nn.Module, kept: torch.Tensor) -> Iterator[None]:
+    """While it lasts, of the tokens [B, T, H] that come to `module` it sees those with the numbers `kept` [N] in B * T; the others get zeros."""
+    shapes = []
+
+    def pick(module, arguments):
+        x, *others = arguments
+        shapes.append(x.shape)
+        return x.flatten(0, 1).index_select(0, kept)[None], *others
+
+    def put_back(module, arguments, output):
+        shape = shapes.pop()
+        return output.new_zeros(shape.numel() // shape[-1], shape[-1]).index_copy(0, kept, output[0]).view(shape)
+
+    handles = [module.register_forward_pre_hook(pick), module.register_forward_hook(put_back)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def last_mlp(model: nn.Module, head: nn.Linear) -> nn.Module | None:
+    """The MLP of the last block, where what it makes of one token reaches no other token's logits; None where it is not known to be so.
+
+    The model's own forward is run with that MLP on some of the tokens, and their inputs of the head are compared. A block that is
+    recomputed is left as it is, since its second run has to be its first; so is one with dropout, or a plan's choice to recompute would
+    change what each token draws.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    mlp = getattr(blocks[-1], "mlp", None) if blocks else None
+    if not isinstance(mlp, nn.Module) or any(isinstance(part, nn.Dropout) and part.p for part in mlp.modules()):
+        return None
+    if model.is_gradient_checkpointing and blocks[-1].gradient_checkpointing:
+        return None
+    ids, kept = torch.arange(8, device=head.weight.device)[None], torch.tensor([1, 4, 5], device=head.weight.device)
+    with evaluating(model), _Watched(head) as watched:
+        try:
+            model(input_ids=ids, use_cache=False)
+            whole = watched.hidden[0, kept]
+            with narrowed(mlp, kept):
+                model(input_ids=ids, use_cache=False)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return None
+    return mlp if _near(watched.hidden[0, kept], whole) else None
 
 
 def loss_of(model: nn.Module, rows: int) -> tuple[Callable, str]:

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from ..config import TrainConfig
 from ..errors import PeerLost, UsageError
-from ..world import Several, World, environment
+from ..world import Several, World, collectives, environment
 
 MEETING = timedelta(hours=2)  # that processes wait for one another to start: the first may be downloading a model
 POLLED = 0.1  # seconds between two looks at the store: one long wait in it would keep signals out
-COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
 class Ranks(Several):
@@ -35,14 +34,12 @@ class Ranks(Several):
             RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank), MASTER_ADDR=world.address, MASTER_PORT=world.port))
         self.stacks = None
         self.has_formed = not dist.is_initialized()
-        kind = torch.device(plan.device).type
         if not self.has_formed:  # Ray has, or whoever calls train()
             return
-        backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
         with self.noticing():
             store = dist.PrefixStore("anyqlora", meeting_place(plan.config, world))
             store = dist.PrefixStore(meet(store, world), store)  # from here on the short timeout holds: all are there
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size,
+            dist.init_process_group(collectives(torch.device(plan.device).type), store=store, rank=world.rank, world_size=world.size,
                                     timeout=timedelta(seconds=plan.config.dist_timeout))
 
     def told(self, value):

@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import RunError, UsageError
+from ...world import COLLECTIVES, OF_TORCHRUN, collectives
 from .share import Link, share
 from .single import Strategy
 
-COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 LONG = timedelta(days=2)  # that ranks wait for the one which reads and quantizes; one that is killed is noticed at once
-OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(device: torch.device) -> bool:
@@ -25,12 +24,11 @@ def join(device: torch.device) -> bool:
     Raises UsageError for half of an environment."""
     if dist.is_initialized():
         return False
-    missing = [name for name in OF_LAUNCHERS if not os.environ.get(name)]
+    missing = [name for name in OF_TORCHRUN if not os.environ.get(name)]
     if missing:
         raise UsageError(f"no other processes are there to work with: {', '.join(missing)} not set", where="environment",
                          cure="start with torchrun, or --strategy single")
-    own = COLLECTIVES[device.type]
-    dist.init_process_group("cpu:gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}")
+    dist.init_process_group(collectives(device.type))
     return True
 
 
