@@ -1,5 +1,7 @@
 """Imported once by the server that processes of tests are forked from, so that they start with what takes time. Nothing here runs autograd."""
 
+import gc
+
 import torch
 
 import train  # noqa: F401
@@ -13,3 +15,5 @@ torch.set_num_threads(1)
 plan = BackendManager("cpu").plan(resolve({"backend": "cpu", "precision": "fp32"}, environ={}, said="warm"))
 build(plan.config, Runtime(plan))  # transformers makes tables of names and compiled patterns that are kept
 data.prepare(plan.config, tokenizer.load("demo"))
+gc.collect()
+gc.freeze()  # else a collection in a child visits all of this, and copies each page it marks: 0.4 s
