@@ -91,13 +91,13 @@ def explained(program: str):
             time.sleep(FIRST_SAYS)
         print(f"{program}: {error}", file=sys.stderr)
     except SystemExit as end:
-        code = end.code
-        if not isinstance(code, int):
+        if not _has_been_in_a_group() or not isinstance(end.code, int):
             raise
+        code = end.code
     except Exception:
-        code = 1
         if not _has_been_in_a_group():
             raise
+        code = 1
         sys.excepthook(*sys.exc_info())
     finally:
         try:
@@ -105,7 +105,8 @@ def explained(program: str):
         except OSError:  # a closed pipe or a full disk: the interpreter would try again, fail, and say so
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if _has_been_in_a_group():
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
         os._exit(code)
     if code:
         sys.exit(code)

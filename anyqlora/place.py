@@ -33,7 +33,8 @@ SETTINGS = (
     "lr_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "wd", "apply_gradient_clipping", "grad_norm", "spike_guard",
     "early_stopping",
 )
-CHOSEN = ("fused", "loss_rows", "flat", "weight_cache", "threads", "use_gradient_checkpointing", "recomputed_layers")  # by a plan, and kept in checkpoints
+RECOMPUTATION = ("use_gradient_checkpointing", "recomputed_layers")  # who states one of these asks for something else than was chosen
+CHOSEN = ("fused", "loss_rows", "flat", "weight_cache", "threads", *RECOMPUTATION)  # by a plan, and kept in checkpoints
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken")
 
 
@@ -92,8 +93,9 @@ class Place:
         before = self.restored.machine if self.restored else {}
         if not before or any(before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size")):
             return config
-        kept = {name: before[name] for name in CHOSEN
-                if name in before and getattr(config, name) == "auto" and getattr(plan.config, name) != "auto"}  # which some backends leave alone
+        is_stated = any(getattr(config, name) != "auto" for name in RECOMPUTATION)
+        kept = {name: before[name] for name in CHOSEN if not (is_stated and name in RECOMPUTATION)
+                and name in before and getattr(config, name) == "auto" and getattr(plan.config, name) != "auto"}  # which some backends leave alone
         return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
 
     def leave(self) -> None:

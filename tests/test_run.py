@@ -261,3 +261,19 @@ def test_a_run_that_goes_on_keeps_what_its_plan_chose(tmp_path):
     said = yaml.safe_load((going_on / "config.resolved.yaml").read_text())
     assert {name: said[name] for name in chosen} == chosen
     assert adapter_bytes(runs.run(tmp_path, "other", **SMALL)) != adapter_bytes(whole)  # or nothing would have been shown
+
+
+@pytest.mark.parametrize(("stated", "layers"), [({"use_gradient_checkpointing": True}, 3), ({"recomputed_layers": 1}, 1), ({}, 0)])
+def test_what_is_stated_of_recomputation_now_is_not_held_against_what_was_chosen(stated, layers, tmp_path):
+    """Its two settings go together: who runs out of memory is told to go on with one of them."""
+    class Cut(Exception):
+        pass
+
+    def cut(step):
+        if step == 5:
+            raise Cut
+
+    with pytest.raises(Cut):
+        runs.run(tmp_path, "cut", during=cut, **SMALL)
+    said = yaml.safe_load((runs.run(tmp_path, "cut", **SMALL, **stated) / "config.resolved.yaml").read_text())
+    assert (said["use_gradient_checkpointing"], said["recomputed_layers"]) == (layers > 0, layers)

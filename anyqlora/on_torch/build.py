@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import tables
 from ..config import AUTO, TrainConfig
@@ -22,7 +21,7 @@ from .generate import evaluating
 from .heap import unmapping
 from .kernels.cross_entropy import After
 from .kernels.probe import broken
-from .linears import linears
+from .linears import blocks, linears
 from .loss import TrainedTokenLoss, last_mlp, loss_of, token_loss
 from .precision import COMPUTE, STORED
 from .quantized_cache import QuantizedCache
@@ -136,8 +135,7 @@ def recompute(model: nn.Module, config: TrainConfig) -> None:
     after them, have let go of what they kept."""
     model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
     if config.recomputed_layers != AUTO:
-        blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        for block in blocks[config.recomputed_layers:]:
+        for block in blocks(model)[config.recomputed_layers:]:
             block.gradient_checkpointing = False
     if config.reentrant_checkpointing:
         model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out

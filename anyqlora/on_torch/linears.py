@@ -1,14 +1,20 @@
-"""The linear layers of a model: what is quantized, and what an adapter can go on."""
+"""The parts of a model: its blocks, and the linear layers, which are quantized and which an adapter can go on."""
 
 from __future__ import annotations
 
 import re
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 # Subclasses of nn.Linear that compute x W^T + b in a forward of their own; any other such subclass may compute anything.
 SAME_PRODUCT = {"FalconLinear"}
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers that text passes through one after another, as transformers marks them."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def is_linear(module: nn.Module) -> bool:

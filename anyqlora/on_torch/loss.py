@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..data import IGNORE, Batch
 from .flat import padded
 from .generate import evaluating
 from .kernels.cross_entropy import After, cross_entropy
+from .linears import blocks
 
 PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
 NARROWED = 0.9  # part of the tokens that are trained, from which on picking them costs what it saves
@@ -103,11 +103,11 @@ def last_mlp(model: nn.Module, head: nn.Linear) -> nn.Module | None:
     recomputed is left as it is, since its second run has to be its first; so is one with dropout, or a plan's choice to recompute would
     change what each token draws.
     """
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    mlp = getattr(blocks[-1], "mlp", None) if blocks else None
+    *_, last = blocks(model) or [None]
+    mlp = getattr(last, "mlp", None)
     if not isinstance(mlp, nn.Module) or any(isinstance(part, nn.Dropout) and part.p for part in mlp.modules()):
         return None
-    if model.is_gradient_checkpointing and blocks[-1].gradient_checkpointing:
+    if model.is_gradient_checkpointing and last.gradient_checkpointing:
         return None
     ids, kept = torch.arange(8, device=head.weight.device)[None], torch.tensor([1, 4, 5], device=head.weight.device)
     with evaluating(model), _Watched(head) as watched:
