@@ -55,6 +55,7 @@ def environment(plan) -> dict:
         "processor": processor(), "threads": plan.config.threads if plan.config.threads != "auto" else os.environ.get("OMP_NUM_THREADS") or cores(), **versions(),
         "backend": str(plan.backend), "device": plan.device, "precision": plan.precision, "strategy": plan.strategy,
         "world_size": plan.world_size, "batch_size": plan.batch_size, "use_gradient_checkpointing": plan.use_gradient_checkpointing,
+        "recomputed_layers": plan.config.recomputed_layers,
         "fused": plan.config.fused, "loss_rows": plan.config.loss_rows, "flat": plan.config.flat, "weight_cache": plan.config.weight_cache,
         "deterministic": plan.config.deterministic, "kernels": plan.kernels,
     }

@@ -244,7 +244,7 @@ def test_the_run_directory_describes_the_run(whole):
 
 def test_a_run_that_goes_on_keeps_what_its_plan_chose(tmp_path):
     """What was stated when it began and is left to the plan now is as in the checkpoint, so that the bytes are those of the whole run."""
-    chosen = {"fused": False, "flat": False, "loss_rows": 16, "weight_cache": 0}
+    chosen = {"fused": False, "flat": False, "loss_rows": 16, "weight_cache": 0, "use_gradient_checkpointing": True, "recomputed_layers": 1}
     whole = runs.run(tmp_path, "whole", **SMALL, **chosen)
 
     class Cut(Exception):
