@@ -41,6 +41,7 @@ class Capabilities:
     optimizers: tuple[str, ...]
     strategies: tuple[str, ...] = ("single",)
     kernels: tuple[str, ...] = ("portable",)  # best first: the first is what `kernels auto` runs
+    products: tuple[str, ...] = ("full",)  # of frozen weights
     collective: str | None = None     # torch.distributed's (or mlx's) backend; None: one process only
     activation_offload: bool = False  # whether host memory is another memory
     adapters: tuple[str, ...] = ("lora", "rslora", "dora", "pissa", "loftq", "full")
@@ -72,6 +73,7 @@ class Found:
     reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
     slow: Mapping[str, str] = field(default_factory=dict)     # cell -> warning; "" for the whole row
     kernels: tuple[str, ...] = ("portable",)
+    products: tuple[str, ...] = ("full",)
 
     @property
     def memory_total(self) -> int:
@@ -109,6 +111,8 @@ TORCH_OPTIMIZERS = ("adamw", "fused_adamw", "adam", "sgd", "adadelta")
 BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
 
+FLOAT8_FROM = (8, 9)  # compute capability
+
 _NOT_ON_MLX = {
     "threads": "MLX chooses its own", "weight_cache": "each product has packed weights of its own kind",
     "quantized_cache": "it reads what `python -m anyqlora quantize` writes, given as model_name",
@@ -118,7 +122,7 @@ _NOT_ON_MLX = {
 _GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
                     strategies=TORCH_STRATEGIES, collective="nccl", activation_offload=True)
 CAPABILITIES: dict[Backend, Capabilities] = {
-    Backend.CUDA: replace(_GPU, kernels=("exact", "portable", "triton"), notes="NVIDIA GPU"),
+    Backend.CUDA: replace(_GPU, kernels=("exact", "portable", "triton"), products=("full", "fp8"), notes="NVIDIA GPU"),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
     Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
     Backend.MLX: Capabilities("mlx", "gpu", ("bf16", "fp16", "fp32"), ("nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none"),
@@ -130,7 +134,7 @@ CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS,
                               notes="Apple silicon through torch; one process, no collective"),
     Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "affine4", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
-                              strategies=TORCH_STRATEGIES, collective="gloo", kernels=("native", "portable"), notes="any CPU; slow", tested=frozenset((
+                              strategies=TORCH_STRATEGIES, collective="gloo", kernels=("native", "portable"), products=("full", "int8"), notes="any CPU; slow", tested=frozenset((
                                   "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES, "native", "portable",
                                   "lora", "rslora", "dora", "pissa", "loftq", "full"))),
 }
@@ -168,7 +172,10 @@ def _torch_gpu(row: Capabilities, machine: Machine, *, build: str, maker: str, d
     lacks = {} if first.bf16 else {"bf16": f"{first.name}{kind} has no bf16 in hardware"}
     if "triton" in row.kernels and machine.triton.get("version", "") == "":
         lacks |= dict.fromkeys(("exact", "triton"), machine.triton.get("error", "triton was not looked for"))
-    return _narrowed(row, machine, devices, lacks)
+    products = row.products
+    if "fp8" in products and tuple(map(int, first.capability.split("."))) < FLOAT8_FROM:
+        lacks["fp8 products"], products = f"{first.name}{kind} does not multiply float8", ("full",)
+    return _narrowed(row, machine, devices, lacks, products=products)
 
 
 def _cuda(row, machine):
@@ -235,7 +242,10 @@ def _cpu(row, machine):
     kernels = ("portable",) if missing else row.kernels
     kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
     lacks = {"native": missing} if missing else {}
-    return _narrowed(row, machine, (device,), lacks, dtypes=tuple(d for d in dtypes if d in row.dtypes), kernels=kernels, slow=slow)
+    products = row.products
+    if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
+        lacks["int8 products"], products = "this processor has neither AVX512-VNNI nor AMX", ("full",)
+    return _narrowed(row, machine, (device,), lacks, dtypes=tuple(d for d in dtypes if d in row.dtypes), kernels=kernels, slow=slow, products=products)
 
 
 _PROBES = {Backend.CUDA: (_cuda, "cuda:0"), Backend.ROCM: (_rocm, "cuda:0"), Backend.XPU: (_xpu, "xpu:0"), Backend.MLX: (_mlx, "gpu"),

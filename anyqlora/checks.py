@@ -128,6 +128,9 @@ _ONLY_WITH = (  # settings, the setting that they depend on, when they do someth
     (("quantized_cache_limit",), "quantized_cache", lambda c: c.quantized_cache is not False, "nothing is kept"),
     (("no_sync",), "world_size", lambda c: c.world_size != 1, "one process has no gradients to synchronise"),
     (("affine_group_size",), "quantizer", lambda c: c.quantizer in tables.AFFINE, "only affine quantizers have groups of their own choice"),
+    *((("frozen_products",), other, lambda c, other=other, known=known: c.frozen_products == "full" or getattr(c, other) in known,
+       "only products of LoRA layers that are fused are rounded")
+      for other, known in (("fused", (AUTO, True)), ("adapter", tables.FUSED_ADAPTERS), ("quantizer", tables.FUSED_QUANTIZERS))),
     (("dataset_samples",), "dataset", lambda c: any(name in c.dataset for name in ("alpaca_sample", "dummy")), "only alpaca_sample and dummy are cut"),
 )
 

@@ -58,6 +58,7 @@ def environment(plan) -> dict:
         "recomputed_layers": plan.config.recomputed_layers,
         "fused": plan.config.fused, "loss_rows": plan.config.loss_rows, "flat": plan.config.flat, "weight_cache": plan.config.weight_cache,
         "deterministic": plan.config.deterministic, "kernels": plan.kernels,
+        "frozen_products": plan.config.frozen_products,
     }
 
 

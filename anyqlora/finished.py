@@ -136,7 +136,7 @@ def plan_here(run: Finished, changed: dict):
     own = {"model_name": str(run.folder)} if run.config.adapter == "full" else {}  # a whole model needs no base
     together = {name: SETTINGS[name].default for name in OF_SEVERAL}
     sources = {**run.config.sources, **dict.fromkeys(OF_SEVERAL, "default")}
-    config = run.config.with_(strict=False, sources=sources, **{**together, "strategy": "single", "world_size": 1, **changed, **own})
+    config = run.config.with_(strict=False, sources=sources, **{**together, "strategy": "single", "world_size": 1, "frozen_products": "full", **changed, **own})
     if "backend" not in changed and config.backend not in BackendManager().available():
         print(f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers", file=sys.stderr)
         config = config.with_(backend="auto")

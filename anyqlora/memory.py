@@ -19,6 +19,7 @@ BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of do
 LOSS_BYTES, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 512 << 20, 128_000  # of the logits that are made at a time
 LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
 TAKE_ATTENTION = ("o_proj", "dense", "out_proj")  # the linear that attention's output goes into, as architectures name it
+ROWS = 512  # tokens whose sums in int32 are there at a time: they stay in a processor's caches
 FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
 
 
@@ -162,9 +163,10 @@ def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
 
 
 def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """The weights of so many layers, in the dtype that they are computed in, beside their codes."""
+    """The weights of so many layers as they are multiplied, beside their codes: float8 once for each direction."""
     layers = 0 if config.weight_cache == "auto" else min(config.weight_cache, shapes.layers)
-    return layers * sum(linear.parameters for linear in targets(shapes, config)) * Widths.of(config).computed
+    width = {"int8": 1, "fp8": 2}.get(config.frozen_products, Widths.of(config).computed)
+    return layers * sum(linear.parameters for linear in targets(shapes, config)) * width
 
 
 def quantized_bytes(linear: Linear, config: TrainConfig) -> int:
@@ -409,7 +411,15 @@ def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
     width, tokens = Widths.of(config), config.batch_size * config.context_length
     weight = max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed if config.quantizer != "none" else 0
     gradients = 2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
-    return weight + gradients
+    return weight + gradients + rounding_bytes(shapes, config)
+
+
+def rounding_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """Of a product in 8 bits: a token's codes, and on a CPU the int32 sums of so many tokens."""
+    if config.frozen_products == "full":
+        return 0
+    widest, tokens = max(max(linear.outputs, linear.inputs) for linear in shapes.linears), config.batch_size * config.context_length
+    return widest * (tokens + (FULL * min(ROWS, tokens) if config.frozen_products == "int8" else 0))
 
 
 def evaluation_bytes(shapes: Shapes, config: TrainConfig) -> int:

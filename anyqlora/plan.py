@@ -72,7 +72,8 @@ class RunPlan:
         where = f"{self.backend} ({self.framework}, device {self.device})"
         lines = [f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
                  f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
-                 f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels",
+                 f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels"
+                 + f", frozen weights multiplied in {c.frozen_products}" * (c.frozen_products != "full"),
                  *self._choices(),
                  f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
                  f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
@@ -164,6 +165,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     checked(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
     _kernels(draft, backend, row, found)
+    _products(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
     mesh.check(draft.config, shapes)
@@ -281,6 +283,21 @@ def _kernels(draft, backend, row, found) -> None:
     elif draft.config.kernels == "native" and draft.config.precision != "bf16":
         raise UsageError(f"kernels native: they are for precision bf16, and this is {draft.config.precision}",
                          where=draft.config.sources.get("kernels", ""), cure="--precision bf16, or leave out kernels")
+
+
+def _products(draft, backend, row, found) -> None:
+    """Products of frozen weights in fewer bits are for 16-bit arithmetic, where they are twice as fast."""
+    config, asked = draft.config, draft.config.frozen_products
+    where = config.sources.get("frozen_products", "")
+    if asked == "full":
+        return
+    if asked not in found.products:
+        why = found.why(f"{asked} products") or f"backend {backend} has no {asked} products"
+        raise UsageError(f"frozen_products {asked}: {why}", where=where, cure=f"one of: {', '.join(found.products)}")
+    if DTYPE_OF[config.precision] != "bf16":
+        raise UsageError(f"frozen_products {asked}: it is for precision bf16, and this is {config.precision}", where=where, cure="--frozen_products full")
+    if config.strategy not in FUSED_STRATEGIES:
+        raise NotBuilt(f"frozen_products {asked}: not built for strategy {config.strategy} yet", where=where, cure="--frozen_products full")
 
 
 def _placement(draft, backend, row) -> None:

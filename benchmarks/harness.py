@@ -108,6 +108,9 @@ def product_rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device:
     import torch
 
     kind = getattr(torch, dtype)
+    one = torch.ones((), device=device)
+    product = {torch.int8: lambda x, w: torch._int_mm(x, w.T),
+               torch.float8_e4m3fn: lambda x, w: torch._scaled_mm(x, w.T, one, one, out_dtype=torch.bfloat16)}.get(kind, torch.nn.functional.linear)
     total, seconds = 0.0, 0.0
     for inputs, outputs in shapes:
         x = torch.randn(tokens, inputs, device=device).to(kind)
@@ -115,7 +118,7 @@ def product_rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device:
         times = []
         for _ in range(20):
             began = time.perf_counter()
-            torch.nn.functional.linear(x, w)
+            product(x, w)
             if device != "cpu":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
@@ -127,14 +130,15 @@ def product_rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device:
 def train_flops(shape: dict, length: int, rank: int, trained_part: float = 1.0) -> float:
     """FLOP per token of a QLoRA step without recomputation: forward and input gradients of the frozen base, LoRA's three
     products, causal attention forward and backward, and the head on trained tokens (FACTS: floor.py)."""
-    h, f = shape["hidden_size"], shape["intermediate_size"]
-    head = h // shape["num_attention_heads"]
-    kv = shape["num_key_value_heads"] * head
-    linears = [(h, h), (h, kv), (h, kv), (h, h), (h, f), (h, f), (f, h)]
-    base = sum(2 * a * b for a, b in linears)
-    lora = sum(2 * rank * (a + b) for a, b in linears)
+    h = shape["hidden_size"]
+    lora = sum(2 * rank * (a + b) for a, b in linear_shapes(shape))
     attention = 4 * (length / 2) * h
-    return shape["num_hidden_layers"] * (2 * base + 3 * lora + 3.5 * attention) + 4 * h * shape["vocab_size"] * trained_part
+    return frozen_flops(shape) + shape["num_hidden_layers"] * (3 * lora + 3.5 * attention) + 4 * h * shape["vocab_size"] * trained_part
+
+
+def frozen_flops(shape: dict) -> float:
+    """Of these, those of the layers' frozen linears, forward and back."""
+    return shape["num_hidden_layers"] * sum(4 * a * b for a, b in linear_shapes(shape))
 
 
 def linear_shapes(shape: dict) -> list[tuple[int, int]]:

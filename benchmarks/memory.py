@@ -46,6 +46,8 @@ CONFIGURATIONS = [  # shape, rows in a micro-batch, tokens of a row, what is not
     (SMALL, 2, 512, {**RECOMPUTED, "recomputed_layers": 15}),
     (SMALL, 2, 512, {**RECOMPUTED, "recomputed_layers": 22, "precision": "bf16"}),
     (WIDE, 1, 512, {**RECOMPUTED, "recomputed_layers": 2}),
+    (SMALL, 4, 512, {"precision": "bf16", "frozen_products": "int8"}),
+    (WIDE, 2, 512, {**RECOMPUTED, "precision": "bf16", "frozen_products": "int8"}),
 ]
 
 

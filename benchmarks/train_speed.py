@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -33,34 +34,37 @@ LEARNED = 0.75  # of the first losses must be left at most: random weights on ra
 
 @dataclass
 class Side:
-    peer: str                                     # what it is compared as: "anyqlora", "trl", "trl packed", "unsloth"
+    peer: str                                     # what it is compared as: "anyqlora", "anyqlora int8", "trl", "trl packed", "unsloth"
     settings: dict = field(default_factory=dict)  # beside those of all sides
     options: dict = field(default_factory=dict)   # of a peer's trainer (peers/sft.py)
     recompute: bool = False
 
     def command(self, settings: dict, warmup: int, unsloth: str) -> list[str]:
         asked = json.dumps({**settings, **self.settings})
-        script = {"anyqlora": "ours"}.get(self.peer, self.peer.split()[0])
+        script = self.peer.split()[0].replace("anyqlora", "ours")
         python = unsloth if script == "unsloth" else sys.executable
         return [python, f"benchmarks/peers/{script}.py", asked, str(warmup), *([json.dumps(self.options)] if script != "ours" else [])]
 
 
-def equal_sides(recompute: bool, ways: list[str]) -> dict[str, Side]:
+def our_sides(settings: dict, ways: list[str], products: list[str]) -> dict[str, Side]:
+    """Ours on each set of kernels, and in fewer bits as somebody else: what is in 8 bits is another arithmetic, and compared by itself."""
+    sides = {f"anyqlora {way}" if number else "anyqlora": Side("anyqlora", {**settings, "kernels": way}) for number, way in enumerate(ways)}
+    return sides | {f"anyqlora {kind}": Side(f"anyqlora {kind}", {**settings, "kernels": ways[0], "frozen_products": kind}) for kind in products if kind != "full"}
+
+
+def equal_sides(recompute: bool, ways: list[str], products: list[str]) -> dict[str, Side]:
     checkpointing = {"use_gradient_checkpointing": recompute}
-    ours = {f"anyqlora {way}" if number else "anyqlora": {**checkpointing, "kernels": way} for number, way in enumerate(ways)}
-    return {**{name: Side("anyqlora", asked) for name, asked in ours.items()},
-            "trl": Side("trl", checkpointing), "unsloth": Side("unsloth", checkpointing)}
+    return {**our_sides(checkpointing, ways, products), "trl": Side("trl", checkpointing), "unsloth": Side("unsloth", checkpointing)}
 
 
-def best_sides(recompute: bool, mixed: bool, batch: int, ways: list[str]) -> dict[str, Side]:
+def best_sides(recompute: bool, mixed: bool, batch: int, ways: list[str], products: list[str]) -> dict[str, Side]:
     """Ours as the plan chooses; theirs with adapters in the dtype that they choose, in bf16 and under autocast (their default).
 
     With recomputation, where memory is what counts, one side of each.
     """
     checkpointing = {"use_gradient_checkpointing": recompute}
     own = {"adapters": "own", "optim": "adamw_torch_fused"}
-    sides = {f"anyqlora {way}" if number else "anyqlora": Side("anyqlora", {**(checkpointing if recompute else {}), "kernels": way})
-             for number, way in enumerate(ways)}
+    sides = our_sides(checkpointing if recompute else {}, ways, products)
     sides |= {"trl": Side("trl", checkpointing, own), "unsloth": Side("unsloth", checkpointing, own)}
     if recompute:
         return sides
@@ -69,7 +73,8 @@ def best_sides(recompute: bool, mixed: bool, batch: int, ways: list[str]) -> dic
     sides["unsloth compiled"] = Side("unsloth", checkpointing, {**own, "compile": True})
     if mixed:  # TRL lays the packed rows of a batch one after another under one mask: one at a time may be faster. Unsloth has no packing on a CPU
         packed, one = {**own, "packing": True}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": batch}
-        sides |= {"anyqlora packed": Side("anyqlora", {"packing": True}), "trl packed": Side("trl packed", checkpointing, packed),
+        sides |= {f"{name} packed": Side(side.peer, {**side.settings, "packing": True}) for name, side in our_sides({}, ways[:1], products).items()}
+        sides |= {"trl packed": Side("trl packed", checkpointing, packed),
                   "trl packed, one at a time": Side("trl packed", checkpointing, {**packed, **one})}
     return sides
 
@@ -91,10 +96,15 @@ def fastest(found: dict[str, list[dict]], sides: dict[str, Side], peer: str, rec
     return max(names, key=lambda name: harness.median(found[name], "trained_tokens_per_second"), default=None)
 
 
+def us(sides: dict[str, Side]) -> list[str]:
+    """Those whom the others are compared with."""
+    return list(dict.fromkeys(side.peer for side in sides.values() if side.peer.startswith("anyqlora")))
+
+
 def compare_speed(found: dict, sides: dict[str, Side], wanted: dict[str, float], figures: Figures) -> None:
-    for recompute in sorted({side.recompute for side in sides.values()}):
-        ours = fastest(found, sides, "anyqlora", recompute)
-        for peer in dict.fromkeys(side.peer for side in sides.values() if side.peer != "anyqlora"):
+    for recompute, own in itertools.product(sorted({side.recompute for side in sides.values()}), us(sides)):
+        ours = fastest(found, sides, own, recompute)
+        for peer in dict.fromkeys(side.peer for side in sides.values() if side.peer not in us(sides)):
             theirs = fastest(found, sides, peer, recompute)
             if theirs is None:  # packed rows are not measured with recomputation
                 continue
@@ -103,9 +113,9 @@ def compare_speed(found: dict, sides: dict[str, Side], wanted: dict[str, float],
             detail = (f"{harness.median(found[ours], 'trained_tokens_per_second'):.0f} for {harness.median(found[theirs], 'trained_tokens_per_second'):.0f} "
                       f"trained tokens/s; rounds {min(rounds):.2f}..{max(rounds):.2f}")
             if peer in wanted and not recompute:
-                figures.note(f"times the speed of {theirs}", ratio, wanted[peer], ratio >= wanted[peer], detail)
+                figures.note(f"{ours}: times the speed of {theirs}", ratio, wanted[peer], ratio >= wanted[peer], detail)
             else:
-                print(f"      {ratio:.2f} times the speed of {theirs}  ({detail})")
+                print(f"      {ours}: {ratio:.2f} times the speed of {theirs}  ({detail})")
 
 
 def compare_memory(found: dict, sides: dict[str, Side], figures: Figures) -> None:
@@ -113,9 +123,9 @@ def compare_memory(found: dict, sides: dict[str, Side], figures: Figures) -> Non
     def memory(name: str) -> float:
         return harness.median(found[name], "peak_rise_bytes") / 2**20
 
-    for recompute in sorted({side.recompute for side in sides.values()}):
-        ours = fastest(found, sides, "anyqlora", recompute)
-        peers = [name for name, side in sides.items() if side.peer != "anyqlora" and side.recompute]
+    for recompute, own in itertools.product(sorted({side.recompute for side in sides.values()}), us(sides)):
+        ours = fastest(found, sides, own, recompute)
+        peers = [name for name, side in sides.items() if side.peer not in us(sides) and side.recompute]
         theirs = min(peers, key=memory, default=None) if recompute else fastest(found, sides, "trl")
         if theirs is None:
             continue
@@ -123,12 +133,12 @@ def compare_memory(found: dict, sides: dict[str, Side], figures: Figures) -> Non
         figures.note(what, memory(ours) / memory(theirs), 1.0, memory(ours) <= memory(theirs), f"{memory(ours):.0f} MiB for {memory(theirs):.0f} MiB")
 
 
-def compare_losses(found: dict, precision: str, figures: Figures) -> float:
-    """The largest relative difference of a step's loss from that of TRL's first side."""
-    ours, theirs = (found[name][0]["losses"] for name in ("anyqlora", "trl"))
+def compare_losses(found: dict, own: str, precision: str, figures: Figures) -> float:
+    """The largest relative difference of a step's loss of our side `own` from that of TRL's first side."""
+    ours, theirs = (found[name][0]["losses"] for name in (own, "trl"))
     differences = [x / y - 1 for x, y in zip(ours, theirs, strict=True)]
     of_the_mean = statistics.mean(ours) / statistics.mean(theirs) - 1
-    print("\nstep   anyqlora        trl   difference")
+    print(f"\nstep   {own}        trl   difference")
     for step, (x, y, d) in enumerate(zip(ours, theirs, differences, strict=True), 1):
         if step <= 5 or step % 10 == 0:
             print(f"{step:4} {x:10.6f} {y:10.6f}   {d:+.2e}")
@@ -137,20 +147,24 @@ def compare_losses(found: dict, precision: str, figures: Figures) -> float:
     left = statistics.mean(theirs[-tenth:]) / statistics.mean(theirs[:tenth])
     detail = f"{len(theirs)} steps; {left:.0%} of the first loss are left"
     if len(theirs) >= 50 and left <= LEARNED:
-        figures.note("largest difference of a step's loss from TRL's", largest, per_step, largest <= per_step, detail)
-        figures.note("difference of the mean loss from TRL's", abs(of_the_mean), mean, abs(of_the_mean) <= mean, detail)
+        figures.note(f"{own}: largest difference of a step's loss from TRL's", largest, per_step, largest <= per_step, detail)
+        figures.note(f"{own}: difference of the mean loss from TRL's", abs(of_the_mean), mean, abs(of_the_mean) <= mean, detail)
     else:
         print(f"      losses differ by {largest:.2e} at most, their mean by {of_the_mean:+.2e}  ({detail})")
     return largest
 
 
-def limit(shape: dict, tokens: int, length: int, rank: int, precision: str) -> tuple[float, float]:
-    """(FLOP/s of plain products at the model's own shapes, the tokens/s that these allow)."""
+def limit(shape: dict, tokens: int, length: int, rank: int, precision: str, products: str = "full") -> tuple[float, float]:
+    """(FLOP/s of plain products of the frozen weights' kind at the model's own shapes, the tokens/s that these allow)."""
     import torch
 
-    rate = harness.product_rate(harness.linear_shapes(shape), tokens, "float32" if precision == "fp32" else "bfloat16",
-                                "cuda" if torch.cuda.is_available() else "cpu")
-    return rate, rate / harness.train_flops(shape, length, rank)
+    def rate(dtype: str) -> float:
+        return harness.product_rate(harness.linear_shapes(shape), tokens, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+
+    whole = rate("float32" if precision == "fp32" else "bfloat16")
+    frozen = whole if products == "full" else rate({"int8": "int8", "fp8": "float8_e4m3fn"}[products])
+    of_frozen = harness.frozen_flops(shape)
+    return frozen, 1 / (of_frozen / frozen + (harness.train_flops(shape, length, rank) - of_frozen) / whole)
 
 
 def main() -> None:
@@ -169,6 +183,7 @@ def main() -> None:
     p.add_argument("--rank", type=int, default=16)
     p.add_argument("--lr", type=float, default=2e-4)
     p.add_argument("--kernels", default="auto", help="ours runs once for each of these (settings.kernels), comma-separated")
+    p.add_argument("--products", default="full", help="and for each of these (settings.frozen_products), comma-separated")
     p.add_argument("--without", default="", help="sides to leave out, comma-separated")
     p.add_argument("--unsloth-python", default=sys.executable if importlib.util.find_spec("unsloth") else "", help="of an environment with Unsloth")
     p.add_argument("--name", default="")
@@ -184,8 +199,8 @@ def main() -> None:
                 "context_length": a.length or 512}
     sides: dict[str, Side] = {}
     for recompute in {"false": [False], "true": [True], "both": [False, True]}[a.checkpointing]:
-        ways = a.kernels.split(",")
-        made = equal_sides(recompute, ways) if a.settings == "equal" else best_sides(recompute, not a.length, per_step, ways)
+        ways = a.kernels.split(","), a.products.split(",")
+        made = equal_sides(recompute, *ways) if a.settings == "equal" else best_sides(recompute, not a.length, per_step, *ways)
         for name, side in made.items():
             side.recompute = recompute
             sides[f"{name}, recomputing" if recompute and a.checkpointing == "both" else name] = side
@@ -205,14 +220,17 @@ def main() -> None:
               "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length or 'mixed'} tokens"}}
     ours = fastest(found, sides, "anyqlora") or fastest(found, sides, "anyqlora", True)
     result |= {"backend": found[ours][0]["backend"], "fastest": ours, "best_settings": a.settings == "best"}
-    if a.shape in harness.SHAPES:
-        rate, most = limit(harness.SHAPES[a.shape], a.batch * (a.length or 180), a.length or 180, a.rank, a.precision)
-        part = harness.median(found[ours], "tokens_per_second") / most
-        result |= {"product_flops_per_second": rate, "limit_tokens_per_second": most, "fraction_of_limit": part}
-        figures.note(f"part of the computed limit that {ours} reaches", part, OF_THE_LIMIT, OF_THE_LIMIT <= part <= 1,  # over 1: a busy machine
-                     f"{most:.0f} tokens/s at {rate / 1e9:.0f} GFLOP/s")
-    if a.settings == "equal" and {"anyqlora", "trl"} <= set(found):
-        result["largest_loss_difference"] = compare_losses(found, a.precision, figures)
+    for own in us(sides) if a.shape in harness.SHAPES else ():
+        kind = own.removeprefix("anyqlora").strip() or "full"
+        name = fastest(found, sides, own) or fastest(found, sides, own, True)
+        rate, most = limit(harness.SHAPES[a.shape], a.batch * (a.length or 180), a.length or 180, a.rank, a.precision, kind)
+        part = harness.median(found[name], "tokens_per_second") / most
+        if kind == "full":
+            result |= {"product_flops_per_second": rate, "limit_tokens_per_second": most, "fraction_of_limit": part}
+        figures.note(f"part of the computed limit that {name} reaches", part, OF_THE_LIMIT, OF_THE_LIMIT <= part <= 1,  # over 1: a busy machine
+                     f"{most:.0f} tokens/s at {rate / 1e9:.0f} G(FL)OP/s of frozen weights")
+    if a.settings == "equal" and "trl" in found:
+        result["largest_loss_difference"] = max(compare_losses(found, name, a.precision, figures) for name, side in sides.items() if side.peer in us(sides))
     harness.write(a.name or f"train-{a.shape}-{a.quantizer}-{a.precision}-{a.length or 'mixed'}-{a.settings}", {**result, "figures": figures.noted})
     print(f"{sum(figure['met'] for figure in figures.noted)} of {len(figures.noted)} figures are met")
     if result.get("largest_loss_difference", 0.0) > 0.01:

@@ -130,6 +130,17 @@ def test_kernels_in_c_want_a_compiler_and_a_processor_for_them():
         assert found.kernels == ("portable",) and found.why("native") == why
 
 
+def test_products_in_8_bits_want_a_processor_for_them():
+    """Without VNNI int8's products are summed in 16 bits, which overflow; before compute capability 8.9 there is no float8."""
+    nothing = MACHINES["nothing"]
+    for features, products in ((("avx2",), ("full",)), (("avx512_vnni",), ("full", "int8")), (("amx_int8",), ("full", "int8"))):
+        assert BackendManager("cpu", machine=without(nothing, cpu_features=features)).found.products == products
+    assert "AVX512-VNNI" in BackendManager("cpu", machine=without(nothing, cpu_features=())).found.why("int8 products")
+    for machine, products in (("h200", ("full", "fp8")), ("a100", ("full",)), ("t4", ("full",))):
+        assert BackendManager("cuda", machine=MACHINES[machine]).found.products == products
+    assert "(8.0) does not multiply float8" in BackendManager("cuda", machine=MACHINES["a100"]).found.why("fp8 products")
+
+
 def test_unavailable_backend_is_a_value_error_with_reasons():
     with pytest.raises(ValueError, match=r"^Backend 'cuda' is not available on this system\. Available: cpu\n") as caught:
         BackendManager("cuda", machine=MACHINES["nothing"])
@@ -277,7 +288,7 @@ def test_only_the_cpu_is_tested_on_hardware():
 
 def test_cells_are_names_of_the_tables():
     known = {"dtypes": {"bf16", "fp16", "fp32"}, "quantizers": tables.QUANTIZERS, "optimizers": tables.OPTIMIZERS,
-             "kernels": tables.KERNELS, "strategies": tables.STRATEGIES, "adapters": tables.ADAPTERS}
+             "kernels": tables.KERNELS, "products": tables.FROZEN_PRODUCTS, "strategies": tables.STRATEGIES, "adapters": tables.ADAPTERS}
     for _, column, cell, _ in backends.cells():
         assert cell in known[column]
     assert set(LOOPS) == {row.framework for row in CAPABILITIES.values()}

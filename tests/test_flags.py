@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from anyqlora import checks, plugins
+from anyqlora import checks, layouts, memory, plugins
 from anyqlora.config import SETTINGS, resolve
 from anyqlora.describe import resolved_yaml
 from anyqlora.errors import DiskFull, NotBuilt, UsageError
@@ -203,6 +203,17 @@ def test_flat_rows_have_no_padding(plain, tmp_path):
     tokens = runs.metrics(plain)[0]["tokens"]
     assert {shape[0] for shape in sizes} == {4} and {shape[:2] for shape, _ in blocks if shape[1] > 12} == {(1, tokens)}
     assert planned("a100").config.flat is False
+
+
+@shows("frozen_products")
+def test_rounded_products(tmp_path):
+    if "int8" not in BackendManager("cpu").found.products:
+        pytest.skip("this processor's int8 products may saturate")
+    ours, whole = (losses(run(tmp_path, kind, frozen_products=kind, precision="bf16")) for kind in ("int8", "full"))
+    assert ours != whole and ours == pytest.approx(whole, rel=0.02)
+    fp8, bf16, int8 = (memory.cache_bytes(layouts.shapes(layouts.read_config(DEMO_BASE)), resolve({**TINY, **some, "weight_cache": 2}, environ={}))
+                       for some in ({"frozen_products": "fp8"}, {"precision": "bf16"}, {"frozen_products": "int8"}))
+    assert fp8 == bf16 == 2 * int8  # float8 is there once for each direction
 
 
 @shows("weight_cache")

@@ -8,7 +8,7 @@ from backend_manager import CAPABILITIES, LOOPS, BackendManager, BackendUnavaila
 
 from ..errors import UsageError
 
-COLUMNS = {"dtypes": "arithmetic", "quantizers": "frozen weights", "adapters": "what learns", "optimizers": "optimizers", "kernels": "kernels",
+COLUMNS = {"dtypes": "arithmetic", "quantizers": "frozen weights", "adapters": "what learns", "optimizers": "optimizers", "kernels": "kernels", "products": "products",
            "strategies": "strategies"}
 TESTED = "✓"
 LEGEND = f"{TESTED} = run by a test of this repository on that hardware. The rest follows from documentation and is untested."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,17 +10,19 @@ from torch import nn
 
 from .. import tables
 from ..config import AUTO, TrainConfig
+from ..data import Batch
 from ..errors import NotBuilt, RunError
 from ..hub import base_directory
 from ..layouts import read_config
 from ..prequantized import quantized_as
-from . import flat, weights
+from . import flat, rounding, weights
 from ._compat import quietly
 from .adapters.fused import fuse
 from .generate import evaluating
 from .heap import unmapping
 from .kernels.cross_entropy import After
 from .kernels.probe import broken
+from .kernels.products import Float8, Int8
 from .linears import blocks, linears
 from .loss import TrainedTokenLoss, last_mlp, loss_of, token_loss
 from .precision import COMPUTE, STORED
@@ -80,8 +82,11 @@ class Base:
 
 
 @quietly()
-def build(config: TrainConfig, runtime: Runtime) -> Built:
-    """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect."""
+def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -> Built:
+    """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect.
+
+    `sample`: rows of the run, on which products in 8 bits prove themselves; without any they are not used.
+    """
     plan, directory = runtime.plan, base_directory(config)
     adapter = tables.load(tables.choose("adapter", plan.adapter, tables.ADAPTERS))(config, runtime.device)
     quantizer = tables.load(tables.choose("quantizer", plan.quantizer, tables.QUANTIZERS))(COMPUTE[plan.precision], config.double_quant)
@@ -127,6 +132,8 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
         if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
             with runtime.autocast():
                 built.notes += unpadded(model, runtime, kernels)
+        if config.frozen_products != "full" and sample:
+            news += round_products(model, runtime, sample, kernels)
     return built
 
 
@@ -169,6 +176,17 @@ def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "port
     if left and config.sources.get("fused") not in (None, "default", "plan"):
         raise NotBuilt(f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first", cure="--fused auto")
     return [f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"] if left else []
+
+
+def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], kernels: str) -> list[str]:
+    """Products of frozen weights in 8 bits, where they are near. Returns what there is to say of it."""
+    def losses() -> Iterator[torch.Tensor]:
+        for batch in sample:
+            with runtime.forward():
+                loss = runtime.loss(model, batch, runtime.device)
+            yield loss
+
+    return rounding.use(model, Int8(kernels == "native") if runtime.plan.config.frozen_products == "int8" else Float8(), losses)
 
 
 def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...layouts import sharing
 from ..kernels.lora import Linear, linears
+from ..kernels.products import Products, Whole
 from ..linears import is_linear
 
 DEFAULT = ["default"]  # PEFT's name of the one adapter
@@ -31,12 +32,20 @@ class _Fused:
 class Group:
     """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
 
-    def __init__(self, layers: list[nn.Module], quantizer, keeps: bool = False, product=linears):
-        """`keeps`: the dequantized weights stay in memory once they are there. `product` computes."""
-        self.layers, self.quantizer, self.product = layers, quantizer, product
-        self.weights = [functools.partial(quantizer.dequantize, layer.base_layer) for layer in layers]
-        self.weights = [functools.cache(weight) for weight in self.weights] if keeps else self.weights
+    def __init__(self, layers: dict[str, nn.Module], quantizer, keeps: bool = False, product=linears):
+        """`keeps`: what is made of the weights stays in memory once it is there. `product` computes."""
+        self.names, self.layers, self.quantizer, self.keeps, self.product = list(layers), list(layers.values()), quantizer, keeps, product
         self.source, self.version, self.made = None, -1, {}
+        self.multiply_by(Whole())
+
+    def multiply_by(self, products: Products, keeps: bool = True) -> None:
+        """From now on the products with the frozen weights are these. Not `keeps`: nothing stays in memory, whatever the group does else."""
+        self.products = products
+        weights = [functools.partial(self._weight, layer) for layer in self.layers]
+        self.weights = [functools.cache(weight) for weight in weights] if keeps and self.keeps else weights
+
+    def _weight(self, layer: nn.Module):
+        return self.products.weight(self.quantizer.dequantize(layer.base_layer))
 
     def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`layer`'s [..., out] of x [..., in]."""
@@ -55,7 +64,7 @@ class Group:
             kind = torch.get_autocast_dtype(x.device.type)
         dropout = first.lora_dropout["default"]
         rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        out = self.product(x.to(kind), list(map(self._parts, self.layers, self.weights)), rate)
+        out = self.product(x.to(kind), list(map(self._parts, self.layers, self.weights)), rate, self.products)
         # bitsandbytes' layers give back the type that they were given
         return {id(layer): y.to(x.dtype) if packed else y for layer, y in zip(self.layers, out, strict=True)}
 
@@ -81,8 +90,8 @@ def fuse(model: nn.Module, quantizer, cached: int = 0, product=linears) -> list[
             model.set_submodule(name, fused[name])
     for names in sharing(fused):
         number = re.search(r"\.(\d+)\.", names[0])  # of the layer
-        keeps = quantizer.bits < 16 and number is not None and int(number[1]) < cached
-        group = Group([fused[name] for name in names], quantizer, keeps, product)
+        keeps = number is not None and int(number[1]) < cached
+        group = Group({name: fused[name] for name in names}, quantizer, keeps, product)
         for layer in group.layers:
             layer.group = group
     return sorted(layers.keys() - fused.keys())

@@ -6,43 +6,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from . import lora
-from .lora import LANES, Linear
+from .lora import LANES, WHOLE, Linear
+from .products import Products
 
 EIGHT = 8  # numbers that one draw of Philox, 128 bits, decides on
 ROWS, COLUMNS = 64, 64  # of the tile that a program looks at
 STRIPS = 16  # programs that share the rows of `outer`: each sums its own, and the sums are added in one order
 
 
-def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0) -> tuple[torch.Tensor, ...]:
+def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0, products: Products = WHOLE) -> tuple[torch.Tensor, ...]:
     """lora.linears, where what is dropped is drawn again in each product from one number of torch's own generator on the CPU.
 
     For backward x is kept once and [..., rank] of each layer; of what was dropped, only the seed.
     """
     if not dropout:
-        return lora.linears(x, layers)
+        return lora.linears(x, layers, products=products)
     drop = Dropout(int(torch.randint(1 << 31, ())), dropout)
     factors = [factor for layer in layers for factor in (layer.a, layer.b)]
     with torch.autocast(x.device.type, enabled=False):
-        return _Linears.apply(x, tuple(layers), drop, *factors)
+        return _Linears.apply(x, tuple(layers), drop, products, *factors)
 
 
 class _Linears(torch.autograd.Function):
     """The narrow products of all layers are one: their A lie one below the other, [R, in], R the sum of their ranks."""
 
     @staticmethod
-    def forward(ctx, x, layers, drop, *factors):
+    def forward(ctx, x, layers, drop, products, *factors):
         flat = x.reshape(-1, x.shape[-1]).contiguous()  # [M, in]
         middles = drop.into(flat, _stacked(factors, x.dtype))  # [M, R]
-        out, ranks = [], [len(a) for a in factors[::2]]
+        read, out, ranks = products.read(x), [], [len(a) for a in factors[::2]]
         for layer, b, middle in zip(layers, factors[1::2], middles.split(ranks, 1), strict=True):
-            y = F.linear(flat, layer.weight().to(x.dtype), layer.bias if layer.bias is None else layer.bias.to(x.dtype))
-            out.append(y.addmm_(middle, b.to(x.dtype).T, alpha=layer.scale / drop.part).view(*x.shape[:-1], -1))
-        ctx.layers, ctx.drop, ctx.ranks = layers, drop, ranks
+            y = products.forward(read, layer.weight(), layer.bias)
+            y.view(-1, y.shape[-1]).addmm_(middle, b.to(x.dtype).T, alpha=layer.scale / drop.part)
+            out.append(y)
+        ctx.layers, ctx.products, ctx.drop, ctx.ranks = layers, products, drop, ranks
         ctx.save_for_backward(x, middles, *factors)
         return tuple(out)
 
@@ -56,13 +57,12 @@ class _Linears(torch.autograd.Function):
             of_middles.append((g @ b.to(kind)).mul_(scale))
             of_b.append((g.T @ middle).mul_(scale).to(b.dtype))
             if ctx.needs_input_grad[0]:
-                w = layer.weight().to(kind)
-                of_x = g @ w if of_x is None else of_x.addmm_(g, w)
+                of_x = ctx.products.backward(g, layer.weight(), of_x)
         of_middle = torch.cat(of_middles, 1)  # [M, R]
         of_a = drop.outer(of_middle, flat).split(ctx.ranks)
         if of_x is not None:
             of_x = drop.add_back(of_x, of_middle, _stacked(factors, kind)).view(x.shape)
-        return of_x, None, None, *(gradient for a, one, other in zip(factors[::2], of_a, of_b, strict=True) for gradient in (one.to(a.dtype), other))
+        return of_x, None, None, None, *(gradient for a, one, other in zip(factors[::2], of_a, of_b, strict=True) for gradient in (one.to(a.dtype), other))
 
 
 def _stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -8,20 +8,26 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .products import Products, Whole
+
+WHOLE = Whole()
 LANES = 1 << 16  # random numbers of 16 bits decide what dropout drops
 
 
 class Linear(NamedTuple):
-    """One linear layer: y = W x + bias + scale B A x, with W [out, in] = weight() frozen, A [rank, in] and B [out, rank] learned."""
+    """One linear layer: y = W x + bias + scale B A x, with W [out, in] frozen, A [rank, in] and B [out, rank] learned.
 
-    weight: Callable[[], torch.Tensor]
+    weight() is what the group's products make of W.
+    """
+
+    weight: Callable[[], object]
     bias: torch.Tensor | None
     a: torch.Tensor
     b: torch.Tensor
     scale: float
 
 
-def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0) -> tuple[torch.Tensor, ...]:
+def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0, products: Products = WHOLE) -> tuple[torch.Tensor, ...]:
     """Each layer's [..., out] of x [..., in], in x's dtype; equal to `defined` where nothing is dropped.
 
     For backward x is kept once, each layer's [..., rank], and a byte for each value of x where there is dropout: layers of one input
@@ -29,7 +35,7 @@ def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0) -> 
     """
     factors = [factor for layer in layers for factor in (layer.a, layer.b)]
     with torch.autocast(x.device.type, enabled=False):
-        return _Linears.apply(x, tuple(layers), dropout, *factors)
+        return _Linears.apply(x, tuple(layers), dropout, products, *factors)
 
 
 def defined(x: torch.Tensor, layers: Sequence[Linear]) -> tuple[torch.Tensor, ...]:
@@ -39,17 +45,17 @@ def defined(x: torch.Tensor, layers: Sequence[Linear]) -> tuple[torch.Tensor, ..
 
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, layers, dropout, *factors):
+    def forward(ctx, x, layers, dropout, products, *factors):
         flat = x.reshape(-1, x.shape[-1])  # [M, in]
         mask, kept = (drawn(flat, dropout), 1 - whole(dropout)) if dropout else (None, 1.0)
-        seen, out, middles = dropped(flat, mask), [], []
+        seen, read, out, middles = dropped(flat, mask), products.read(x), [], []
         for layer, a, b in zip(layers, factors[::2], factors[1::2], strict=True):
-            y = F.linear(x, layer.weight().to(x.dtype), layer.bias if layer.bias is None else layer.bias.to(x.dtype))
+            y = products.forward(read, layer.weight(), layer.bias)
             middle = (seen @ a.to(x.dtype).T).mul_(layer.scale / kept)  # [M, rank]
             y.view(-1, y.shape[-1]).addmm_(middle, b.to(x.dtype).T)
             middles.append(middle)
             out.append(y)  # and no view of it: Llama 4 adds to its shared expert's output in place
-        ctx.layers, ctx.kept = layers, kept
+        ctx.layers, ctx.products, ctx.kept = layers, products, kept
         ctx.save_for_backward(x, mask, *middles, *factors)
         ctx.set_materialize_grads(False)
         return tuple(out)
@@ -69,13 +75,12 @@ class _Linears(torch.autograd.Function):
             of_middle = (g @ b.to(kind)).mul_(layer.scale / ctx.kept)  # [M, rank]
             of_factors += [(of_middle.T @ seen).to(a.dtype), (g.T @ middle).to(b.dtype)]
             if ctx.needs_input_grad[0]:
-                w = layer.weight().to(kind)
-                of_x = g @ w if of_x is None else of_x.addmm_(g, w)
+                of_x = ctx.products.backward(g, layer.weight(), of_x)
                 if mask is None:
                     of_x.addmm_(of_middle, a.to(kind))
                 else:
                     of_x += dropped(of_middle @ a.to(kind), mask)
-        return None if of_x is None else of_x.view(x.shape), None, None, *of_factors
+        return None if of_x is None else of_x.view(x.shape), None, None, None, *of_factors
 
 
 def whole(dropout: float) -> float:

@@ -111,3 +111,58 @@ void swiglu_backward(const bf16 *of_out, const bf16 *gate, const bf16 *up_, bf16
         of_gate[i] = down(round_to_bf16(outer * up(up_[i])) * open * (1.0f + g * (1.0f - open)));
     }
 }
+
+/* Codes [rows, width] of x * columns (x alone where there are none), 127 for the largest magnitude of each row, and what a code of 1 stands
+   for there: not a number in a row that is not all finite, whose codes are 0. */
+void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long rows, long width) {
+#pragma omp parallel for schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const bf16 *in = x + r * width;
+        int8_t *out = codes + r * width;
+        uint32_t most = 0; /* magnitudes compare as their bits do, and beyond them infinity and what is not a number */
+        if (columns) {
+#pragma omp simd reduction(max : most)
+            for (long i = 0; i < width; i++) {
+                uint32_t magnitude = bits(up(in[i]) * columns[i]) & 0x7fffffff;
+                most = magnitude > most ? magnitude : most;
+            }
+        } else {
+            uint16_t highest = 0;
+#pragma omp simd reduction(max : highest)
+            for (long i = 0; i < width; i++) {
+                uint16_t magnitude = in[i] & 0x7fff;
+                highest = magnitude > highest ? magnitude : highest;
+            }
+            most = (uint32_t)highest << 16;
+        }
+        int finite = most < 0x7f800000;
+        float step = number(most) / 127.0f, per_step = finite && step > 0.0f ? 1.0f / step : 0.0f;
+        scales[r] = finite ? step : NAN;
+        if (!finite || !(per_step < INFINITY)) {
+            memset(out, 0, width);
+        } else if (columns) {
+#pragma omp simd
+            for (long i = 0; i < width; i++) out[i] = (int8_t)to_whole(up(in[i]) * columns[i] * per_step);
+        } else {
+#pragma omp simd
+            for (long i = 0; i < width; i++) out[i] = (int8_t)to_whole(up(in[i]) * per_step);
+        }
+    }
+}
+
+/* out (plus what it has, where so said) = sums * rows' scales * columns' scales (1 where there are none). */
+void int8_out(const int32_t *sums, const float *of_rows, const float *of_columns, bf16 *out, long rows, long width, int added) {
+#pragma omp parallel for schedule(static)
+    for (long r = 0; r < rows; r++) {
+        const int32_t *in = sums + r * width;
+        bf16 *to = out + r * width;
+        float scale = of_rows[r];
+        if (of_columns) {
+#pragma omp simd
+            for (long i = 0; i < width; i++) to[i] = down((float)in[i] * scale * of_columns[i] + (added ? up(to[i]) : 0.0f));
+        } else {
+#pragma omp simd
+            for (long i = 0; i < width; i++) to[i] = down((float)in[i] * scale + (added ? up(to[i]) : 0.0f));
+        }
+    }
+}

@@ -26,6 +26,8 @@ POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctyp
 SIGNATURES = {
     "attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT),
     "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT),
+    "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
+    "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG),
     "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
     "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
     "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
@@ -119,6 +121,21 @@ def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.
     losses = torch.empty(len(logits))
     _call("cross_entropy", logits, targets.contiguous(), losses, *logits.shape, scale)
     return losses
+
+
+# ---------------------------------------------------------------------------------------------------- products of int8
+
+
+def int8_rows(x: torch.Tensor, columns: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`products.int8_rows` of bf16 x [M, K]."""
+    codes, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))
+    _call("int8_rows", x.contiguous(), columns, codes, scales, *x.shape)
+    return codes, scales
+
+
+def int8_out(sums: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor | None, out: torch.Tensor, *, is_added: bool) -> None:
+    """out [M, N] = sums * of_rows [M] * of_columns [N], or that much more; sums int32, out bf16, both contiguous."""
+    _call("int8_out", sums, of_rows, of_columns, out, *sums.shape, is_added)
 
 
 # ------------------------------------------------------------------------------------------------------------- modules

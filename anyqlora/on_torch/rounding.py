@@ -1,0 +1,98 @@
+"""Products in 8 bits, taken only where they prove themselves: on rows of the run's own, before its first step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from ..errors import RunError
+from .adapters.fused import Group, fused_layers
+from .kernels.products import Products, Whole
+
+NEAR = 0.08   # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
+TINY = 1e-30
+LOSS = 0.005  # how far the loss of those rows may move
+
+
+class _Compared(Whole):
+    """Whole products beside which the rounded ones are made, too.
+
+    How far these are `off` is a part of what tells tokens apart: of the norm of the whole ones without their mean over a row's tokens, since
+    one number that stands out in every token makes that mean large.
+    """
+
+    def __init__(self, rounded: Products):
+        self.rounded, self.squares = rounded, {"outputs": [0.0, TINY], "gradients": [0.0, TINY]}  # of differences, and of what they are a part of
+
+    @property
+    def off(self) -> float:
+        """Of outputs or of gradients, whichever is farther."""
+        found = max(math.sqrt(off / whole) for off, whole in self.squares.values())
+        return found if math.isfinite(found) else math.inf
+
+    def forward(self, read, weight, bias):
+        y = super().forward(read, weight, bias)
+        self._note("outputs", y, weight, lambda rounded, made: rounded.forward(rounded.read(read), made, bias))
+        return y
+
+    def backward(self, g, weight, to):
+        of_x = super().backward(g, weight, None)
+        self._note("gradients", of_x, weight, lambda rounded, made: rounded.backward(g, made, None))
+        return of_x if to is None else to.add_(of_x)
+
+    def _note(self, what: str, whole: torch.Tensor, weight: torch.Tensor, product: Callable) -> None:
+        noted = self.squares[what]
+        if not self.rounded.takes(weight):
+            noted[0] = math.inf
+            return
+        rounded, whole = (y.detach().float().flatten(0, -2) for y in (product(self.rounded, self.rounded.weight(weight)), whole))
+        apart = whole - whole.mean(0) if len(whole) > 1 else whole
+        noted[0] += float((rounded - whole).square().sum())
+        noted[1] += float(apart.square().sum())
+
+
+def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> list[str]:
+    """Let the groups of `model`'s fused layers multiply by `rounded` where that is near their whole products. Returns what is to be said.
+
+    `losses` gives those of some rows, one after another, with gradients: they are run forward and back on whole products, with the rounded
+    ones beside them, and forward again on what was chosen. Nothing that is learned is changed. Raises RunError where no group, or the loss
+    as a whole, is near.
+    """
+    groups = list({id(layer.group): layer.group for layer in fused_layers(model)}.values())
+    whole = _compared(groups, rounded, losses)
+    model.zero_grad()
+    off = {number: group.products.off for number, group in enumerate(groups)}
+    near = [group for number, group in enumerate(groups) if off[number] <= NEAR]
+    for group in groups:
+        group.multiply_by(rounded if group in near else Whole())
+    worst = groups[max(off, key=off.__getitem__)].names[0]
+    if not near:
+        raise RunError(f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
+                       cure="--frozen_products full")
+    moved = abs(_total(losses) / whole - 1)
+    if not moved <= LOSS:
+        raise RunError(f"frozen_products: the rows' loss moves by {moved:.2%}, and {LOSS:.1%} is allowed", cure="--frozen_products full")
+    left = len(groups) - len(near)
+    said = [f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than {NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"] * bool(left)
+    largest = max(value for value in off.values() if value <= NEAR)
+    return [*said, f"rounded products are at most {largest:.1%} off whole ones; the rows' loss moves by {moved:.3%}"]
+
+
+def _compared(groups: list[Group], rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> float:
+    """The loss on whole products; each group's `products` know how far rounded ones are off."""
+    for group in groups:
+        group.multiply_by(_Compared(rounded), keeps=False)
+    return _total(losses, is_back=True)
+
+
+def _total(losses: Callable[[], Iterable[torch.Tensor]], is_back: bool = False) -> float:
+    torch.manual_seed(0)  # what dropout draws is the same for both; every step seeds anew
+    total = 0.0
+    for loss in losses():
+        if is_back:
+            loss.backward()
+        total += float(loss.detach())
+    return total

@@ -1,0 +1,244 @@
+"""Products of frozen weights in 8 bits: against float64 on the same codes, against whole products, and in whole runs."""
+
+import contextlib
+import io
+import json
+
+import pytest
+import tiny_models
+import torch
+
+import train
+from anyqlora.config import resolve
+from anyqlora.errors import NotBuilt, RunError, UsageError
+from anyqlora.on_torch import rounding
+from anyqlora.on_torch.adapters.fused import fused_layers
+from anyqlora.on_torch.build import build
+from anyqlora.on_torch.kernels import lora, native
+from anyqlora.on_torch.kernels.products import FLOAT8, Float8, Int8, Whole, coded
+from anyqlora.on_torch.runtime import Runtime
+from backend_manager import BackendManager
+
+FOUND = BackendManager("cpu").found
+needs_int8 = pytest.mark.skipif("int8" not in FOUND.products, reason="this processor's int8 products may saturate")
+needs_native = pytest.mark.skipif("native" not in FOUND.kernels, reason="no C compiler, or no AVX512-BF16, is here")
+LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
+WAYS = [pytest.param(Int8(), torch.int8, id="int8", marks=needs_int8), pytest.param(Int8(True), torch.int8, id="int8 in C", marks=(needs_int8, needs_native)),
+        pytest.param(Float8(), FLOAT8, id="fp8")]
+
+
+def drawn(*shape, seed=0, scale=1.0):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+@pytest.mark.parametrize("kind", LARGEST, ids=str)
+def test_codes_are_the_nearest_and_the_largest_number_has_the_largest_code(kind):
+    x, columns = drawn(7, 80), torch.linspace(0.5, 2, 80)
+    codes, scales = coded(x, kind, columns)
+    exact = x.double() * columns
+    step = exact.abs().amax(1) / LARGEST[kind]
+    torch.testing.assert_close(scales.double(), step, rtol=1e-6, atol=0)
+    assert (codes.float().abs().amax(1) == LARGEST[kind]).all()
+    width = torch.ones_like(exact) if kind == torch.int8 else 2.0 ** (torch.floor(torch.log2((exact / step[:, None]).abs())).clamp(min=-6) - 3)  # between neighbours
+    assert ((codes.double() - exact / step[:, None]).abs() <= 0.5001 * width).all()
+
+
+@pytest.mark.parametrize("kind", LARGEST, ids=str)
+def test_a_row_of_nothing_is_nothing_and_one_with_no_number_stays_none(kind):
+    x = drawn(4, 16)
+    x[0], x[1, 3], x[2, 5] = 0, torch.nan, torch.inf
+    codes, scales = coded(x, kind)
+    assert not codes[:3].float().any() and scales[0] == 0 and scales[1:3].isnan().all() and scales[3] > 0
+    y = (Int8() if kind == torch.int8 else Float8())
+    out = y.forward(y.read(x), y.weight(drawn(32, 16, seed=1)), None)
+    assert not out[0].any() and out[1:3].isnan().all() and out[3].isfinite().all()
+
+
+@needs_native
+@pytest.mark.parametrize("width", [1, 15, 64, 577])
+def test_codes_in_c_are_those_of_the_definition(width):
+    x = drawn(40, width, scale=3.0)
+    x[0], x[1, 0], x[2, -1], x[3], x[4] = 0, torch.nan, -torch.inf, 1e-39, 3e38
+    for columns in (None, torch.rand(width) + 0.5):
+        (ours, mine), (theirs, others) = native.int8_rows(x, columns), coded(x, torch.int8, columns)
+        torch.testing.assert_close(mine, others, rtol=0, atol=0, equal_nan=True)
+        off = ours.int() - theirs.int()
+        assert off.abs().max() <= 1 and (off != 0).sum() <= off.numel() / 500  # halves: one rounding there, two here
+
+
+@needs_native
+@pytest.mark.parametrize("is_added", [False, True])
+def test_sums_are_scaled_in_c_as_defined(is_added):
+    sums = torch.randint(-10**7, 10**7, (9, 33), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    of_rows, of_columns, before = torch.rand(9) * 1e-4, torch.rand(33), drawn(9, 33)
+    for columns in (None, of_columns):
+        out = before.clone()
+        native.int8_out(sums, of_rows, columns, out, is_added=is_added)
+        exact = sums.double() * of_rows.double()[:, None] * (1 if columns is None else columns.double()) + (before.double() if is_added else 0)
+        assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize(("products", "kind"), WAYS)
+@pytest.mark.parametrize("shape", [(600, 96, 64), (3, 4096, 32)], ids=str)
+def test_products_are_those_of_their_codes(products, kind, shape):
+    """In float64 on the same codes; bf16 rounds the result once, and once more what is added to."""
+    m, inputs, outputs = shape
+    x, w, g, before = drawn(m, inputs), drawn(outputs, inputs, seed=1, scale=0.1), drawn(m, outputs, seed=2), drawn(m, inputs, seed=3)
+    bias = drawn(outputs, seed=4)
+    made = products.weight(w)
+    (xc, xs), (wc, ws), (gc, gs) = coded(x, kind), coded(w, kind), coded(g, kind, coded(w, kind)[1])
+    exact = (xc.double() * xs.double()[:, None]) @ (wc.double() * ws.double()[:, None]).T
+    back = (gc.double() * gs.double()[:, None]) @ wc.double()
+
+    def near(ours, true, roundings=1):
+        return float((ours.double() - true).norm() / true.norm()) < roundings * 2**-8
+
+    assert near(products.forward(products.read(x), made, None), exact)
+    assert near(products.forward(products.read(x.view(1, m, inputs)), made, bias)[0], exact + bias.double(), 2)
+    assert near(products.backward(g, made, None), back)
+    assert near(products.backward(g, made, before.clone()), back + before.double(), 2)
+    for ours, true in ((exact, x.double() @ w.double().T), (back, g.double() @ w.double())):
+        assert near(ours, true, 5 if kind == torch.int8 else 12)  # 0.02 and 0.05: what rounding the factors costs
+
+
+@needs_int8
+def test_sums_of_the_largest_codes_do_not_saturate():
+    """127^2 * 4096 is beyond what 16-bit sums of two products hold, as processors without VNNI have them."""
+    codes = torch.full((17, 4096), 127, dtype=torch.int8)
+    for sign in (1, -1):
+        assert (torch._int_mm(codes, (sign * codes[:16]).T) == sign * 127 * 127 * 4096).all()
+
+
+@pytest.mark.parametrize(("products", "kind"), WAYS)
+def test_fused_linears_round_the_frozen_part_alone(products, kind):
+    """What the factors learn from is not rounded: given one gradient of the outputs, theirs are those of whole products."""
+    generator = torch.Generator().manual_seed(5)
+    weights = [drawn(size, 48, seed=size, scale=0.2) for size in (32, 16)]
+    factors = [torch.randn(shape, generator=generator).requires_grad_() for size in (32, 16) for shape in ((4, 48), (size, 4))]
+    x = drawn(40, 48, seed=6).requires_grad_()
+    found = []
+    for way in (products, Whole()):
+        parts = [lora.Linear(lambda made=way.weight(w): made, None, a, b, 0.5) for w, a, b in zip(weights, factors[::2], factors[1::2], strict=True)]
+        ys = lora.linears(x, parts, products=way)
+        found.append([*(y.detach() for y in ys), *torch.autograd.grad(ys, [x, *factors], [drawn(40, 32, seed=7), drawn(40, 16, seed=8)])])
+    for number, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        off = float((ours - theirs).float().norm() / theirs.float().norm())
+        assert off == 0 if number > 2 else 0 < off < 0.06, (number, off)
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+TINY = {"model_name": "demo", "dataset": "demo", "backend": "cpu", "precision": "bf16", "log_to": "none", "save_steps": 0, "warmup_steps": 0, "lr": 3e-4}
+
+
+def trained(tmp_path, name, **settings):
+    """(losses, the adapter's bytes, what was printed) of a run of the embedded job."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train.train(resolve({**TINY, "output_dir": str(tmp_path), "run_name": name, **settings}, environ={}, said="test"))
+    lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line and "event" not in line], (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes(), said.getvalue()
+
+
+@needs_int8
+def test_a_run_in_int8_learns_what_a_whole_one_does(tmp_path):
+    whole, _, _ = trained(tmp_path, "whole", max_steps=30, lr=1e-3)
+    ours, _, said = trained(tmp_path, "int8", max_steps=30, lr=1e-3, frozen_products="int8", log_to="stdout")
+    assert ours != whole and ours[-1] < 0.75 * ours[0]
+    differences = [x / y - 1 for x, y in zip(ours, whole, strict=True)]
+    assert max(map(abs, differences)) < 0.02 and abs(sum(ours) / sum(whole) - 1) < rounding.LOSS
+    assert "rounded products are at most" in said and "multiplied in int8" in said
+
+
+@needs_int8
+@pytest.mark.parametrize("settings", [{"quantizer": "nf4", "weight_cache": 0}, {"quantizer": "none", "lora_dropout": 0.1}, {"use_gradient_checkpointing": True}], ids=str)
+def test_a_run_in_int8_that_goes_on_writes_the_bytes_of_one_that_did_not_stop(tmp_path, settings):
+    common = {"frozen_products": "int8", "save_steps": 3, **settings}
+    _, whole, _ = trained(tmp_path, "whole", max_steps=6, **common)
+    _, again, _ = trained(tmp_path, "again", max_steps=6, **common)
+    assert again == whole
+    directory = tmp_path / "cut"
+    trained(tmp_path, "cut", max_steps=6, **common)
+    for path in (directory / "result.json", directory / "adapter"):
+        path.unlink() if path.is_file() else [file.unlink() for file in path.iterdir()]
+    assert (directory / "adapter").rmdir() is None
+    for checkpoint in sorted((directory / "checkpoints").iterdir())[1:]:
+        [file.unlink() for file in checkpoint.iterdir()]
+        checkpoint.rmdir()
+    losses, cut, _ = trained(tmp_path, "cut", max_steps=6, **common)
+    assert cut == whole
+
+
+def started(tmp_path, change=lambda model: None, intermediate_size=128, **settings):
+    """What is there when products are to prove themselves: a model, and the losses of a few rows."""
+    base = tiny_models.make(tmp_path / "base", "llama", intermediate_size=intermediate_size)
+    config = resolve({**TINY, "model_name": str(base), "dataset": tiny_models.few_rows(tmp_path / "rows"), "output_dir": str(tmp_path / "run"), "quantizer": "none",
+                      "batch_size": 1, **settings}, environ={}, said="test")
+    run = tiny_models.opened(config)
+    runtime = Runtime(run.plan)
+    built = build(run.plan.config, runtime)
+    change(built.model)
+    sample = run.data.sample()
+    return built.model, lambda: (runtime.loss(built.model, batch, runtime.device) for batch in sample)
+
+
+def groups_of(model):
+    return list({id(layer.group): layer.group for layer in fused_layers(model)}.values())
+
+
+@needs_int8
+def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
+    """One input of a layer is so large in every token that int8's steps swallow the others."""
+    def stand_out(model):
+        layer = model.get_base_model().model.layers[1]
+        with torch.no_grad():
+            layer.input_layernorm.weight[3] = 1000.0
+            for name in ("q_proj", "k_proj", "v_proj"):
+                getattr(layer.self_attn, name).base_layer.weight[:, 3] /= 1000.0  # as models have it that were trained so
+
+    model, losses = started(tmp_path, stand_out)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    said = rounding.use(model, Int8(), losses)
+    whole = [group.names[0] for group in groups_of(model) if type(group.products) is Whole]
+    assert len(whole) == 1 and "layers.1.self_attn.q_proj" in whole[0]
+    assert "1 of 8 groups" in said[0] and "layers.1.self_attn.q_proj" in said[0]
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
+
+
+@needs_int8
+def test_rounding_that_moves_the_loss_is_refused(tmp_path, monkeypatch):
+    model, losses = started(tmp_path)
+    monkeypatch.setattr(rounding, "LOSS", 1e-9)
+    with pytest.raises(RunError, match="the rows' loss moves by 0"):
+        rounding.use(model, Int8(), losses)
+    monkeypatch.setattr(rounding, "NEAR", 1e-4)
+    with pytest.raises(RunError, match=r"no layer's products are within 0% of whole ones, .*proj's are [12]% off"):
+        rounding.use(model, Int8(), losses)
+
+
+@pytest.mark.parametrize("width", [128, 120])
+def test_float8_is_for_weights_whose_sides_are_multiples_of_16(width, tmp_path):
+    model, losses = started(tmp_path, intermediate_size=width)
+    rounding.use(model, Float8(), losses)
+    rounded = {group.names[0].rpartition("model.")[2] for group in groups_of(model) if isinstance(group.products, Float8)}
+    assert len(rounded) >= (7 if width == 128 else 3)
+    assert any("mlp" in name for name in rounded) == (width == 128)
+
+
+@needs_int8
+def test_a_finished_run_is_used_with_whole_products(tmp_path):
+    from anyqlora import finished
+
+    trained(tmp_path, "run", max_steps=2, frozen_products="int8")
+    plan = finished.plan_here(finished.read(tmp_path / "run"), {})
+    assert plan.config.frozen_products == "full"
+
+
+@pytest.mark.parametrize(("settings", "error", "why"), [
+    ({"precision": "fp32"}, UsageError, "for precision bf16"), ({"fused": False}, UsageError, "contradicts fused"), ({"adapter": "dora"}, UsageError, "contradicts adapter"),
+    ({"quantizer": "affine4"}, UsageError, "contradicts quantizer"), ({"strategy": "ddp", "world_size": 2}, NotBuilt, "not built for strategy ddp"),
+    ({"frozen_products": "fp8"}, UsageError, "backend cpu has no fp8 products"), ({"frozen_products": "int4"}, UsageError, "unknown value")], ids=str)
+@needs_int8
+def test_what_is_not_multiplied_so_is_refused(settings, error, why):
+    with pytest.raises(error, match=why):
+        BackendManager("cpu").plan(resolve({**TINY, "frozen_products": "int8", **settings}, environ={}, said="test"))
