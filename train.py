@@ -66,7 +66,7 @@ def torch_loop(run) -> dict:
     memory = run.closing(runtime.memory)
     watched = run.closing(watch(run, memory))  # nothing, unless profiling is asked for
     with watched.phase("load"):
-        built = build(config, runtime, run.data.sample())
+        built = build(config, runtime, run.data.sample(run.plan.batch_size))
     for note in built.notes:
         run.console.warn(note)
     for line in built.news:

@@ -48,10 +48,10 @@ class Data:
     report: dict  # JSON-able
     identity: str  # sha256 of all tokens and masks, in order
 
-    def sample(self, tokens: int = 2048, rows: int = 64) -> list[Batch]:
-        """The first training rows, each by itself: as many as have so many tokens together, and no more than `rows`."""
-        lengths = np.cumsum([len(row.ids) for row in self.train[:rows]])
-        return batches(self.train[:1 + int(np.searchsorted(lengths[:-1], tokens))], 1, 0)
+    def sample(self, batch_size: int, tokens: int = 1024) -> list[Batch]:
+        """The first training rows, as many as have so many tokens together."""
+        lengths = np.cumsum([len(row.ids) for row in self.train[:tokens]])
+        return batches(self.train[:1 + int(np.searchsorted(lengths[:-1], tokens))], batch_size, 0)
 
 
 class Stream:

@@ -27,12 +27,12 @@ speed() { # name, arguments of train_speed.py ...
 
 if "$python" -c "import trl" 2>/dev/null; then
   speed losses-fp32 --shape demo --precision fp32 --steps 50 --rounds 1
-  speed losses-bf16 --shape demo --steps 50 --rounds 1
+  speed losses-bf16 --shape demo --steps 50 --rounds 1 --products full,int8
   speed equal --settings equal
-  speed best --settings best --checkpointing both
+  speed best --settings best --checkpointing both --products full,int8 --rounds 2
   speed wide-equal --shape wide --settings equal
-  speed wide-best --shape wide --settings best --checkpointing both
-  speed mixed --settings best --length 0 --steps 16 --warmup 2
+  speed wide-best --shape wide --settings best --checkpointing both --products full,int8 --rounds 2
+  speed mixed --settings best --length 0 --steps 16 --warmup 2 --products full,int8 --rounds 2
   part start "$python" benchmarks/start.py
 else
   echo "== training: left out, TRL is not installed (pip install '.[bench]')"

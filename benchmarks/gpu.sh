@@ -25,7 +25,7 @@ part tests 120 "$python" -m pytest tests/test_gpu.py -q --tb=short
 part doctor 40 "$python" -m anyqlora doctor
 if "$python" -c "import trl" 2>/dev/null; then
   part train 225 "$python" benchmarks/train_speed.py --shape llama-3-8b --batch 4 --length 2048 --steps 6 --warmup 2 --rounds 1 \
-    --kernels auto,triton,portable --name train-gpu-llama-3-8b
+    --kernels auto,triton,portable --products full,fp8 --name train-gpu-llama-3-8b
 else
   echo "== train: left out, TRL is not installed"
 fi

@@ -178,7 +178,7 @@ def started(tmp_path, change=lambda model: None, intermediate_size=128, **settin
     runtime = Runtime(run.plan)
     built = build(run.plan.config, runtime)
     change(built.model)
-    sample = run.data.sample()
+    sample = run.data.sample(1)
     return built.model, lambda: (runtime.loss(built.model, batch, runtime.device) for batch in sample)
 
 
