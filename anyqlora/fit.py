@@ -105,7 +105,7 @@ def cache(draft, shapes, found) -> None:
         return
     layers = 0
     if shapes is not None and found.memory_free and config.fused and (config.quantizer, config.frozen_products) != ("none", "full"):
-        room = (1 << found.memory_free.bit_length() - 1) // 2
+        room = (1 << found.memory_free.bit_length() - 1) // 2 // (config.world_size if config.backend == "cpu" else 1)  # a host's memory is for all
         trials = (shapes.layers, shapes.layers // 2, shapes.layers // 4)
         layers = next((n for n in trials if memory.estimate(shapes, config.with_(weight_cache=n)).total <= room), 0)
     draft.choose("weight_cache", layers)

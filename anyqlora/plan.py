@@ -270,13 +270,13 @@ def _optimizer(draft, backend, row, found) -> None:
 
 
 def _kernels(draft, backend, row, found) -> None:
-    """Ours take the place of modules that this process has read whole: with several processes the framework's own run."""
-    is_split = draft.config.strategy != "single"
+    """Ours take the place of modules that this process has whole: where strategies split the model, the framework's own run."""
+    is_split = draft.config.strategy not in FUSED_STRATEGIES
     if draft.config.kernels == AUTO:
         has_use = found.kernels[0] != "native" or draft.config.precision == "bf16"
         draft.choose("kernels", found.kernels[0] if has_use and not is_split else "portable")
     elif is_split and draft.config.kernels != "portable":
-        raise UsageError(f"kernels {draft.config.kernels}: they are for one process, strategy single; {draft.config.strategy} runs on portable ones",
+        raise UsageError(f"kernels {draft.config.kernels}: they are for strategies {', '.join(FUSED_STRATEGIES)}; {draft.config.strategy} runs on portable ones",
                          where=draft.config.sources.get("kernels", ""), cure="--kernels portable, or leave it out")
     elif draft.config.kernels not in found.kernels:
         _refuse(draft.config, "kernels", backend, draft.config.kernels in row.kernels, found, found.kernels)

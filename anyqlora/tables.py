@@ -92,7 +92,7 @@ TRAIN_TYPES = {  # fsdp_qlora's names -> (quantizer, adapter); a string is a ref
 FUSED_TYPES = ("custom_lora", "custom_qlora")  # those that demand LoRA in one function with its frozen weight
 FUSED_ADAPTERS = ("lora", "rslora", "pissa", "loftq")  # what is W x + scale B A x
 FUSED_QUANTIZERS = ("none", "nf4", "fp4")  # what is a product with the dequantized weight
-FUSED_STRATEGIES = ("single",)  # under others a process may have an outline of the model only, when it would be fused
+FUSED_STRATEGIES = ("single", "ddp", "accelerate")  # under others a process has a part or an outline of the model only, when it would be fused
 
 OPTIMIZERS = {
     "adamw": "torch.optim:AdamW",

@@ -287,9 +287,9 @@ def test_which_kernels_run_is_planned_by_the_device():
     """That they run, and what they compute, is shown in test_triton.py."""
     for kernels, got in (("auto", "exact"), ("triton", "triton"), ("portable", "portable")):
         assert planned("h200", world_size=1, kernels=kernels).kernels == got
-    assert planned("h200").world_size == 8 and planned("h200").kernels == "portable"
-    with pytest.raises(UsageError, match="kernels exact: they are for one process"):
-        planned("h200", kernels="exact")
+    assert planned("h200").world_size == 8 and planned("h200").kernels == "exact" and planned("h200", strategy="fsdp").kernels == "portable"
+    with pytest.raises(UsageError, match="kernels exact: they are for strategies single, ddp, accelerate"):
+        planned("h200", kernels="exact", strategy="fsdp")
     for machine, backend in (("m3", "mps"), ("rx7900", "rocm"), ("arc", "xpu"), ("h200", "cpu")):
         assert planned(machine, backend=backend).kernels == "portable"
         for kernels in ("exact", "triton"):

@@ -236,7 +236,7 @@ def test_a_finished_run_is_used_with_whole_products(tmp_path):
 
 @pytest.mark.parametrize(("settings", "error", "why"), [
     ({"precision": "fp32"}, UsageError, "for precision bf16"), ({"fused": False}, UsageError, "contradicts fused"), ({"adapter": "dora"}, UsageError, "contradicts adapter"),
-    ({"quantizer": "affine4"}, UsageError, "contradicts quantizer"), ({"strategy": "ddp", "world_size": 2}, NotBuilt, "not built for strategy ddp"),
+    ({"quantizer": "affine4"}, UsageError, "contradicts quantizer"), ({"strategy": "fsdp", "world_size": 2}, NotBuilt, "not built for strategy fsdp"),
     ({"frozen_products": "fp8"}, UsageError, "backend cpu has no fp8 products"), ({"frozen_products": "int4"}, UsageError, "unknown value")], ids=str)
 @needs_int8
 def test_what_is_not_multiplied_so_is_refused(settings, error, why):

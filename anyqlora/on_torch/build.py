@@ -126,7 +126,7 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
         if config.loss_rows:
             with runtime.autocast():
                 runtime.loss, why = loss_for(model, config.loss_rows, runtime.strategy, kernels)
-                if plan.strategy == "single" and isinstance(runtime.loss, TrainedTokenLoss):
+                if plan.strategy in tables.FUSED_STRATEGIES and isinstance(runtime.loss, TrainedTokenLoss):
                     runtime.loss.last_mlp = last_mlp(model, runtime.loss.head)
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
         if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
@@ -186,7 +186,8 @@ def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
                 loss = runtime.loss(model, batch, runtime.device)
             yield loss
 
-    return rounding.use(model, Int8(kernels == "native") if runtime.plan.config.frozen_products == "int8" else Float8(), losses)
+    return rounding.use(model, Int8(kernels == "native") if runtime.plan.config.frozen_products == "int8" else Float8(), losses,
+                        runtime.strategy.told)
 
 
 def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:

@@ -54,18 +54,19 @@ class _Compared(Whole):
         noted[1] += float(apart.square().sum())
 
 
-def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> list[str]:
+def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch.Tensor]],
+        told: Callable = lambda chosen: chosen) -> list[str]:
     """Let the groups of `model`'s fused layers multiply by `rounded` where that is near their whole products. Returns what is to be said.
 
     `losses` gives those of some rows, one after another, with gradients: they are run forward and back on whole products, with the rounded
-    ones beside them, and forward again on what was chosen. Nothing that is learned is changed. Raises RunError where no group, or the loss
-    as a whole, is near.
+    ones beside them, and forward again on what was chosen. Nothing that is learned is changed. `told` gives all processes what the first one
+    has chosen. Raises RunError where no group, or the loss as a whole, is near.
     """
     groups = list({id(layer.group): layer.group for layer in fused_layers(model)}.values())
     whole = _compared(groups, rounded, losses)
     model.zero_grad()
     off = {number: group.products.off for number, group in enumerate(groups)}
-    near = [group for number, group in enumerate(groups) if off[number] <= NEAR]
+    near = [groups[number] for number in told([number for number in off if off[number] <= NEAR])]
     for group in groups:
         group.multiply_by(rounded if group in near else Whole())
     worst = groups[max(off, key=off.__getitem__)].names[0]

@@ -10,7 +10,10 @@ import torch
 
 from anyqlora.config import resolve
 from anyqlora.data import IGNORE, Batch
+from anyqlora.on_torch.adapters.fused import fused_layers
 from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
+from anyqlora.on_torch.kernels.products import Whole
+from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
 
@@ -84,7 +87,7 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
     whole = settings.pop("dealt_to", size)  # ranks that the rows are dealt to; one process takes the rows of all
     plan = planned(base, size, **settings)
     runtime = Runtime(plan)
-    built = build(plan.config, runtime)
+    built = build(plan.config, runtime, [batch(0, 0, 0)])
     model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(plan.config))
     strategy, first = runtime.strategy, 0
     if load:
@@ -92,6 +95,7 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
         strategy.load_trainable({k: torch.from_numpy(v) for k, v in adapter.items()})
         strategy.load_moments({k: torch.from_numpy(v) for k, v in moments.items()})
     found = Trained(runtime)
+    found.fast = fast_paths(runtime, built.model) if isinstance(runtime.loss, TrainedTokenLoss) else {}
     found.start = numpy_of(strategy.gather_trainable())
     mine = range(strategy.data_rank, whole, strategy.data_size)
     for step in range(first, len(plans)):
@@ -114,6 +118,14 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
     found.adapter, found.moments = numpy_of(strategy.gather_trainable()), numpy_of(strategy.gather_moments())
     found.codes = sum(held(p) for p in built.model.parameters() if p.dtype == torch.uint8)
     return found
+
+
+def fast_paths(runtime, model) -> dict:
+    """What this process runs on: fused layers, those with products in 8 bits, modules of our kernels, and what a batch is for the model."""
+    layers = fused_layers(model)
+    return {"fused": len(layers), "rounded": sum(type(layer.group.products) is not Whole for layer in layers),
+            "kernels": sum(type(module).__module__ == "anyqlora.on_torch.kernels.modules" for module in model.modules()),
+            "inputs": runtime.loss.inputs.__name__, "last_mlp": runtime.loss.last_mlp is not None}
 
 
 def micro_batch(runtime, model, rows, everything, is_final, form, spoil, step) -> float:

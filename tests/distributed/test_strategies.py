@@ -6,6 +6,7 @@ import tiny_models
 from equality import PLANS, distance, some, train
 
 from anyqlora.testing import world
+from backend_manager import BackendManager
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,27 @@ def compare(ranks, expected, *, adapter, norm, loss=1e-5):
 def test_adamw_equals_one_process(name, base, alone):
     """5 steps; the norm of every step, the adapter, and the names and shapes of what is gathered."""
     compare(world(2, in_a_world, base, STRATEGIES[name]), alone(2), adapter=1e-4, norm=1e-5)
+
+
+FAST = {"fused": True, "flat": True}
+IN_C = {**FAST, "precision": "bf16", "kernels": "native"}
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_fast_paths_of_whole_models_equal_one_process_without(name, base, alone):
+    ranks = world(2, in_a_world, base, {**STRATEGIES[name], **FAST})
+    assert all(rank.fast == {"fused": 14, "rounded": 0, "kernels": 0, "inputs": "flat", "last_mlp": True} for rank in ranks)
+    compare(ranks, alone(2), adapter=1e-4, norm=1e-5)
+
+
+@pytest.mark.skipif(not {"native", "int8"} <= {*BackendManager("cpu").found.kernels, *BackendManager("cpu").found.products}, reason="no C compiler, or no VNNI, is here")
+@pytest.mark.parametrize("products", ["full", "int8"])
+def test_kernels_and_rounded_products_equal_one_process(products, base, alone):
+    """The same numbers are rounded in the same places: what is summed over ranks is all that differs."""
+    settings = {**IN_C, "frozen_products": products}
+    ranks, expected = world(2, in_a_world, base, {"strategy": "ddp", **settings}), alone(2, **settings)
+    assert expected.fast["kernels"] > 4 and (expected.fast["rounded"] == 14) == (products == "int8") and all(rank.fast == expected.fast for rank in ranks)
+    compare(ranks, expected, adapter=1e-3, norm=1e-3, loss=1e-4)
 
 
 @pytest.mark.parametrize("name", some(STRATEGIES, (*MAIN, "zero 0", "zero 2")))

@@ -29,11 +29,19 @@ class Ddp(Group):
 
     name = "ddp"
     plugin_cls = DdpPlugin
+    is_whole = False  # whether all ranks have what rank 0 has read
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """From here on all ranks have the whole model, and each takes the same fast paths."""
+        self.share(model)
+        self.is_whole = True
+        return model
 
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:
-        owners = self.owners(trainable, model)
-        self.share(model)
-        self.refresh(trainable, owners)
+        if not self.is_whole:  # a loop of somebody's own
+            owners = self.owners(trainable, model)
+            self.share(model)
+            self.refresh(trainable, owners)
         super().prepare(model, trainable, optimizer_factory)
         self.trained = sum(p.numel() for p in trainable.values())
         self.wrapped = self.wrap(model)
