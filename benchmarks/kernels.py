@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import harness
 import torch
 
-from anyqlora.on_torch.kernels import cross_entropy
+from anyqlora.on_torch.kernels import cross_entropy, native, products
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked
+from backend_manager import BackendManager
 
 LINEARS = {"q": (4096, 4096), "k": (1024, 4096), "gate": (14336, 4096), "down": (4096, 14336), "odd": (1001, 4160)}  # out, in
 
@@ -79,7 +80,7 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
 
 def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """native.c and attention.c at SmolLM2-135M's shape and four rows of 512 tokens; attention at those of two Llamas, too."""
-    from anyqlora.on_torch.kernels import attention, defined, native
+    from anyqlora.on_torch.kernels import attention, defined
 
     if device != "cpu" or dtype != torch.bfloat16 or native.broken():
         return
@@ -105,6 +106,19 @@ def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
         "portable": lambda: torch.autograd.grad(cross_entropy.cross_entropy(hidden, head, None, targets, rows=128), hidden),
         "ours": lambda: torch.autograd.grad(cross_entropy.cross_entropy(hidden, head, None, targets, rows=512, is_native=True), hidden)},
         flops=2 * 2 * 512 * 576 * 49152)
+
+
+def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[Case]:
+    """Products with Llama-3-8B's frozen weights, forward and back, in 16 bits and in 8."""
+    wanted = {"cpu": ("int8",), "cuda": ("fp8",)}[device]
+    found = [kind for kind in BackendManager(device).found.products if kind in wanted]
+    ways = {"whole": products.Whole(), **{kind: products.Int8(not native.broken()) if kind == "int8" else products.Float8(True) for kind in found}}
+    for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) if dtype == torch.bfloat16 else ():
+        w, x, g = drawn(device, dtype, outputs // cut // 16 * 16, inputs), drawn(device, dtype, tokens, inputs), drawn(device, dtype, tokens, outputs // cut // 16 * 16)
+        made = {name: way.weight(w) for name, way in ways.items()}
+        yield Case("frozen product, with backward", str((tokens, *w.shape)), 0, {
+            name: lambda name=name, way=way: (way.forward(way.read(x), made[name], None), way.backward(g, made[name], None)) for name, way in ways.items()},
+            flops=4 * tokens * w.numel())
 
 
 def library_attention(q, k, v, scale):
@@ -183,7 +197,7 @@ def main() -> None:
     rate, products = copy_rate(device), harness.product_rate([(4096, 4096)], 2048, a.dtype, device) / 1e3
     print(f"a copy reads and writes {rate / 1e6:.0f} GB/s; large products run at {products / 1e9:.2f} TFLOP/s")
     found = []
-    for case in (*dequantizations(ours, device, dtype, a.cut), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut), *in_c(device, dtype)):
+    for case in (*dequantizations(ours, device, dtype, a.cut), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut), *in_c(device, dtype), *frozen(device, dtype, tokens, a.cut)):
         first, least = None, case.bytes / rate or case.flops / products  # milliseconds
         for way, function in case.ways.items():
             out = None if "+=" in case.kernel else function()  # what writes over its input differs each time

@@ -9,12 +9,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anyqlora.on_torch.kernels import dequantize, dropout, rms_norm, rope, swiglu
+from anyqlora.on_torch.kernels import dequantize, dropout, float8, rms_norm, rope, swiglu
 
 INT, FLOAT = "i32", "fp32"
 
 
-def kernels(dtype: str):
+def kernels(dtype: str, capability: int):
     """(name, kernel, types of its arguments in order, its constants) at Llama-3-8B's widths."""
     x = f"*{dtype}"
     for nested in (True, False):
@@ -30,6 +30,9 @@ def kernels(dtype: str):
         yield f"rotate {back=}", rope._rotate, [x, x, x, x, INT, INT, INT], {"BACK": back, "HEADS": 32, "HALF": 64}, {"enable_fp_fusion": False}
     yield "gate", swiglu._forward, [x, x, x, INT], {"BLOCK": swiglu.BLOCK}, {"enable_fp_fusion": False}
     yield "gate's backward", swiglu._backward, [x, x, x, x, x, INT], {"BLOCK": swiglu.BLOCK}, {"enable_fp_fusion": False}
+    for columns in (True, False) if capability >= 89 else ():  # the first with float8
+        yield f"float8 {columns=}", float8._coded, [x, "*fp32", "*fp8e4nv", "*fp32", INT], {"MOST": float8.MOST, "HAS_COLUMNS": columns, "BLOCK": float8.BLOCK}, {
+            "enable_fp_fusion": False}
     tiles = {"RANK": 64, "ROWS": dropout.ROWS, "COLUMNS": dropout.COLUMNS}
     yield "dropout into", dropout._into, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
     yield "dropout outer", dropout._outer, [x, x, "*fp32", *[INT] * 6], tiles, {"enable_fp_fusion": True}
@@ -38,7 +41,7 @@ def kernels(dtype: str):
 
 def main(capability: int, dtypes: list[str]) -> None:
     for dtype in dtypes:
-        for name, kernel, types, constants, options in kernels(dtype):
+        for name, kernel, types, constants, options in kernels(dtype, capability):
             names = [n for n in kernel.arg_names if n not in constants]
             source = ASTSource(kernel, dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr"), constexprs=constants)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import runs
 
+from anyqlora.errors import UsageError
+
 pytestmark = pytest.mark.skipif(not os.environ.get("TEST_ON_GPU"), reason="run by benchmarks/gpu.sh on a machine with a GPU")
 SHORT = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 8, "max_steps": 20, "lr": 2e-3, "lora_dropout": 0,
          "save_steps": 0}
@@ -33,6 +35,18 @@ def test_every_precision_learns(precision, tmp_path):
 def test_int8_learns(tmp_path):
     directory = runs.run(tmp_path, **{**SHORT, "backend": "cuda", "precision": "bf16", "quantizer": "int8"})
     assert losses(directory)[-3:].mean() < losses(directory)[0] / 2
+
+
+@pytest.mark.parametrize("kernels", ["portable", "exact"])
+def test_float8_products_learn_the_same(kernels, tmp_path):
+    settings = {**SHORT, "backend": "cuda", "precision": "bf16", "lr": 5e-4, "kernels": kernels}
+    try:
+        ours = losses(runs.run(tmp_path, "fp8", **settings, frozen_products="fp8"))
+    except UsageError as error:
+        pytest.skip(str(error))  # no float8 on this GPU
+    whole = losses(runs.run(tmp_path, "full", **settings))
+    assert (ours != whole).all() and abs(ours.mean() / whole.mean() - 1) < 0.01
+    np.testing.assert_allclose(ours, whole, rtol=0.05)
 
 
 def test_two_runs_on_the_gpu_write_the_same_bytes(tmp_path):

@@ -27,11 +27,12 @@ from triton.runtime import interpreter
 from anyqlora.errors import RunError
 from anyqlora.on_torch.build import usable_kernels
 from anyqlora.on_torch.generate import evaluating
-from anyqlora.on_torch.kernels import attention, lora, modules, rope, swiglu, varlen
+from anyqlora.on_torch.kernels import attention, float8, lora, modules, rope, swiglu, varlen
 from anyqlora.on_torch.kernels import dequantize as dequantizing
 from anyqlora.on_torch.kernels import dropout as dropping
 from anyqlora.on_torch.kernels import rms_norm as norms
 from anyqlora.on_torch.kernels.dropout import Dropout, philox
+from anyqlora.on_torch.kernels.products import FLOAT8, coded
 from anyqlora.on_torch.quantizers import bnb
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4
 from anyqlora.on_torch.runtime import Runtime
@@ -97,6 +98,20 @@ def near(ours, theirs, roundings=2):
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     size = theirs.float().abs().clamp(min=theirs.float().square().mean().sqrt())
     assert ((ours.float() - theirs.float()).abs() <= roundings * ROUNDING[theirs.dtype] * size).all()
+
+
+# ------------------------------------------------------------------------------------------------------------------ float8
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 96, 1024, 2500])
+def test_float8_codes_are_those_of_the_definition(dtype, width):
+    x = some(9, width, dtype=dtype, scale=3.0)
+    x[0], x[1, 0], x[2, -1], x[3] = 0, torch.nan, -torch.inf, 1e-6
+    for columns in (None, some(width, seed=1).abs()):
+        (ours, mine), (theirs, others) = float8.coded(x, columns), coded(x, FLOAT8, columns)
+        torch.testing.assert_close(mine, others, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(ours.view(torch.uint8) & 0x7F, theirs.view(torch.uint8) & 0x7F) and torch.equal(ours.float(), theirs.float())
 
 
 # ---------------------------------------------------------------------------------------------------------- dequantization

@@ -186,8 +186,8 @@ def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
                 loss = runtime.loss(model, batch, runtime.device)
             yield loss
 
-    return rounding.use(model, Int8(kernels == "native") if runtime.plan.config.frozen_products == "int8" else Float8(), losses,
-                        runtime.strategy.told)
+    rounded = Int8(kernels == "native") if runtime.plan.config.frozen_products == "int8" else Float8(kernels in ("exact", "triton"))
+    return rounding.use(model, rounded, losses, runtime.strategy.told)
 
 
 def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:

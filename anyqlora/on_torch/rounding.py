@@ -66,20 +66,19 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
     whole = _compared(groups, rounded, losses)
     model.zero_grad()
     off = {number: group.products.off for number, group in enumerate(groups)}
-    near = [groups[number] for number in told([number for number in off if off[number] <= NEAR])]
-    for group in groups:
-        group.multiply_by(rounded if group in near else Whole())
+    near = told([number for number in off if off[number] <= NEAR])
+    for number, group in enumerate(groups):
+        group.multiply_by(rounded if number in near else Whole())
     worst = groups[max(off, key=off.__getitem__)].names[0]
     if not near:
         raise RunError(f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
                        cure="--frozen_products full")
-    moved = abs(_total(losses) / whole - 1)
+    moved = abs(_total(losses) - whole) / max(abs(whole), TINY)
     if not moved <= LOSS:
         raise RunError(f"frozen_products: the rows' loss moves by {moved:.2%}, and {LOSS:.1%} is allowed", cure="--frozen_products full")
     left = len(groups) - len(near)
     said = [f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than {NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"] * bool(left)
-    largest = max(value for value in off.values() if value <= NEAR)
-    return [*said, f"rounded products are at most {largest:.1%} off whole ones; the rows' loss moves by {moved:.3%}"]
+    return [*said, f"rounded products are at most {max(off[number] for number in near):.1%} off whole ones; the rows' loss moves by {moved:.3%}"]
 
 
 def _compared(groups: list[Group], rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> float:

@@ -14,6 +14,8 @@ enum { QUERIES = 64, KEYS = 64, LANES = 16, ROWS = 4, VECTORS = 4 }; /* of a blo
 
 static const float LOWEST = -1e30f; /* below every score: minus infinity has no difference from itself */
 
+static inline long rounded_up(long n, long to) { return (n + to - 1) / to * to; }
+static inline long smaller(long a, long b) { return a < b ? a : b; }
 static inline pair both(bf16 first, bf16 second) { return (pair)first | (pair)second << 16; }
 
 static inline __attribute__((always_inline)) void tile(float *c, const pair *a, long across, long along, const pair *b, long width, long pairs,
@@ -40,20 +42,25 @@ static inline __attribute__((always_inline)) void tile(float *c, const pair *a, 
         for (int v = 0; v < vectors; v++) _mm512_storeu_ps(c + r * width + v * LANES, sums[r][v]);
 }
 
+/* What a product does not need on the diagonal, where a query sees the keys up to its own: what is zero there, and what nobody looks at. */
+enum { NOTHING, EARLIER_LANES, EARLIER_PAIRS, LATER_PAIRS };
+
 /* c [rows, width] += a b, or = where it begins: a [rows, pairs] has element (i, j) at i * across + j * along, b is [pairs, width]. Whole tiles of
-   rows, whole lanes of width. */
-static void multiply(float *c, const pair *a, long across, long along, const pair *b, long rows, long width, long pairs, int begins) {
-    for (long i = 0; i < rows; i += ROWS)
-        for (long n = 0; n < width; n += VECTORS * LANES) {
+   rows, whole lanes of width. `needless` is left out: lanes, or numbers of a row of a, before or after the row's own number. */
+static void multiply(float *c, const pair *a, long across, long along, const pair *b, long rows, long width, long pairs, int begins, int needless) {
+    for (long i = 0; i < rows; i += ROWS) {
+        long first = needless == EARLIER_PAIRS ? i / 2 : 0, last = needless == LATER_PAIRS ? i / 2 + ROWS / 2 : pairs;
+        for (long n = needless == EARLIER_LANES ? i / LANES * LANES : 0; n < width; n += VECTORS * LANES) {
             float *to = c + i * width + n;
-            const pair *from = a + i * across;
+            const pair *from = a + i * across + first * along, *right = b + first * width + n;
             switch ((width - n) / LANES) {
-            case 1: tile(to, from, across, along, b + n, width, pairs, begins, 1); break;
-            case 2: tile(to, from, across, along, b + n, width, pairs, begins, 2); break;
-            case 3: tile(to, from, across, along, b + n, width, pairs, begins, 3); break;
-            default: tile(to, from, across, along, b + n, width, pairs, begins, 4);
+            case 1: tile(to, from, across, along, right, width, last - first, begins, 1); break;
+            case 2: tile(to, from, across, along, right, width, last - first, begins, 2); break;
+            case 3: tile(to, from, across, along, right, width, last - first, begins, 3); break;
+            default: tile(to, from, across, along, right, width, last - first, begins, 4);
             }
         }
+    }
 }
 
 /* Rows of x, `stride` numbers apart, as they are: [padded, width / 2]; zeros follow them. */
@@ -76,12 +83,46 @@ static void paired(pair *to, const bf16 *x, long stride, long rows, long padded,
     }
 }
 
+/* 16 registers of 16 pairs, transposed: pairs of neighbouring rows, then of pairs, then quarters of registers. */
+static inline __attribute__((always_inline)) void transpose(__m512i x[LANES]) {
+    __m512i y[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512i even = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), odd = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        __m512i later_even = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88), later_odd = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+        x[i] = _mm512_shuffle_i32x4(even, later_even, 0x88);
+        x[i + 4] = _mm512_shuffle_i32x4(odd, later_odd, 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(even, later_even, 0xdd);
+        x[i + 12] = _mm512_shuffle_i32x4(odd, later_odd, 0xdd);
+    }
+}
+
 /* A block of queries' rows with a query in each lane: [width / 2, QUERIES]. */
 static void across_lanes(pair *to, const bf16 *x, long stride, long rows, long width) {
-    for (long j = 0; j < width / 2; j++) {
-        for (long i = 0; i < rows; i++) memcpy(to + j * QUERIES + i, x + i * stride + 2 * j, sizeof(pair));
-        memset(to + j * QUERIES + rows, 0, (QUERIES - rows) * sizeof(pair));
-    }
+    for (long i = 0; i < QUERIES; i += LANES)
+        for (long j = 0; j < width / 2; j += LANES) {
+            long columns = smaller(LANES, width / 2 - j);
+            __m512i block[LANES];
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++)
+                block[r] = i + r < rows ? _mm512_maskz_loadu_epi32((__mmask16)((1u << columns) - 1), x + (i + r) * stride + 2 * j) : _mm512_setzero_si512();
+            transpose(block);
+#pragma GCC unroll 16
+            for (int c = 0; c < LANES; c++)
+                if (c < columns) _mm512_storeu_si512(to + (j + c) * QUERIES + i, block[c]);
+        }
 }
 
 /* Whether query `q` sees key `k`. */
@@ -90,8 +131,10 @@ static inline int sees(long q, long k, long window) { return k <= q && q - k < w
 /* Whether all queries from `first` on see all keys from `key` on. */
 static inline int all_see(long first, long key, long window) { return key + KEYS - 1 <= first && first + QUERIES - 1 - key < window; }
 
-static inline long rounded_up(long n, long to) { return (n + to - 1) / to * to; }
-static inline long smaller(long a, long b) { return a < b ? a : b; }
+
+/* The first lane of those that are computed of a key's row: on the diagonal the row's own number, in whole registers. */
+static inline long first_lane(long first, long key, long row) { return key == first ? row / LANES * LANES : 0; }
+
 static inline long first_key(long query, long window) { return query < window ? 0 : (query - window + 1) / KEYS * KEYS; }
 
 static void *room(long bytes) { return aligned_alloc(64, rounded_up(bytes, 64)); }
@@ -105,7 +148,7 @@ static void softmax_block(const float *scores, pair *p, float *highest, float *s
     memcpy(top, highest, sizeof top);
     for (long k = 0; k < KEYS; k++)
 #pragma omp simd
-        for (long q = 0; q < QUERIES; q++) {
+        for (long q = first_lane(first, key, k); q < QUERIES; q++) {
             float x = scores[k * QUERIES + q];
             x = whole || sees(first + q, key + k, window) ? x : LOWEST;
             top[q] = x > top[q] ? x : top[q];
@@ -118,7 +161,7 @@ static void softmax_block(const float *scores, pair *p, float *highest, float *s
     }
     for (long k = 0; k < KEYS; k += 2)
 #pragma omp simd
-        for (long q = 0; q < QUERIES; q++) {
+        for (long q = first_lane(first, key, k); q < QUERIES; q++) {
             float x = exponential(scale * (scores[k * QUERIES + q] - top[q])), y = exponential(scale * (scores[(k + 1) * QUERIES + q] - top[q]));
             x = whole || sees(first + q, key + k, window) ? x : 0.0f;
             y = whole || sees(first + q, key + k + 1, window) ? y : 0.0f;
@@ -151,12 +194,13 @@ void attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lo
                     across_lanes(lanes, q + here, stride, rows, width);
                     long start = first_key(first, window);
                     for (long key = start; key < smaller(first + QUERIES, tokens); key += KEYS) {
-                        multiply(scores, keys + key * (width / 2), width / 2, 1, lanes, KEYS, QUERIES, width / 2, 1);
+                        int diagonal = key == first;
+                        multiply(scores, keys + key * (width / 2), width / 2, 1, lanes, KEYS, QUERIES, width / 2, 1, diagonal ? EARLIER_LANES : NOTHING);
                         softmax_block(scores, p, highest, sums, shrunk, first, key, window, scale);
                         if (key > start)
                             for (long i = 0; i < QUERIES; i++)
                                 for (long n = 0; n < width; n++) sum[i * width + n] *= shrunk[i];
-                        multiply(sum, p, 1, QUERIES, values + key / 2 * width, QUERIES, width, KEYS / 2, key == start);
+                        multiply(sum, p, 1, QUERIES, values + key / 2 * width, QUERIES, width, KEYS / 2, key == start, diagonal ? LATER_PAIRS : NOTHING);
                     }
                     for (long i = 0; i < rows; i++) {
                         float factor = 1.0f / sums[i];
@@ -176,7 +220,7 @@ static void softmax_block_backward(const float *scores, const float *of_p, bf16 
     int whole = all_see(first, key, window);
     for (long k = 0; k < KEYS; k += 2)
 #pragma omp simd
-        for (long q = 0; q < QUERIES; q++) {
+        for (long q = first_lane(first, key, k); q < QUERIES; q++) {
             long one = k * QUERIES + q, other = one + QUERIES;
             float x = exponential(scale * scores[one] - log_sums[q]), y = exponential(scale * scores[other] - log_sums[q]);
             x = whole || sees(first + q, key + k, window) ? x : 0.0f;
@@ -231,12 +275,13 @@ void attention_backward(const bf16 *of_out, const bf16 *q, const bf16 *k, const 
                     paired(outer, of_out + here, stride, rows, QUERIES, width);
                     long start = first_key(first, window);
                     for (long key = start; key < smaller(first + QUERIES, tokens); key += KEYS) {
-                        multiply(scores, keys + key * (width / 2), width / 2, 1, lanes, KEYS, QUERIES, width / 2, 1);
-                        multiply(of_p, values + key * (width / 2), width / 2, 1, outer_lanes, KEYS, QUERIES, width / 2, 1);
+                        int diagonal = key == first, lanes_needless = diagonal ? EARLIER_LANES : NOTHING, pairs_needless = diagonal ? EARLIER_PAIRS : NOTHING;
+                        multiply(scores, keys + key * (width / 2), width / 2, 1, lanes, KEYS, QUERIES, width / 2, 1, lanes_needless);
+                        multiply(of_p, values + key * (width / 2), width / 2, 1, outer_lanes, KEYS, QUERIES, width / 2, 1, lanes_needless);
                         softmax_block_backward(scores, of_p, (bf16 *)p, (bf16 *)of_scores, of_scores_paired, of_rows, means, first, key, window, scale);
-                        multiply(sum_v + key * width, p, QUERIES / 2, 1, outer, KEYS, width, QUERIES / 2, 0);
-                        multiply(sum_k + key * width, of_scores, QUERIES / 2, 1, queries, KEYS, width, QUERIES / 2, 0);
-                        multiply(sum_q, of_scores_paired, 1, QUERIES, keys_paired + key / 2 * width, QUERIES, width, KEYS / 2, key == start);
+                        multiply(sum_v + key * width, p, QUERIES / 2, 1, outer, KEYS, width, QUERIES / 2, 0, pairs_needless);
+                        multiply(sum_k + key * width, of_scores, QUERIES / 2, 1, queries, KEYS, width, QUERIES / 2, 0, pairs_needless);
+                        multiply(sum_q, of_scores_paired, 1, QUERIES, keys_paired + key / 2 * width, QUERIES, width, KEYS / 2, key == start, diagonal ? LATER_PAIRS : NOTHING);
                     }
                     for (long i = 0; i < rows; i++)
                         for (long n = 0; n < width; n++) of_q[here + i * stride + n] = down(sum_q[i * width + n]);

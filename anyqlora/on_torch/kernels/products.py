@@ -96,16 +96,27 @@ class Int8(Whole):
 
 
 class Float8(Whole):
-    """Products of float8 codes (e4m3) with float32 sums: twice bf16's rate on NVIDIA GPUs of compute capability 8.9 and later."""
+    """Products of float8 codes (e4m3): twice bf16's rate on NVIDIA GPUs of compute capability 8.9 and later.
+
+    Sums are those of the tensor cores, a little short of float32 (`use_fast_accum`): with a scale for each row, torch is fast in no other way.
+    """
+
+    def __init__(self, is_triton: bool = False):
+        """`is_triton`: rows are coded in one launch each time, by float8.py."""
+        self.coded = functools.partial(coded, kind=FLOAT8)
+        if is_triton:
+            from . import float8
+
+            self.coded = float8.coded
 
     def takes(self, w):
         return not (w.shape[0] % ALIGNED or w.shape[1] % ALIGNED)
 
     def weight(self, w):
-        return _Float8Weight(*coded(w, FLOAT8))
+        return _Float8Weight(*self.coded(w))
 
     def read(self, x):
-        return *coded(x.reshape(-1, x.shape[-1]), FLOAT8), x
+        return *self.coded(x.reshape(-1, x.shape[-1])), x
 
     def forward(self, read, weight, bias):
         codes, scales, x = read
@@ -114,8 +125,8 @@ class Float8(Whole):
         return y if bias is None else y.add_(bias)
 
     def backward(self, g, weight, to):
-        codes, scales = coded(g, FLOAT8, weight.scales)
-        of_x = torch._scaled_mm(codes, weight.turned, scales[:, None], weight.ones, out_dtype=g.dtype)  # gradients are summed in full, as others do too
+        codes, scales = self.coded(g, columns=weight.scales)
+        of_x = torch._scaled_mm(codes, weight.turned, scales[:, None], weight.ones, out_dtype=g.dtype, use_fast_accum=True)
         return of_x if to is None else to.add_(of_x)
 
 
