@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import harness
 import torch
 
-from anyqlora.on_torch.kernels import cross_entropy, native, products
+from anyqlora.on_torch.kernels import cross_entropy, defined, native, products
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked
 from backend_manager import BackendManager
 
@@ -65,11 +65,11 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
         return
     size = dtype.itemsize
     x, weight = drawn(device, dtype, tokens, 4096), drawn(device, dtype, 4096)
-    yield from both("rms_norm", ours["rms_norm"].rms_norm, ours["rms_norm"].defined, (x, weight, 1e-5), x.nbytes, 2, 3)
+    yield from both("rms_norm", ours["rms_norm"].rms_norm, defined.rms_norm, (x, weight, 1e-5), x.nbytes, 2, 3)
     gate, up = drawn(device, dtype, tokens, 14336), drawn(device, dtype, tokens, 14336)
-    yield from both("swiglu", ours["swiglu"].swiglu, ours["swiglu"].defined, (gate, up), gate.nbytes, 3, 5)
+    yield from both("swiglu", ours["swiglu"].swiglu, defined.swiglu, (gate, up), gate.nbytes, 3, 5)
     q, turns = drawn(device, dtype, 1, tokens, 32, 128), drawn(device, dtype, 2, 1, tokens, 128)
-    yield from both("rope", ours["rope"].rotate, ours["rope"].defined, (q, turns[0], turns[1]), q.nbytes, 2, 2)
+    yield from both("rope", ours["rope"].rotate, defined.rotate, (q, turns[0], turns[1]), q.nbytes, 2, 2)
     drop, a = ours["dropout"].Dropout(1, 0.1), drawn(device, dtype, 48, 4096)
     yield Case("dropout(x) A^T, rank 48", f"({tokens}, 4096)", x.nbytes + tokens * 48 * size,
                {"torch": lambda: torch.nn.functional.dropout(x, 0.1) @ a.T, "ours": lambda: drop.into(x, a)})
@@ -80,7 +80,7 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
 
 def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """native.c and attention.c at SmolLM2-135M's shape and four rows of 512 tokens; attention at those of two Llamas, too."""
-    from anyqlora.on_torch.kernels import attention, defined
+    from anyqlora.on_torch.kernels import attention
 
     if device != "cpu" or dtype != torch.bfloat16 or native.broken():
         return
@@ -115,9 +115,8 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
     ways = {"whole": products.Whole(), **{kind: products.Int8(not native.broken()) if kind == "int8" else products.Float8(True) for kind in found}}
     for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) if dtype == torch.bfloat16 else ():
         w, x, g = drawn(device, dtype, outputs // cut // 16 * 16, inputs), drawn(device, dtype, tokens, inputs), drawn(device, dtype, tokens, outputs // cut // 16 * 16)
-        made = {name: way.weight(w) for name, way in ways.items()}
         yield Case("frozen product, with backward", str((tokens, *w.shape)), 0, {
-            name: lambda name=name, way=way: (way.forward(way.read(x), made[name], None), way.backward(g, made[name], None)) for name, way in ways.items()},
+            name: lambda way=way, made=way.weight(w), x=x, g=g: (way.forward(way.read(x), made, None), way.backward(g, made, None)) for name, way in ways.items()},
             flops=4 * tokens * w.numel())
 
 

@@ -193,7 +193,7 @@ def test_they_are_planned_where_they_are_of_use():
     with pytest.raises(UsageError, match="kernels native: they are for precision bf16, and this is fp32"):
         kernels(precision="fp32", kernels="native")
     assert kernels(precision="fp32") == "portable" and kernels(precision="bf16", kernels="portable") == "portable"
-    assert kernels(precision="bf16", strategy="ddp", world_size=2) == "portable"
+    assert kernels(precision="bf16", strategy="ddp", world_size=2) == "native" and kernels(precision="bf16", strategy="fsdp", world_size=2) == "portable"
 
 
 def run_with(compiler: Path | str, tmp_path, *flags) -> subprocess.CompletedProcess:

@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 from anyqlora.errors import RunError
 from anyqlora.on_torch.build import usable_kernels
 from anyqlora.on_torch.generate import evaluating
-from anyqlora.on_torch.kernels import attention, float8, lora, modules, rope, swiglu, varlen
+from anyqlora.on_torch.kernels import attention, defined, float8, lora, modules, rope, swiglu, varlen
 from anyqlora.on_torch.kernels import dequantize as dequantizing
 from anyqlora.on_torch.kernels import dropout as dropping
 from anyqlora.on_torch.kernels import rms_norm as norms
@@ -45,10 +45,12 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
 
 @pytest.fixture(autouse=True)
 def arithmetic(monkeypatch):
-    """Triton's interpreter cuts bfloat16 off where every GPU rounds it to the nearest, and multiplies the bits of bfloat16 tiles as integers."""
+    """Triton's interpreter cuts bfloat16 off where every GPU rounds it to the nearest, and multiplies the bits of bfloat16 tiles as integers;
+    float8 that is rounded up to a power of two becomes the one below it."""
     if GPU:
         return
-    cast, dot = interpreter.interpreter_builder.cast_impl, interpreter.interpreter_builder.create_dot
+    builder = interpreter.interpreter_builder
+    cast, convert, dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
 
     def rounded(source, kind):
         if source.dtype.scalar.name == "fp32" and kind.scalar.name == "bf16":
@@ -56,15 +58,22 @@ def arithmetic(monkeypatch):
             return interpreter.TensorHandle(data, kind.scalar)
         return cast(source, kind)
 
+    def rounded_to_8(source, kind, mode):
+        if source.dtype.scalar.name != "fp32" or kind.scalar.name != "fp8e4nv":
+            return convert(source, kind, mode)
+        data = torch.from_numpy(np.ascontiguousarray(source.data)).to(FLOAT8).view(torch.uint8).numpy()
+        return interpreter.TensorHandle(data, kind.scalar)
+
     def multiplied(a, b, *more):
         return dot(*(cast(tile, triton.language.float32) if tile.dtype.scalar.name == "bf16" else tile for tile in (a, b)), *more)
 
-    monkeypatch.setattr(interpreter.interpreter_builder, "cast_impl", rounded)
-    monkeypatch.setattr(interpreter.interpreter_builder, "create_dot", multiplied)
+    monkeypatch.setattr(builder, "cast_impl", rounded)
+    monkeypatch.setattr(builder, "create_fp_to_fp", rounded_to_8)
+    monkeypatch.setattr(builder, "create_dot", multiplied)
 
 
 @pytest.mark.skipif(GPU, reason="of the interpreter")
-def test_the_interpreter_still_gets_bfloat16_wrong(monkeypatch):
+def test_the_interpreter_still_gets_bfloat16_and_float8_wrong(monkeypatch):
     """When this fails, the fixture above can go."""
     monkeypatch.undo()
     one = torch.tensor([1 + 2**-8 + 2**-9])
@@ -73,6 +82,7 @@ def test_the_interpreter_still_gets_bfloat16_wrong(monkeypatch):
     assert one.bfloat16() > out
     ones = torch.ones(1, 8, dtype=torch.bfloat16)
     assert Dropout(0, 0.0).into(ones, ones).item() != 8
+    assert float8.coded(torch.tensor([[float8.MOST, 127.0]]))[0].float()[0, 1] == 64  # 128 is nearest
 
 
 @pytest.mark.skipif(GPU, reason="there they run")
@@ -150,7 +160,7 @@ def test_a_buffer_that_does_not_fit_is_refused():
 @pytest.mark.parametrize("form", [(0.0, False), (1.0, True), (0.0, True)], ids=["Llama", "Gemma", "OLMo 2"])
 def test_rms_norm(form, dtype, width):
     found = []
-    for norm in (norms.rms_norm, norms.defined):
+    for norm in (norms.rms_norm, defined.rms_norm):
         x, weight = some(3, 7, width, dtype=dtype).requires_grad_(), some(width, dtype=dtype, seed=1).requires_grad_()
         y = norm(x, weight, 1e-5, *form)
         y.backward(some(3, 7, width, dtype=dtype, seed=2))
@@ -165,7 +175,7 @@ def test_rms_norm_of_a_frozen_weight_and_of_another_dtype():
     x = some(5, 48, dtype=torch.bfloat16).requires_grad_()
     weight = some(48, seed=1)
     y = norms.rms_norm(x.transpose(0, 1).contiguous().transpose(0, 1), weight, 1e-6)
-    near(y, norms.defined(x, weight, 1e-6), 2)
+    near(y, defined.rms_norm(x, weight, 1e-6), 2)
     assert y.dtype == torch.float32
     y.sum().backward()
     assert x.grad is not None and weight.grad is None
@@ -179,7 +189,7 @@ def test_a_row_of_zeros_has_a_norm():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu(dtype, shape):
     found = []
-    for gating in (swiglu.swiglu, swiglu.defined):
+    for gating in (swiglu.swiglu, defined.swiglu):
         gate, up = some(*shape, dtype=dtype, scale=4).requires_grad_(), some(*shape, dtype=dtype, seed=1).requires_grad_()
         y = gating(gate, up)
         y.backward(some(*shape, dtype=dtype, seed=2))
@@ -203,7 +213,7 @@ def test_far_gates_are_open_or_shut():
 def test_rotation_is_its_definition_bit_for_bit(rows, dtype, heads, width):
     cos, sin = some(rows, 5, width, dtype=dtype, seed=1), some(rows, 5, width, dtype=dtype, seed=2)
     found = []
-    for rotation in (rope.rotate, rope.defined):
+    for rotation in (rope.rotate, defined.rotate):
         x = some(2, 5, heads, width, dtype=dtype).requires_grad_()
         y = rotation(x, cos, sin)
         y.backward(some(2, 5, heads, width, dtype=dtype, seed=3))
@@ -420,7 +430,7 @@ def test_recomputed_blocks_give_the_same_gradients(tmp_path):
 
 
 def test_a_kernel_that_gives_something_else_on_this_device_is_named_and_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(modules.Norm, "compute", staticmethod(lambda x, weight, eps, *form: norms.defined(x, weight, 1.0, *form)))
+    monkeypatch.setattr(norms, "rms_norm", lambda x, weight, eps, *form: defined.rms_norm(x, weight, 1.0, *form))
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", kernels="triton")
     assert started.built.notes == ["LlamaRMSNorm runs as it is: the kernel for it gives something else on this device (5 modules)"]
     assert not any(isinstance(module, modules.Norm) for module in started.model.modules())

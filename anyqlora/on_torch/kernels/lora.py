@@ -44,43 +44,56 @@ def defined(x: torch.Tensor, layers: Sequence[Linear]) -> tuple[torch.Tensor, ..
 
 
 class _Linears(torch.autograd.Function):
+    """The narrow products with x are one for all layers: their A lie one below the other, [R, in], R the sum of their ranks."""
+
     @staticmethod
     def forward(ctx, x, layers, dropout, products, *factors):
         flat = x.reshape(-1, x.shape[-1])  # [M, in]
         mask, kept = (drawn(flat, dropout), 1 - whole(dropout)) if dropout else (None, 1.0)
-        seen, read, out, middles = dropped(flat, mask), products.read(x), [], []
-        for layer, a, b in zip(layers, factors[::2], factors[1::2], strict=True):
+        middles = dropped(flat, mask) @ stacked(factors[::2], x.dtype).T  # [M, R]
+        read, out = products.read(x), []
+        for layer, b, middle in zip(layers, factors[1::2], _parts(middles, factors), strict=True):
             y = products.forward(read, layer.weight(), layer.bias)
-            middle = (seen @ a.to(x.dtype).T).mul_(layer.scale / kept)  # [M, rank]
-            y.view(-1, y.shape[-1]).addmm_(middle, b.to(x.dtype).T)
-            middles.append(middle)
+            y.view(-1, y.shape[-1]).addmm_(middle.mul_(layer.scale / kept), b.to(x.dtype).T)
             out.append(y)  # and no view of it: Llama 4 adds to its shared expert's output in place
         ctx.layers, ctx.products, ctx.kept = layers, products, kept
-        ctx.save_for_backward(x, mask, *middles, *factors)
+        ctx.save_for_backward(x, mask, middles, *factors)
         ctx.set_materialize_grads(False)
         return tuple(out)
 
     @staticmethod
     def backward(ctx, *of_outputs):
-        x, mask, *rest = ctx.saved_tensors
-        count, kind = len(ctx.layers), x.dtype
-        flat = x.reshape(-1, x.shape[-1])
-        seen, of_x, of_factors = dropped(flat, mask), None, []
-        for number, (layer, of_y) in enumerate(zip(ctx.layers, of_outputs, strict=True)):
-            middle, a, b = rest[number], rest[count + 2 * number], rest[count + 2 * number + 1]
+        x, mask, middles, *factors = ctx.saved_tensors
+        kind, flat = x.dtype, x.reshape(-1, x.shape[-1])
+        of_x, of_middles, learned = None, [], []  # of those layers whose output was used
+        of_factors = [None] * len(factors)
+        for number, (layer, middle, of_y) in enumerate(zip(ctx.layers, _parts(middles, factors), of_outputs, strict=True)):
             if of_y is None:
-                of_factors += [None, None]
                 continue
-            g = of_y.reshape(-1, of_y.shape[-1])  # [M, out]
-            of_middle = (g @ b.to(kind)).mul_(layer.scale / ctx.kept)  # [M, rank]
-            of_factors += [(of_middle.T @ seen).to(a.dtype), (g.T @ middle).to(b.dtype)]
+            g, b = of_y.reshape(-1, of_y.shape[-1]), factors[2 * number + 1]  # [M, out]
+            of_middles.append((g @ b.to(kind)).mul_(layer.scale / ctx.kept))  # [M, rank]
+            of_factors[2 * number + 1] = (g.T @ middle).to(b.dtype)
+            learned.append(number)
             if ctx.needs_input_grad[0]:
                 of_x = ctx.products.backward(g, layer.weight(), of_x)
-                if mask is None:
-                    of_x.addmm_(of_middle, a.to(kind))
-                else:
-                    of_x += dropped(of_middle @ a.to(kind), mask)
+        of_middle, used = torch.cat(of_middles, 1), [factors[2 * number] for number in learned]
+        for number, a, of_a in zip(learned, used, (of_middle.T @ dropped(flat, mask)).split([len(a) for a in used]), strict=True):
+            of_factors[2 * number] = of_a.to(a.dtype)
+        if of_x is not None and mask is None:
+            of_x.addmm_(of_middle, stacked(used, kind))
+        elif of_x is not None:
+            of_x += dropped(of_middle @ stacked(used, kind), mask)
         return None if of_x is None else of_x.view(x.shape), None, None, None, *of_factors
+
+
+def stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Each layer's A, one below the other, [R, in]."""
+    return torch.cat([a.to(dtype) for a in factors])
+
+
+def _parts(middles: torch.Tensor, factors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Each layer's columns of [M, R]."""
+    return middles.split([len(a) for a in factors[::2]], 1)
 
 
 def whole(dropout: float) -> float:
