@@ -164,17 +164,18 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         _refuse(draft.config, "adapter", backend, False, found, row.adapters)
     checked(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
-    _kernels(draft, backend, row, found)
-    _products(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
+    if shapes is not None and found.memory_free is not None:
+        fit.shard(draft, shapes, found.memory_free)  # before what depends on whether the model is split
+    _kernels(draft, backend, row, found)
+    _products(draft, backend, row, found)
     _fast_paths(draft, row, shapes, found)
     if shapes and not (described and prequantized.quantized_as(described)):
         _groups(draft, shapes)
     if shapes is not None and found.memory_free is not None:
-        fit.shard(draft, shapes, found.memory_free)
         fit.evaluation(draft, shapes, found.memory_free)
     fit.batch(draft, shapes, found.memory_free)
     fit.cache(draft, shapes, found)

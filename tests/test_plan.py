@@ -466,6 +466,7 @@ def test_several_devices_hold_the_model_each_or_shards_of_it(tmp_path):
     assert (small.strategy, small.world_size) == ("ddp", 8) and (sharded.strategy, sharded.world_size) == ("fsdp", 8)
     assert sharded.memory.total < HEADROOM * sharded.memory_free < plan("h200", train_type="lora", model_name=str(large), strategy="ddp").memory.total
     assert BackendManager("auto", machine=MACHINES["h200"]).plan(sharded.config).config == sharded.config
+    assert (small.kernels, small.config.fused) == ("exact", True) and (sharded.kernels, sharded.config.fused) == ("portable", False)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])

@@ -151,7 +151,8 @@ def test_a_run_in_int8_learns_what_a_whole_one_does(tmp_path):
 
 
 @needs_int8
-@pytest.mark.parametrize("settings", [{"quantizer": "nf4", "weight_cache": 0}, {"quantizer": "none", "lora_dropout": 0.1}, {"use_gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"quantizer": "none", "lora_dropout": 0.1}, pytest.param({"quantizer": "nf4", "weight_cache": 0}, marks=pytest.mark.slow),
+                                      pytest.param({"use_gradient_checkpointing": True}, marks=pytest.mark.slow)], ids=str)
 def test_a_run_in_int8_that_goes_on_writes_the_bytes_of_one_that_did_not_stop(tmp_path, settings):
     common = {"frozen_products": "int8", "save_steps": 3, **settings}
     _, whole, _ = trained(tmp_path, "whole", max_steps=6, **common)
