@@ -217,6 +217,12 @@ def test_rounding_that_moves_the_loss_is_refused(tmp_path, monkeypatch):
         rounding.use(model, Int8(), losses)
 
 
+def test_a_model_without_fused_layers_is_refused(tmp_path):
+    model, losses = started(tmp_path, fused=False)
+    with pytest.raises(RunError, match="none of this model's LoRA layers is fused"):
+        rounding.use(model, Int8(), losses)
+
+
 @pytest.mark.parametrize("width", [128, 120])
 def test_float8_is_for_weights_whose_sides_are_multiples_of_16(width, tmp_path):
     model, losses = started(tmp_path, intermediate_size=width)

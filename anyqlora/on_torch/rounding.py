@@ -63,6 +63,8 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
     has chosen. Raises RunError where no group, or the loss as a whole, is near.
     """
     groups = list({id(layer.group): layer.group for layer in fused_layers(model)}.values())
+    if not groups:
+        raise RunError("frozen_products: none of this model's LoRA layers is fused with its weight", cure="--frozen_products full")
     whole = _compared(groups, rounded, losses)
     model.zero_grad()
     off = {number: group.products.off for number, group in enumerate(groups)}
