@@ -1,10 +1,15 @@
 """The heap of a real process: what was freed inside it goes back to the system when the process outgrows its plan."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+
+from anyqlora.machine import COMPILED
+from anyqlora.memory import OF_PRODUCT
+from backend_manager import BackendManager
 
 HOARD = """
 import json, sys
@@ -41,3 +46,23 @@ def test_a_process_within_its_plan_keeps_its_pages():
     """Pages that are used again cost time."""
     found = resident(planned=1 << 30)
     assert found["after"] > 0.9 * found["holes"]
+
+
+LENGTHS = """
+import torch
+from anyqlora import machine
+machine.observe()
+from anyqlora.on_torch.heap import Heap
+
+heap, weight = Heap(0), torch.ones(64, 64, dtype=torch.bfloat16)
+for length in range(1, 501):
+    torch.ones(length, 64, dtype=torch.bfloat16) @ weight
+print(heap._alive() - heap.before)
+"""
+
+
+@pytest.mark.skipif("native" not in BackendManager("cpu").found.kernels, reason="no AVX512-BF16: products in 16 bits are other ones")
+def test_products_of_five_hundred_lengths_keep_what_the_plan_has_for_them():
+    fresh = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_CAPACITY")}  # and not as this process has set it
+    kept = int(subprocess.run([sys.executable, "-c", LENGTHS], env=fresh, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    assert 0.5 * COMPILED * OF_PRODUCT < kept < 1.25 * COMPILED * OF_PRODUCT  # without a limit 300 MB

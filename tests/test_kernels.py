@@ -379,7 +379,14 @@ def test_flat_rows_compute_nothing_for_padding(tmp_path):
     seen = []
     started.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
     started.runtime.loss(started.model, batch, torch.device("cpu"))
-    assert seen == [batch.tokens] and batch.tokens < batch.ids.size
+    assert seen == [batch.tokens + flat.filler(batch.tokens)] and seen[0] < batch.ids.size
+
+
+def test_flat_rows_have_few_lengths():
+    """oneDNN compiles its products for each."""
+    lengths = [tokens + flat.filler(tokens) for tokens in range(1, 4097)]
+    assert all(tokens <= length < tokens + max(8, tokens / 16 + 1) for tokens, length in enumerate(lengths, 1))
+    assert len({length for length in lengths if 1024 < length <= 2048}) == 16 and len(set(lengths)) < 100
 
 
 def test_attention_that_is_more_than_that_stays_the_architectures_own(tmp_path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..data import Batch
+from ..data import IGNORE, Batch
 from .generate import evaluating
 from .kernels import varlen
 from .kernels.attention import attention
@@ -64,15 +65,25 @@ def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor],
 
 
 def flat(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are."""
+    """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are.
+
+    A last document of nothing that is trained brings N to the next of the few lengths that `filler` leaves: oneDNN compiles its products
+    for each, and keeps them.
+    """
     own = batch.segments >= 0
     if own.all() and not batch.segments.any():
         return padded(batch, device)
-    starts = batch.positions[own] == 0  # of documents
-    documents = torch.from_numpy(starts.cumsum(dtype="int32")).to(device)
-    inputs = {"input_ids": tensor(batch.ids[own], device)[None], "position_ids": tensor(batch.positions[own], device)[None],
-              "attention_mask": documents[None, None, None]}
-    return inputs, tensor(batch.targets[own], device)
+    more = np.arange(filler(batch.tokens))
+    ids, positions, targets = (np.concatenate([of_batch[own], of_more]) for of_batch, of_more in (
+        (batch.ids, 0 * more), (batch.positions, more), (batch.targets, 0 * more + IGNORE)))
+    documents = torch.from_numpy((positions == 0).cumsum(dtype="int32")).to(device)
+    inputs = {"input_ids": tensor(ids, device)[None], "position_ids": tensor(positions, device)[None], "attention_mask": documents[None, None, None]}
+    return inputs, tensor(targets, device)
+
+
+def filler(tokens: int) -> int:
+    """How many tokens make `tokens` one of 16 lengths between two powers of two (of 8 at least): a sixteenth at most."""
+    return -tokens % (1 << max(3, tokens.bit_length() - 5))
 
 
 def tensor(array, device: torch.device) -> torch.Tensor:

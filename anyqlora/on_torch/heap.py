@@ -68,5 +68,5 @@ class Heap:
 
     def give_back(self, used: int) -> None:
         """Give free pages back if the process, which by now takes `used` bytes more, has outgrown its plan by hoarding them."""
-        if self.can_tell and used > self.planned and used - (self._alive() - self.before) > self.hoard:
+        if self.can_tell and used > self.planned + self.hoard and used - (self._alive() - self.before) > self.hoard:
             self.libc.malloc_trim(0)
