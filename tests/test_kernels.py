@@ -386,7 +386,7 @@ def test_flat_rows_have_few_lengths():
     """oneDNN compiles its products for each."""
     lengths = [tokens + flat.filler(tokens) for tokens in range(1, 4097)]
     assert all(tokens <= length < tokens + max(8, tokens / 16 + 1) for tokens, length in enumerate(lengths, 1))
-    assert len({length for length in lengths if 1024 < length <= 2048}) == 16 and len(set(lengths)) < 100
+    assert len({length for length in lengths if 1024 < length <= 2048}) == 16 and len(set(lengths)) < 120
 
 
 def test_attention_that_is_more_than_that_stays_the_architectures_own(tmp_path):

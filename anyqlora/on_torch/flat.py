@@ -67,23 +67,22 @@ def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor],
 def flat(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are.
 
-    A last document of nothing that is trained brings N to the next of the few lengths that `filler` leaves: oneDNN compiles its products
-    for each, and keeps them.
+    On a CPU tokens that nobody sees, since they come after all others, bring N to one of the few lengths that `filler` leaves: oneDNN
+    compiles its products for each, and keeps them.
     """
     own = batch.segments >= 0
     if own.all() and not batch.segments.any():
         return padded(batch, device)
-    more = np.arange(filler(batch.tokens))
-    ids, positions, targets = (np.concatenate([of_batch[own], of_more]) for of_batch, of_more in (
-        (batch.ids, 0 * more), (batch.positions, more), (batch.targets, 0 * more + IGNORE)))
-    documents = torch.from_numpy((positions == 0).cumsum(dtype="int32")).to(device)
-    inputs = {"input_ids": tensor(ids, device)[None], "position_ids": tensor(positions, device)[None], "attention_mask": documents[None, None, None]}
-    return inputs, tensor(targets, device)
+    more = filler(batch.tokens) if device.type == "cpu" else 0
+    ids, positions, targets = (tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
+                               for of_batch, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE)))
+    documents = (positions == 0).cumsum(0, dtype=torch.int32)  # counted where they start
+    return {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": documents[None, None, None]}, targets
 
 
 def filler(tokens: int) -> int:
-    """How many tokens make `tokens` one of 16 lengths between two powers of two (of 8 at least): a sixteenth at most."""
-    return -tokens % (1 << max(3, tokens.bit_length() - 5))
+    """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most."""
+    return -tokens % (1 << min(max(tokens.bit_length() - 5, 3), 6))
 
 
 def tensor(array, device: torch.device) -> torch.Tensor:
