@@ -97,9 +97,6 @@ def _stated_threads() -> int:
     return int(stated) if stated.isdigit() else 0
 
 
-COMPILED = 128  # products in 16 bits that oneDNN may keep: two or three lengths of a batch have 40 or 50 shapes each
-
-
 def host_memory() -> tuple[int, int]:
     """(total, available) bytes of host memory, within the container's limit if there is one."""
     import psutil
@@ -123,10 +120,6 @@ def _import_torch():
     # Threads that wait by spinning take the core that another process needs: the embedded job took 72-126 s beside one other
     # process, and 25-29 s so. OpenMP reads it when torch is imported; whoever has said otherwise is left alone.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneDNN and torch's bridge to it would each keep 1024 compiled products of 16 bits, one for each shape: 620-720 MB where lengths vary.
-    # Both read this before their first one.
-    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, str(COMPILED))
     try:
         import torch
     except Exception as error:  # a broken installation is a finding, not a crash

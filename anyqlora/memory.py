@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from .config import TrainConfig
 from .layouts import Linear, Shapes, source_of
-from .machine import COMPILED
 from .tables import AFFINE, BITS, FUSED_ADAPTERS, FUSED_QUANTIZERS, FUSED_STRATEGIES
 
 FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
@@ -19,7 +18,7 @@ GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for ch
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 LOSS_BYTES, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 512 << 20, 128_000  # of the logits that are made at a time
 LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
-OF_PRODUCT = 600 << 10  # bytes of a product in 16 bits that oneDNN keeps compiled, as many as machine.py lets it
+COMPILED, OF_PRODUCT = 128, 600 << 10  # products in 16 bits that oneDNN may keep (heap.py), two or three lengths with 40 or 50 shapes each; bytes
 TAKE_ATTENTION = ("o_proj", "dense", "out_proj")  # the linear that attention's output goes into, as architectures name it
 ROWS = 512  # tokens whose sums in int32 are there at a time: they stay in a processor's caches
 FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
@@ -30,6 +29,7 @@ class Estimate:
     """Predicted bytes at each moment of a run when memory may peak: {moment: {part: bytes}}."""
 
     moments: Mapping[str, Mapping[str, int]]
+    products: int = COMPILED  # that oneDNN may keep
 
     @property
     def peak(self) -> str:
@@ -147,8 +147,13 @@ def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
         moments["evaluation"] = weights | optimizer | {"logits and loss": evaluation_bytes(shapes, config)}
     if config.backend == "cpu":
         for parts in moments.values():
-            parts["heap and libraries"] = (LIBRARIES if config.precision == "fp32" else COMPILED * OF_PRODUCT) + round(HOLES * sum(parts.values()))
-    return Estimate(moments)
+            parts["heap and libraries"] = (LIBRARIES if config.precision == "fp32" else products(shapes) * OF_PRODUCT) + round(HOLES * sum(parts.values()))
+    return Estimate(moments, products(shapes))
+
+
+def products(shapes: Shapes) -> int:
+    """How many compiled products oneDNN may keep: more for a mixture, since each expert has tokens of its own number."""
+    return COMPILED * (4 if shapes.experts else 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights

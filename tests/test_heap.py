@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from anyqlora.machine import COMPILED
-from anyqlora.memory import OF_PRODUCT
+from anyqlora.memory import COMPILED, OF_PRODUCT
 from backend_manager import BackendManager
 
 HOARD = """
@@ -50,10 +49,10 @@ def test_a_process_within_its_plan_keeps_its_pages():
 
 LENGTHS = """
 import torch
-from anyqlora import machine
-machine.observe()
 from anyqlora.on_torch.heap import Heap
+from anyqlora.on_torch.runtime import Runtime
 
+Runtime.of(backend="cpu", precision="bf16")
 heap, weight = Heap(0), torch.ones(64, 64, dtype=torch.bfloat16)
 for length in range(1, 501):
     torch.ones(length, 64, dtype=torch.bfloat16) @ weight

@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader
 from .. import plugins, tables
 from ..checkpoint import Disk, tensors_to_bytes, to_json, write_directory
 from ..errors import UsageError
+from ..memory import COMPILED
 from ..run import StepResult
 from .device import Memory
+from .heap import keep_products
 from .loss import token_loss
 from .offload import offloaded
 from .prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
@@ -42,8 +44,10 @@ class Runtime:
         self.strategy.setup()
         self.device = self.strategy.device
         self.memory = Memory(self.device, plan.memory.total if plan.memory else 0)
-        if self.device.type == "cpu" and plan.config.threads != "auto":
-            torch.set_num_threads(plan.config.threads)
+        if self.device.type == "cpu":
+            keep_products(plan.memory.products if plan.memory else COMPILED)
+            if plan.config.threads != "auto":
+                torch.set_num_threads(plan.config.threads)
         self.loss = token_loss  # (model, batch, device) -> sum over trained tokens; `build` may put a faster one in its place
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
         self.sync_gradients = True  # whether the micro-batch that is under way, or was the last, ends its step
