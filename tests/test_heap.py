@@ -47,6 +47,12 @@ def test_a_process_within_its_plan_keeps_its_pages():
     assert found["after"] > 0.9 * found["holes"]
 
 
+def test_a_process_a_little_beyond_its_plan_keeps_them_too():
+    """Giving back in every step costs more than a twentieth of memory."""
+    holes = resident(planned=1 << 30)["holes"]
+    assert resident(planned=holes - (16 << 20))["after"] > 0.9 * holes
+
+
 LENGTHS = """
 import torch
 from anyqlora.on_torch.heap import Heap

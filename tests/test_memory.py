@@ -200,3 +200,9 @@ def test_the_more_layers_recompute_the_less_is_kept_and_the_last_of_them_is_alon
 
 def test_bytes_are_shown_with_units():
     assert [memory.shown(n) for n in (5, 2048, 3 << 20, int(4.5 * 2**30), 2**41)] == ["5 B", "2.0 KiB", "3.0 MiB", "4.5 GiB", "2048.0 GiB"]
+
+
+def test_a_mixture_keeps_more_products_and_the_plan_has_them():
+    """Each expert has tokens of its own number, so its products have more shapes."""
+    found = {name: memory.products(layouts.shapes(model_config(name).to_dict())) for name in ("llama", "mixtral")}
+    assert found == {"llama": 128, "mixtral": 512}

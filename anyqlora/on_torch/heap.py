@@ -68,7 +68,7 @@ class Heap:
         return info.uordblks + info.hblkhd
 
     def give_back(self, used: int) -> None:
-        """Give free pages back if the process, which by now takes `used` bytes more, has outgrown its plan by hoarding them."""
+        """Give free pages back if the process, which by now takes `used` bytes more, has outgrown its plan by more than `hoard`, and hoards that."""
         if self.can_tell and used > self.planned + self.hoard and used - (self._alive() - self.before) > self.hoard:
             self.libc.malloc_trim(0)
 
