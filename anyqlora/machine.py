@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from .imports import uncollected
+
 MLX_BUILDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cuda", "mlx-cpu")  # mlx's device code is in packages of its own
 CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16"}
 
@@ -121,7 +123,8 @@ def _import_torch():
     # process, and 25-29 s so. OpenMP reads it when torch is imported; whoever has said otherwise is left alone.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        import torch
+        with uncollected("torch"):
+            import torch
     except Exception as error:  # a broken installation is a finding, not a crash
         return f"torch cannot be imported: {_first_line(error)}"
     return torch

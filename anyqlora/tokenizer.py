@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
+from .imports import uncollected
 
 DEMO = Path(__file__).parent / "demo" / "base"
 _LEADS = ("", "\n", "a")  # what may stand before a part so that a tokenizer adds no space of its own
@@ -16,7 +17,8 @@ _LEADS = ("", "\n", "a")  # what may stand before a part so that a tokenizer add
 
 def load(name: str, trust_remote_code: bool = False, revision: str = "main", offline: bool = False):
     """The tokenizer (transformers') of a model directory or hub id; "demo" is the embedded base. Raises UsageError."""
-    from transformers import AutoTokenizer
+    with uncollected("transformers"):
+        from transformers import AutoTokenizer
 
     local = DEMO if name == "demo" else Path(name).expanduser()
     here = local.exists()

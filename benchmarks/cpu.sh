@@ -37,7 +37,7 @@ if "$python" -c "import trl" 2>/dev/null; then
 else
   echo "== training: left out, TRL is not installed (pip install '.[bench]')"
 fi
-part kernels "$python" benchmarks/kernels.py --device cpu --cut 32
+part kernels "$python" benchmarks/kernel_speed.py --device cpu --cut 32
 part memory "$python" benchmarks/memory.py
 part cost "$python" benchmarks/cost.py
 [ "$OUT" != benchmarks/results ] || part table "$python" benchmarks/table.py

@@ -20,7 +20,7 @@ part() { # name, seconds, command ...
 }
 
 part kernels-tests 140 "$python" -m pytest tests/test_triton.py -q --tb=short -k "not test_a_run"  # test_gpu.py has whole runs
-part kernels 60 "$python" benchmarks/kernels.py --name gpu-kernels
+part kernels 60 "$python" benchmarks/kernel_speed.py --name gpu-kernels
 part tests 120 "$python" -m pytest tests/test_gpu.py -q --tb=short
 part doctor 40 "$python" -m anyqlora doctor
 if "$python" -c "import trl" 2>/dev/null; then

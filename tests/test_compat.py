@@ -3,6 +3,9 @@
 When one of these `still` tests fails, the library has mended it: take our way round out.
 """
 
+import subprocess
+import sys
+
 import bitsandbytes as bnb
 import pytest
 import tiny_models
@@ -12,10 +15,39 @@ from bitsandbytes.nn.modules import has_avx512bf16
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from anyqlora.on_torch._compat import keep_weights_as_packed, refused_targets, rerouted_targets, softmax_backward
+from anyqlora.on_torch._compat import compiled_when_called, keep_weights_as_packed, refused_targets, rerouted_targets, softmax_backward
 from anyqlora.on_torch.quantizers.bnb import Nf4
 
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def imported(*lines):
+    """Modules that a process of its own has after these lines."""
+    code = "\n".join(["import sys", *lines, "print(*sys.modules, sep='\\n')"])
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_bitsandbytes_still_imports_the_compiler_and_ours_does_not():
+    compiler = "torch._inductor.compile_fx"
+    assert compiler in imported("import bitsandbytes")
+    ours = imported("import torch", "compile = torch.compile", "import anyqlora.on_torch.build", "assert torch.compile is compile")
+    assert compiler not in ours
+    assert "bitsandbytes" in ours
+
+
+def test_what_is_compiled_later_is_compiled_as_it_was_told():
+    with compiled_when_called():
+        plain = torch.compile(lambda x: x * 2, backend="eager")
+
+        @torch.compile(dynamic=False, backend="eager")
+        def named(x):
+            """Doubled."""
+            return x * 2 if not torch.compiler.is_compiling() else x * 3
+
+    assert torch.compile.__name__ == "compile"
+    assert (named.__name__, named.__doc__) == ("named", "Doubled.")
+    assert torch.equal(named(torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(plain(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def gradient_after_evaluation(module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 
@@ -53,6 +54,29 @@ def refused_targets(model: nn.Module, names: set[str]) -> set[str]:
         except ValueError:
             refused.add(name)
     return refused
+
+
+@contextlib.contextmanager
+def compiled_when_called():
+    """Within, torch.compile prepares nothing: what it is given is compiled when it is first called.
+
+    bitsandbytes 0.49 to 0.50.2 hands it four functions on being imported, which imports torch's whole compiler (0.8-1.0 s); they are for
+    devices without kernels of their own, and none is called in a run of ours.
+    Can go when tests/test_compat.py::test_bitsandbytes_still_imports_the_compiler_and_ours_does_not fails.
+    """
+    compile = torch.compile
+
+    def later(function=None, **options):
+        if function is None:
+            return functools.partial(later, **options)
+        compiled = functools.cache(lambda: compile(function, **options))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    torch.compile = later
+    try:
+        yield
+    finally:
+        torch.compile = compile
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """How fast is each kernel, against its definition, against the library whose place it takes, and against the machine's own rates?
 
-    python benchmarks/kernels.py                    (an NVIDIA GPU: Triton's kernels, at Llama-3-8B's shapes and 8192 tokens)
-    python benchmarks/kernels.py --cut 32           (a CPU: the portable implementations, of the shapes' rows a thirty-second, and those in C)
+    python benchmarks/kernel_speed.py                    (an NVIDIA GPU: Triton's kernels, at Llama-3-8B's shapes and 8192 tokens)
+    python benchmarks/kernel_speed.py --cut 32           (a CPU: the portable implementations, of the shapes' rows a thirty-second, and those in C)
 
 The limit is the time that the kernel's inputs and outputs take to be read and written once, at the rate of a plain copy in the same run; of
 attention and of the head, the time of their products at the rate of large ones.
