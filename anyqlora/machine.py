@@ -9,6 +9,8 @@ import os
 import platform
 import re
 import shutil
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,15 +121,40 @@ def _import_torch():
     """The torch module, or the reason why there is none."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    # Threads that wait by spinning take the core that another process needs: the embedded job took 72-126 s beside one other
-    # process, and 25-29 s so. OpenMP reads it when torch is imported; whoever has said otherwise is left alone.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "torch" not in sys.modules:
+        os.environ.update(_waiting(os.environ))
     try:
         with uncollected("torch"):
             import torch
     except Exception as error:  # a broken installation is a finding, not a crash
         return f"torch cannot be imported: {_first_line(error)}"
     return torch
+
+
+def _waiting(environ: Mapping[str, str]) -> dict[str, str]:
+    """How torch's threads shall wait for each other, as OpenMP reads it when torch is imported; nothing where somebody has said.
+
+    Asleep, and where nothing else wants the processor only after 5,000 looks (0.1 ms). A thread that sleeps wakes in 0.07 ms, of which a step
+    has thousands; one that stays awake takes the core that another process needs, and that process delays the next wait.
+    docs/performance.md has what either costs.
+    """
+    if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
+        return {}
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | ({"GOMP_SPINCOUNT": "5000"} if _cores_in_use() < 0.5 else {})
+
+
+def _cores_in_use(seconds: float = 0.05) -> float:
+    """Of the processor's cores that this process may use, how many others keep busy just now."""
+    import psutil
+
+    def idle() -> float:
+        times = psutil.cpu_times(percpu=True)
+        return sum(times[core].idle + getattr(times[core], "iowait", 0) for core in cores if core < len(times))
+
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    before, began = idle(), time.perf_counter()
+    time.sleep(seconds)
+    return len(cores) - (idle() - before) / (time.perf_counter() - began)
 
 
 def _torch_build(torch) -> dict:

@@ -1,11 +1,13 @@
-"""Garbage and imports: collected as before, but not what modules consist of."""
+"""How torch and others are imported: without looking for garbage, and with threads that wait as this machine can bear it."""
 
 import gc
+import subprocess
 import sys
 import weakref
 
 import pytest
 
+from anyqlora import machine
 from anyqlora.imports import uncollected
 
 
@@ -54,3 +56,46 @@ def test_it_collects_again_after_an_import_that_fails():
     with pytest.raises(ImportError), uncollected("a package that is not there yet"):
         raise ImportError
     assert gc.isenabled() and "a package that is not there yet" not in sys.modules
+
+
+@pytest.fixture
+def neighbours():
+    """Processes that keep every core busy."""
+    running = [subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE) for _ in range(machine.observe().cores)]
+    for process in running:
+        process.stdout.readline()
+    yield
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_threads_sleep_while_they_wait_beside_a_busy_neighbour(neighbours):
+    assert machine._cores_in_use() > 0.5
+    assert machine._waiting({}) == {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def test_threads_stay_awake_for_a_while_where_nothing_else_runs(monkeypatch):
+    monkeypatch.setattr(machine, "_cores_in_use", lambda: 0.1)
+    assert machine._waiting({}) == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
+
+
+@pytest.mark.parametrize("stated", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_whoever_has_said_how_threads_wait_is_left_alone(stated):
+    assert machine._waiting({stated: "1"}) == {}
+
+
+def test_torch_is_imported_under_what_was_chosen():
+    """In a process of its own, as the variables are there when OpenMP reads them: set before torch, not after it."""
+    code = """
+import os, sys
+from anyqlora import machine
+machine._waiting = lambda environ: {"GOMP_SPINCOUNT": str(len([name for name in sys.modules if name.startswith("torch")]))}
+machine.observe()
+print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules)
+os.environ["GOMP_SPINCOUNT"] = "mine"
+machine.observe()
+print(os.environ["GOMP_SPINCOUNT"])
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert said == ["0", "True", "mine"]

@@ -18,12 +18,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from peers.peak import Peak  # noqa: E402
 
 import train  # noqa: E402
+from anyqlora import machine  # noqa: E402
 from anyqlora.config import resolve  # noqa: E402
 
 AS_THE_OTHERS = ("bitsandbytes", "peft", "transformers.trainer")  # before memory is read
 
 
 def main(settings: dict, warmup: int, imports: tuple[str, ...] = AS_THE_OTHERS) -> dict:
+    machine.observe()  # torch comes first and in this way in every run: with it comes how threads wait for each other
     for name in imports:
         importlib.import_module(name)
     imported = time.time() - psutil.Process().create_time()
