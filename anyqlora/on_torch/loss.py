@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..data import IGNORE, Batch
-from .flat import padded
+from .flat import TOKENS, padded
 from .generate import evaluating
 from .kernels.cross_entropy import After, cross_entropy
 from .linears import blocks
@@ -109,7 +109,7 @@ def last_mlp(model: nn.Module, head: nn.Linear) -> nn.Module | None:
         return None
     if model.is_gradient_checkpointing and last.gradient_checkpointing:
         return None
-    ids, kept = torch.arange(8, device=head.weight.device)[None], torch.tensor([1, 4, 5], device=head.weight.device)
+    ids, kept = torch.arange(TOKENS, device=head.weight.device)[None], torch.tensor([1, 4, 5], device=head.weight.device)
     with evaluating(model), _Watched(head) as watched:
         try:
             model(input_ids=ids, use_cache=False)
@@ -137,11 +137,11 @@ def loss_of(model: nn.Module, rows: int) -> tuple[Callable, str]:
 def what_follows(model: nn.Module, head: nn.Linear) -> After | None:
     """What `model` does to its head's product: scales it, caps it by tanh, or nothing; None where it is anything else.
 
-    Its own forward is run on two tokens with known logits in place of the head's, and what comes out is compared.
+    Its own forward is run on some tokens with known logits in place of the head's, and what comes out is compared.
     """
     device = head.weight.device
-    ids = torch.arange(2, device=device)[None]  # [1, 2]
-    known = torch.linspace(-PROBE, PROBE, head.out_features, device=device).expand(1, 2, -1)
+    ids = torch.arange(TOKENS, device=device)[None]  # [1, TOKENS]
+    known = torch.linspace(-PROBE, PROBE, head.out_features, device=device).expand(1, TOKENS, -1)
     with _Watched(head, known) as watched:
         made = model(input_ids=ids, use_cache=False).logits
     if watched.calls != 1 or made.shape != known.shape or watched.hidden.shape[:2] != ids.shape:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from . import defined
 
 FORMS = ((0.0, False), (1.0, True), (0.0, True))  # of norms, as (offset, is_late)
+MLP, PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 LISTENING = "anyqlora_listening"  # of attention, in transformers' table, while a module is asked
 ROUNDINGS = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4}  # of the largest number: how near is near
 
@@ -38,7 +40,7 @@ def kernels_called(name: str) -> Kernels:
 
 
 class _InPlace(nn.Module):
-    """A module that has all that another has - weights, children, hooks, settings - and another forward."""
+    """A module that has all that another has - the same weights, children, hooks and settings, not copies - and another forward."""
 
     @classmethod
     def of(cls, module: nn.Module):
@@ -138,22 +140,22 @@ def _norm(module: nn.Module, some, ours: Kernels) -> tuple[Norm | None, str]:
 def _gated_mlp(module: nn.Module, some, ours: Kernels) -> tuple[GatedMlp | None, str]:
     if isinstance(module, GatedMlp) or not type(module).__name__.endswith("MLP"):
         return None, ""
-    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+    if not (set(MLP) <= set(module._modules) and hasattr(module, "act_fn")):
         return None, "its parts are others"
-    x = some(1, 2, module.gate_proj.in_features)
-    theirs, new = _called(module, x), GatedMlp.of(module)
-    new.compute = defined.swiglu
-    if not _same(_called(new, x), theirs):
-        return None, "its gate is not silu(gate x) * up x"
-    new.compute = ours.swiglu
-    return _if_near(new, _called(new, x), theirs)
+    x, new = some(1, 2, module.gate_proj.in_features), GatedMlp.of(module)
+    with _picking(module, MLP):
+        theirs, new.compute = _called(module, x), defined.swiglu
+        if not _same(_called(new, x), theirs):
+            return None, "its gate is not silu(gate x) * up x"
+        new.compute = ours.swiglu
+        return _if_near(new, _called(new, x), theirs)
 
 
 def _attention(module: nn.Module, some, ours: Kernels) -> tuple[Attention | None, str]:
-    needed = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling", "config", "attention_dropout")
+    needed = ("head_dim", "layer_idx", "scaling", "config", "attention_dropout")
     if isinstance(module, Attention) or not type(module).__name__.endswith("Attention"):
         return None, ""
-    if not all(hasattr(module, name) for name in needed):
+    if not (set(PROJECTIONS) <= set(module._modules) and all(hasattr(module, name) for name in needed)):
         return None, "its parts are others"
     if module.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
         return None, f"its attention is {module.config._attn_implementation}"
@@ -161,9 +163,33 @@ def _attention(module: nn.Module, some, ours: Kernels) -> tuple[Attention | None
     turns = tuple(some(1, 4, module.head_dim, seed=seed) for seed in (1, 2))  # any numbers: no angle has to be one
     new = Attention.of(module)
     new.rotate = ours.rotate
-    theirs, new.asked = _listened(module, x, position_embeddings=turns, attention_mask=None)
-    made = _called(new, x, position_embeddings=turns, attention_mask=None)
+    with _picking(module, PROJECTIONS):
+        theirs, new.asked = _listened(module, x, position_embeddings=turns, attention_mask=None)
+        made = _called(new, x, position_embeddings=turns, attention_mask=None)
     return (new, "") if _same(made, theirs) else (None, "it does more than rotate and attend")
+
+
+class _Picked(nn.Module):
+    """Stands for a linear: each number that comes out is one that went in. No weight is read."""
+
+    def __init__(self, linear: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.index = torch.randint(linear.in_features, (linear.out_features,), generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., self.index.to(x.device)]
+
+
+@contextlib.contextmanager
+def _picking(module: nn.Module, linears: tuple[str, ...]) -> Iterator[None]:
+    """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in question, and reading
+    all quantized weights two or three times takes longer than all else here."""
+    kept = {name: module._modules[name] for name in linears}
+    module._modules.update({name: _Picked(linear, seed) for seed, (name, linear) in enumerate(kept.items())})
+    try:
+        yield
+    finally:
+        module._modules.update(kept)
 
 
 def _some(like: torch.Tensor, *shape: int, seed: int = 0) -> torch.Tensor:
