@@ -159,8 +159,11 @@ class Several(Alone):
 
 
 def collectives(kind: str) -> str:
-    """What torch's init_process_group takes for devices of this kind: the device's own, and gloo for host memory."""
-    return "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
+    """What torch's init_process_group takes for devices of this kind: the device's own, and gloo for host memory.
+
+    Not "cpu:gloo" on a CPU: torch 2.13 then knows no default backend where the compiler has been imported, and says so when the group is left.
+    """
+    return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
 
 
 @contextlib.contextmanager

@@ -64,19 +64,19 @@ def compiled_when_called():
     devices without kernels of their own, and none is called in a run of ours.
     Can go when tests/test_compat.py::test_bitsandbytes_still_imports_the_compiler_and_ours_does_not fails.
     """
-    compile = torch.compile
+    now = torch.compile
 
     def later(function=None, **options):
         if function is None:
             return functools.partial(later, **options)
-        compiled = functools.cache(lambda: compile(function, **options))
+        compiled = functools.cache(lambda: now(function, **options))
         return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
     torch.compile = later
     try:
         yield
     finally:
-        torch.compile = compile
+        torch.compile = now
 
 
 @contextlib.contextmanager
