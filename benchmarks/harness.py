@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -188,4 +190,7 @@ def write(name: str, result: dict) -> Path:
 
 
 def scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="anyqlora-bench-"))
+    """A directory for a model and its rows, gigabytes sometimes, which goes when this process ends."""
+    directory = tempfile.mkdtemp(prefix="anyqlora-bench-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
