@@ -159,8 +159,8 @@ if os.environ.get("RANK") == "1":
                 sys.meta_path.remove(self)
                 import torch
                 def refuse(module, arguments, kwargs):
-                    ids = kwargs.get("input_ids")
-                    if ids is not None and torch.is_grad_enabled() and len(ids) > 1:
+                    positions = kwargs.get("position_ids")  # rows come one after another: each begins at 0
+                    if positions is not None and torch.is_grad_enabled() and int((positions == 0).sum()) > 1:
                         raise torch.OutOfMemoryError("out of memory")
                 from transformers import LlamaForCausalLM
                 start = LlamaForCausalLM.__init__
