@@ -88,10 +88,10 @@ class Place:
         self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
 
     def planned_before(self, config: TrainConfig, plan) -> TrainConfig:
-        """`config` with what the plan chose when the checkpoint was written, where nobody states it now and the device is the same:
-        the free memory of today does not change the bytes of a run that goes on."""
+        """`config` with what the plan chose when the checkpoint was written, where nobody states it now and device and strategy are
+        the same: the free memory of today does not change the bytes of a run that goes on."""
         before = self.restored.machine if self.restored else {}
-        if not before or any(before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size")):
+        if not before or any(before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size", "strategy")):
             return config
         is_stated = any(getattr(config, name) != "auto" for name in RECOMPUTATION)
         kept = {name: before[name] for name in CHOSEN if not (is_stated and name in RECOMPUTATION)
