@@ -12,7 +12,7 @@ from collections.abc import Iterator
 def uncollected(package: str) -> Iterator[None]:
     """Within, while `package` is imported for the first time, no garbage is collected, and what is there then is never looked through again.
 
-    What 3,400 modules consist of stays, and is yet searched for garbage whenever it has grown: 1.5-2 of the 8.3 s to the end of a first step.
+    What 3,400 modules consist of stays, and is yet searched for garbage whenever it has grown: about 1.5 of 8.3 s to the end of a first step.
     """
     if package in sys.modules or not gc.isenabled():
         yield

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from anyqlora.config import resolve
 from anyqlora.errors import RunError, UsageError
@@ -194,6 +195,21 @@ def test_they_are_planned_where_they_are_of_use():
         kernels(precision="fp32", kernels="native")
     assert kernels(precision="fp32") == "portable" and kernels(precision="bf16", kernels="portable") == "portable"
     assert kernels(precision="bf16", strategy="ddp", world_size=2) == "native" and kernels(precision="bf16", strategy="fsdp", world_size=2) == "portable"
+
+
+def test_modules_are_asked_what_they_do_without_their_weights():
+    """Reading all weights of a model at each start takes longer than training a step of it; and they are back afterwards."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)).bfloat16().eval()
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    read = []
+    for name, module in linears.items():
+        module.register_forward_pre_hook(lambda module, x, name=name: read.append(name))
+    assert modules.install(model, "native") == [] and read == []
+    kinds = [type(module) for module in model.modules()]
+    assert (kinds.count(modules.GatedMlp), kinds.count(modules.Attention)) == (2, 2)
+    assert {name: model.get_submodule(name) for name in linears} == linears
+    model(torch.arange(4)[None])
+    assert set(read) == set(linears)
 
 
 def run_with(compiler: Path | str, tmp_path, *flags) -> subprocess.CompletedProcess:
