@@ -125,15 +125,39 @@ static void across_lanes(pair *to, const bf16 *x, long stride, long rows, long w
         }
 }
 
-/* Whether query `q` sees key `k`. */
-static inline int sees(long q, long k, long window) { return k <= q && q - k < window; }
+/* How many keys of a block a register of queries, the v-th one, looks at: on the diagonal none after its last query. */
+static inline long keys_of(long v, long first, long key) { return key == first ? (v + 1) * LANES : KEYS; }
+
+/* Of the queries from `query` on, a lane each, those that see the key: it is not after them, and less than a window before. */
+static inline __mmask16 seeing(long query, long key, long window) {
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i behind = _mm512_add_epi32(_mm512_set1_epi32((int)(query - key)), lanes); /* of a later key negative, that is, without a sign, huge */
+    return _mm512_cmplt_epu32_mask(behind, _mm512_set1_epi32((int)smaller(window, INT32_MAX)));
+}
 
 /* Whether all queries from `first` on see all keys from `key` on. */
 static inline int all_see(long first, long key, long window) { return key + KEYS - 1 <= first && first + QUERIES - 1 - key < window; }
 
+/* `exponential` of 16 numbers. */
+static inline __m512 exponentials(__m512 x) {
+    __m512 y = _mm512_max_ps(_mm512_set1_ps(-126.0f), x * 1.44269504f); /* what is not a number stays the second one */
+    __m512 nearest = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = y - nearest;
+    __m512 series = 1.0f + part * (0.69314718f + part * (0.24022651f + part * (0.055504109f + part * (0.0096181291f + part * 0.0013333558f))));
+    return _mm512_scalef_ps(series, nearest);
+}
 
-/* The first lane of those that are computed of a key's row: on the diagonal the row's own number, in whole registers. */
-static inline long first_lane(long first, long key, long row) { return key == first ? row / LANES * LANES : 0; }
+/* 16 numbers and 16 more as bf16, one after another; and as pairs of one of each. */
+static inline __m512i rounded(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+
+static inline __m512i interleaved(__m512i halves) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, halves);
+}
+
+static inline void store_halves(bf16 *first, bf16 *second, __m512i halves) {
+    _mm256_storeu_si256((__m256i *)first, _mm512_castsi512_si256(halves));
+    _mm256_storeu_si256((__m256i *)second, _mm512_extracti64x4_epi64(halves, 1));
+}
 
 static inline long first_key(long query, long window) { return query < window ? 0 : (query - window + 1) / KEYS * KEYS; }
 
@@ -143,31 +167,27 @@ static void *room(long bytes) { return aligned_alloc(64, rounded_up(bytes, 64));
    that which was summed before. */
 static void softmax_block(const float *scores, pair *p, float *highest, float *sums, float *shrunk, long first, long key, long window,
                           float scale) {
-    float top[QUERIES];
     int whole = all_see(first, key, window);
-    memcpy(top, highest, sizeof top);
-    for (long k = 0; k < KEYS; k++)
-#pragma omp simd
-        for (long q = first_lane(first, key, k); q < QUERIES; q++) {
-            float x = scores[k * QUERIES + q];
-            x = whole || sees(first + q, key + k, window) ? x : LOWEST;
-            top[q] = x > top[q] ? x : top[q];
+    for (long v = 0; v < QUERIES / LANES; v++) {
+        const float *of_key = scores + v * LANES;
+        long query = first + v * LANES, keys = keys_of(v, first, key);
+        __m512 before = _mm512_loadu_ps(highest + v * LANES), top = before, sum = _mm512_setzero_ps();
+        for (long k = 0; k < keys; k++) {
+            __mmask16 seen = whole ? 0xffff : seeing(query, key + k, window);
+            top = _mm512_mask_max_ps(top, seen, top, _mm512_loadu_ps(of_key + k * QUERIES));
         }
-#pragma omp simd
-    for (long q = 0; q < QUERIES; q++) {
-        shrunk[q] = exponential(scale * (highest[q] - top[q]));
-        highest[q] = top[q];
-        sums[q] *= shrunk[q];
+        for (long k = 0; k < keys; k += 2) {
+            __mmask16 seen = whole ? 0xffff : seeing(query, key + k, window), next = whole ? 0xffff : seeing(query, key + k + 1, window);
+            __m512 x = _mm512_maskz_mov_ps(seen, exponentials(scale * (_mm512_loadu_ps(of_key + k * QUERIES) - top)));
+            __m512 y = _mm512_maskz_mov_ps(next, exponentials(scale * (_mm512_loadu_ps(of_key + (k + 1) * QUERIES) - top)));
+            sum += x + y;
+            _mm512_storeu_si512(p + k / 2 * QUERIES + v * LANES, interleaved(rounded(x, y)));
+        }
+        __m512 less = exponentials(scale * (before - top));
+        _mm512_storeu_ps(shrunk + v * LANES, less);
+        _mm512_storeu_ps(highest + v * LANES, top);
+        _mm512_storeu_ps(sums + v * LANES, _mm512_loadu_ps(sums + v * LANES) * less + sum);
     }
-    for (long k = 0; k < KEYS; k += 2)
-#pragma omp simd
-        for (long q = first_lane(first, key, k); q < QUERIES; q++) {
-            float x = exponential(scale * (scores[k * QUERIES + q] - top[q])), y = exponential(scale * (scores[(k + 1) * QUERIES + q] - top[q]));
-            x = whole || sees(first + q, key + k, window) ? x : 0.0f;
-            y = whole || sees(first + q, key + k + 1, window) ? y : 0.0f;
-            sums[q] += x + y;
-            p[k / 2 * QUERIES + q] = both(down(x), down(y));
-        }
 }
 
 /* out, and log_sums [B, T, heads], the logarithms of the softmax's denominators. documents [number, 3]: row, first token, end; q has `heads`, k and v
@@ -218,18 +238,20 @@ void attention(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lo
 static void softmax_block_backward(const float *scores, const float *of_p, bf16 *p, bf16 *of_scores, pair *of_scores_paired, const float *log_sums,
                                    const float *mean, long first, long key, long window, float scale) {
     int whole = all_see(first, key, window);
-    for (long k = 0; k < KEYS; k += 2)
-#pragma omp simd
-        for (long q = first_lane(first, key, k); q < QUERIES; q++) {
-            long one = k * QUERIES + q, other = one + QUERIES;
-            float x = exponential(scale * scores[one] - log_sums[q]), y = exponential(scale * scores[other] - log_sums[q]);
-            x = whole || sees(first + q, key + k, window) ? x : 0.0f;
-            y = whole || sees(first + q, key + k + 1, window) ? y : 0.0f;
-            bf16 of_x = down(scale * x * (of_p[one] - mean[q])), of_y = down(scale * y * (of_p[other] - mean[q]));
-            p[one] = down(x), p[other] = down(y);
-            of_scores[one] = of_x, of_scores[other] = of_y;
-            of_scores_paired[k / 2 * QUERIES + q] = both(of_x, of_y);
+    for (long v = 0; v < QUERIES / LANES; v++) {
+        long query = first + v * LANES, keys = keys_of(v, first, key);
+        __m512 log_sum = _mm512_loadu_ps(log_sums + v * LANES), middle = _mm512_loadu_ps(mean + v * LANES);
+        for (long k = 0; k < keys; k += 2) {
+            long one = k * QUERIES + v * LANES, other = one + QUERIES;
+            __mmask16 seen = whole ? 0xffff : seeing(query, key + k, window), next = whole ? 0xffff : seeing(query, key + k + 1, window);
+            __m512 x = _mm512_maskz_mov_ps(seen, exponentials(scale * _mm512_loadu_ps(scores + one) - log_sum));
+            __m512 y = _mm512_maskz_mov_ps(next, exponentials(scale * _mm512_loadu_ps(scores + other) - log_sum));
+            __m512i halves = rounded(scale * x * (_mm512_loadu_ps(of_p + one) - middle), scale * y * (_mm512_loadu_ps(of_p + other) - middle));
+            store_halves(p + one, p + other, rounded(x, y));
+            store_halves(of_scores + one, of_scores + other, halves);
+            _mm512_storeu_si512(of_scores_paired + k / 2 * QUERIES + v * LANES, interleaved(halves));
         }
+    }
 }
 
 /* The gradients of q, k and v from that of out. */
