@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import harness
 import torch
 
-from anyqlora.on_torch.kernels import cross_entropy, defined, native, products
+from anyqlora.on_torch.kernels import cross_entropy, defined, native, products, quantize
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked
 from backend_manager import BackendManager
 
@@ -57,6 +57,20 @@ def dequantizations(ours: dict, device: str, dtype: torch.dtype, cut: int) -> It
                 out = torch.empty(state.shape, dtype=dtype, device=device)
                 case.ways["ours"] = lambda c=codes, s=state, o=out: ours["dequantize"].dequantize(c, s, o)
             yield case
+
+
+def quantizations(device: str, dtype: torch.dtype, cut: int) -> Iterator[Case]:
+    """Codes and scales of a weight, which both sides give to the bit; bitsandbytes takes float32."""
+    if device != "cpu":
+        return
+    for kind in ("nf4", "fp4"):
+        for name in ("q", "gate", "down"):
+            rows, columns = LINEARS[name]
+            weight = drawn(device, dtype, -(-rows // cut), columns)
+            flat = weight.flatten()
+            yield Case(f"quantize {kind}", f"{name} {tuple(weight.shape)}", weight.nbytes + weight.numel() // 2 + weight.numel() // 16, {
+                "bitsandbytes": lambda flat=flat, kind=kind: quantize.defined(flat, kind),
+                "ours": lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind)})
 
 
 def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Iterator[Case]:
@@ -196,7 +210,9 @@ def main() -> None:
     rate, products = copy_rate(device), harness.product_rate([(4096, 4096)], 2048, a.dtype, device) / 1e3
     print(f"a copy reads and writes {rate / 1e6:.0f} GB/s; large products run at {products / 1e9:.2f} TFLOP/s")
     found = []
-    for case in (*dequantizations(ours, device, dtype, a.cut), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut), *in_c(device, dtype), *frozen(device, dtype, tokens, a.cut)):
+    cases = (*dequantizations(ours, device, dtype, a.cut), *quantizations(device, dtype, a.cut), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut),
+             *in_c(device, dtype), *frozen(device, dtype, tokens, a.cut))
+    for case in cases:
         first, least = None, case.bytes / rate or case.flops / products  # milliseconds
         for way, function in case.ways.items():
             out = None if "+=" in case.kernel else function()  # what writes over its input differs each time
