@@ -59,14 +59,13 @@ def dequantizations(ours: dict, device: str, dtype: torch.dtype, cut: int) -> It
             yield case
 
 
-def quantizations(device: str, dtype: torch.dtype, cut: int) -> Iterator[Case]:
-    """Codes and scales of a weight, which both sides give to the bit; bitsandbytes takes float32."""
+def quantizations(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Codes and scales of a whole weight, which both sides give to the bit; bitsandbytes takes float32."""
     if device != "cpu":
         return
     for kind in ("nf4", "fp4"):
-        for name in ("q", "gate", "down"):
-            rows, columns = LINEARS[name]
-            weight = drawn(device, dtype, -(-rows // cut), columns)
+        for name in ("q", "k", "gate", "odd"):
+            weight = drawn(device, dtype, *LINEARS[name])
             flat = weight.flatten()
             yield Case(f"quantize {kind}", f"{name} {tuple(weight.shape)}", weight.nbytes + weight.numel() // 2 + weight.numel() // 16, {
                 "bitsandbytes": lambda flat=flat, kind=kind: quantize.defined(flat, kind),
@@ -210,7 +209,7 @@ def main() -> None:
     rate, products = copy_rate(device), harness.product_rate([(4096, 4096)], 2048, a.dtype, device) / 1e3
     print(f"a copy reads and writes {rate / 1e6:.0f} GB/s; large products run at {products / 1e9:.2f} TFLOP/s")
     found = []
-    cases = (*dequantizations(ours, device, dtype, a.cut), *quantizations(device, dtype, a.cut), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut),
+    cases = (*dequantizations(ours, device, dtype, a.cut), *quantizations(device, dtype), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut),
              *in_c(device, dtype), *frozen(device, dtype, tokens, a.cut))
     for case in cases:
         first, least = None, case.bytes / rate or case.flops / products  # milliseconds
