@@ -67,9 +67,12 @@ def quantizations(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for name in ("q", "k", "gate", "odd"):
             weight = drawn(device, dtype, *LINEARS[name])
             flat = weight.flatten()
-            yield Case(f"quantize {kind}", f"{name} {tuple(weight.shape)}", weight.nbytes + weight.numel() // 2 + weight.numel() // 16, {
+            case = Case(f"quantize {kind}", f"{name} {tuple(weight.shape)}", weight.nbytes + weight.numel() // 2 + weight.numel() // 16, {
                 "bitsandbytes": lambda flat=flat, kind=kind: quantize.defined(flat, kind),
-                "ours": lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind)})
+                "ours, portable": lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind)})
+            if not native.broken():
+                case.ways["ours, in C"] = lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind, is_native=True)
+            yield case
 
 
 def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Iterator[Case]:
@@ -222,7 +225,7 @@ def main() -> None:
             found.append(row)
             limit = f"{least:9.3f} ms {least / row['milliseconds']:5.0%}" if least else " " * 18
             same = "" if row["difference"] is None else f"   differs by {row['difference']:.1e}"
-            print(f"{case.kernel:34} {case.shape:24} {way:13} {row['milliseconds']:9.3f} ms   limit {limit}{same}", flush=True)
+            print(f"{case.kernel:34} {case.shape:24} {way:14} {row['milliseconds']:9.3f} ms   limit {limit}{same}", flush=True)
     harness.write(a.name or f"kernels-{device}-{a.dtype}", {"question": __doc__.splitlines()[0], "copy_bytes_per_second": 1e3 * rate, "product_flops_per_second": 1e3 * products,
                                                             "threads": torch.get_num_threads(),
                                                             "tokens": tokens, "cut": a.cut, "results": found})

@@ -11,8 +11,10 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from anyqlora import tables
+from anyqlora.config import TrainConfig
+from anyqlora.on_torch import packed_files
 from anyqlora.on_torch._compat import keep_weights_as_packed
-from anyqlora.on_torch.kernels import quantize
+from anyqlora.on_torch.kernels import native, quantize
 from anyqlora.on_torch.quantizers import bnb as quantizers
 
 BUILT = [name for name, row in tables.QUANTIZERS.items() if row.startswith("anyqlora.on_torch.")]  # the rest is MLX's
@@ -134,9 +136,14 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+in_c = pytest.mark.skipif(bool(native.broken()), reason=native.broken())
+WAYS = [pytest.param(False, id="by table"), pytest.param(True, id="in C", marks=in_c)]
+
+
+@pytest.mark.parametrize("is_native", WAYS)
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_codes_by_table_are_bitsandbytes_own_to_the_bit(kind, dtype, threads, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_codes_are_bitsandbytes_own_to_the_bit(kind, dtype, is_native, threads, monkeypatch):
     """Random weights of every size, and all borders between codes with their neighbours on either side; the reference is bitsandbytes'."""
     monkeypatch.setattr(quantize, "PIECE", 1 << 12)
     generator = torch.Generator().manual_seed(0)
@@ -147,14 +154,33 @@ def test_codes_by_table_are_bitsandbytes_own_to_the_bit(kind, dtype, threads, mo
     special = torch.cat([special, values, torch.tensor([1.0, 0.0, -0.0])])  # the largest is 1, so that the scale is
     blocks = torch.cat([weight, torch.nn.functional.pad(special, (0, 64)), torch.zeros(64)]).to(dtype)
     blocks = blocks[: len(blocks) // 64 * 64]
-    codes, scales = quantize.quantize_4bit(blocks, kind)
+    if dtype == torch.float16:
+        blocks = blocks.clamp(-65504, 65504)  # not all of them are finite in it
+    monkeypatch.setattr(quantize, "defined", None)  # neither asks bitsandbytes
+    codes, scales = quantize.quantize_4bit(blocks, kind, is_native)
+    monkeypatch.undo()
     expected, expected_scales = quantize.defined(blocks, kind)
     assert torch.equal(codes, expected) and torch.equal(scales, expected_scales)
 
 
-def test_weights_that_are_not_finite_are_left_to_bitsandbytes(threads, monkeypatch):
+@in_c
+def test_who_runs_on_native_kernels_quantizes_by_them(monkeypatch):
+    monkeypatch.setattr(quantize, "_fill", None)
+    made, weight = quantizer("nf4"), torch.randn(64, 96, generator=torch.Generator().manual_seed(4))
+    assert made.use("native", torch.device("cpu")) == []
+    codes, state = made.pack(weight)
+    expected, theirs = F.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    assert torch.equal(codes, expected) and torch.equal(state.absmax, theirs.absmax)
+    for config in (TrainConfig(model_name="m", dataset="d", quantizer="nf4"), TrainConfig(model_name="m", dataset="d", quantizer="nf4", kernels="portable")):
+        assert packed_files.packing(config).is_native == (config.kernels != "portable")
+
+
+@pytest.mark.parametrize("is_native", WAYS)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_weights_that_are_not_finite_are_left_to_bitsandbytes(value, is_native, threads, monkeypatch):
     monkeypatch.setattr(quantize, "PIECE", 128)
     weight = torch.randn(256)
-    weight[70] = float("inf")
-    ours, theirs = quantize.quantize_4bit(weight, "nf4"), quantize.defined(weight, "nf4")
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    weight[70] = value
+    ours, theirs = quantize.quantize_4bit(weight, "nf4", is_native), quantize.defined(weight, "nf4")
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0, equal_nan=True)

@@ -21,6 +21,7 @@ from ..errors import DiskFull, NotBuilt, UsageError
 from ..hub import INDEX, SINGLE, check_safetensors, weight_files
 from ..layouts import read_config
 from ..prequantized import quantized_as
+from .kernels import native
 from .linears import linears
 from .quantizers.experts import expert_parameters
 from .weights import refuse_what_stays
@@ -30,11 +31,13 @@ DTYPES = {torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
-def packing(config: TrainConfig):
-    """The quantizer of `config` that writes files: what they say of arithmetic is float32, whatever they are read for."""
+def packing(config: TrainConfig, device: torch.device | str = "cpu"):
+    """The quantizer of `config` that writes files on `device`: what they say of arithmetic is float32, whatever they are read for."""
     quantizer = tables.load(tables.QUANTIZERS[config.quantizer])(torch.float32, config.double_quant)
     if config.quantizer in tables.AFFINE:
         quantizer.group = config.affine_group_size
+    if hasattr(quantizer, "use") and torch.device(device).type == "cpu" and config.kernels != "portable" and not native.broken():
+        quantizer.use("native", device)  # the same codes, sooner
     return quantizer
 
 

@@ -100,7 +100,7 @@ class QuantizedCache:
 
     def make(self) -> None:
         """Write the entry and its manifest beside its place and put it there. Raises NotBuilt, DiskFull, OSError."""
-        quantizer = packed_files.packing(self.config)
+        quantizer = packed_files.packing(self.config, self.device)
         needed = packed_files.size(self.source, quantizer)
         if needed > self.limit:
             raise DiskFull(f"they take {shown(needed)}, and quantized_cache_limit is {shown(self.limit)}")

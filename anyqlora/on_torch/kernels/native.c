@@ -166,3 +166,39 @@ void int8_out(const int32_t *sums, const float *of_rows, const float *of_columns
         }
     }
 }
+
+/* Codes [blocks, 32] of weights [blocks, 64], the first of two in a byte's upper half, and each block's largest magnitude: infinity or not
+   a number where one of its weights is, and then its codes mean nothing. A weight's code is `first` and the steps at all borders below
+   weight / magnitude, where 1 / magnitude is rounded first. narrow: the weights are bf16, else float32. */
+void quantize_4bit(const void *weights, uint8_t *codes, float *scales, long blocks, const float *borders, const int32_t *steps, int first,
+                   int narrow) {
+#pragma omp parallel for schedule(static)
+    for (long b = 0; b < blocks; b++) {
+        float x[64];
+        uint32_t most = 0; /* magnitudes compare as their bits do */
+        if (narrow) {
+#pragma omp simd
+            for (long i = 0; i < 64; i++) x[i] = up(((const bf16 *)weights)[64 * b + i]);
+        } else {
+            memcpy(x, (const float *)weights + 64 * b, sizeof x);
+        }
+#pragma omp simd reduction(max : most)
+        for (long i = 0; i < 64; i++) {
+            uint32_t magnitude = bits(x[i]) & 0x7fffffff;
+            most = magnitude > most ? magnitude : most;
+        }
+        scales[b] = number(most);
+        float per_scale = 1.0f / (number(most) < 1e-38f ? 1e-38f : number(most));
+        for (long i = 0; i < 64; i++) x[i] *= per_scale;
+        int32_t code[64];
+        for (long i = 0; i < 64; i++) code[i] = first;
+        for (long j = 0; j < 15; j++) {
+            float border = borders[j];
+            int32_t step = steps[j];
+#pragma omp simd
+            for (long i = 0; i < 64; i++) code[i] += x[i] > border ? step : 0;
+        }
+#pragma omp simd
+        for (long i = 0; i < 32; i++) codes[32 * b + i] = (uint8_t)(code[2 * i] << 4 | code[2 * i + 1]);
+    }
+}

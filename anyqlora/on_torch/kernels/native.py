@@ -29,6 +29,7 @@ SIGNATURES = {
     "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
     "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG),
     "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
+    "quantize_4bit": (POINTER, POINTER, POINTER, LONG, POINTER, POINTER, INT, INT),
     "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
     "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
     "rotate": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT),
@@ -121,6 +122,18 @@ def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.
     losses = torch.empty(len(logits))
     _call("cross_entropy", logits, targets.contiguous(), losses, *logits.shape, scale)
     return losses
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+def quantize_4bit(weight: torch.Tensor, borders: torch.Tensor, steps: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes uint8 [n / 2], scales float32 [n / 64]) of a flat weight [n] of whole blocks, float32 or bf16: `first` is the lowest value's code,
+    borders float32 [15] lie between one value and the next, and steps int32 [15] lead from the code of one to the next's. A block in which a
+    weight is not finite has a scale that is not."""
+    codes, scales = torch.empty(len(weight) // 2, dtype=torch.uint8), torch.empty(len(weight) // 64)
+    _call("quantize_4bit", weight.contiguous(), codes, scales, len(scales), borders, steps, first, weight.dtype == torch.bfloat16)
+    return codes, scales
 
 
 # ---------------------------------------------------------------------------------------------------- products of int8

@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit codes on a CPU, by a table: the same bits in a sixth of the time."""
+"""bitsandbytes' 4-bit codes on a CPU, the same bits: in C a fortieth of its time, and by a table, which needs no compiler, a quarter."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from bitsandbytes import functional as bnb
 
+from . import native
+
 BLOCK = 64
 PIECE = 1 << 17  # weights at a time: they stay in a core's caches
 CELLS = 512  # of the table for each unit: in none of them lie two borders between codes (fp4's nearest are 0.0026 apart)
 
 
-def quantize_4bit(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_4bit(weight: torch.Tensor, kind: str, is_native: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [n / 2, 1], scales float32 [n / 64]) of a flat weight [n], equal to `defined`, which is called for what is not
-    here: another device, a last block that is not full, weights that are not finite."""
+    here: another device, a last block that is not full, weights that are not finite. is_native: by native.c."""
     if weight.device.type != "cpu" or len(weight) % BLOCK:
         return defined(weight, kind)
+    if is_native:
+        codes, scales = native.quantize_4bit(weight if weight.dtype == torch.bfloat16 else weight.float(), *_steps(kind))
+        return (codes.unsqueeze(1), scales) if bool(scales.isfinite().all()) else defined(weight, kind)
     codes, scales = torch.empty(len(weight) // 2, dtype=torch.uint8), torch.empty(len(weight) // BLOCK)
     threads = torch.get_num_threads()
     size = -(-len(weight) // threads // BLOCK) * BLOCK
@@ -64,11 +69,24 @@ def defined(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 @functools.cache
-def _table(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each cell of [-1, 1] the code up to the border that lies in it, the code beyond it, and the border (infinity: there is none)."""
+def _borders(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The midpoints between neighbouring values, float32 [15], and the codes [16] of the values in their order."""
     values = bnb.get_4bit_type(kind, device="cpu")
     order = torch.argsort(values)
-    borders = (values[order[:-1]] + values[order[1:]]) / 2
+    return (values[order[:-1]] + values[order[1:]]) / 2, order
+
+
+@functools.cache
+def _steps(kind: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What `native.quantize_4bit` needs to know of the values."""
+    borders, order = _borders(kind)
+    return borders, order.diff().int(), int(order[0])
+
+
+@functools.cache
+def _table(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each cell of [-1, 1] the code up to the border that lies in it, the code beyond it, and the border (infinity: there is none)."""
+    borders, order = _borders(kind)
     cells = (borders * CELLS).add_(CELLS).to(torch.int32)  # by the arithmetic that weights go through, which keeps their order
     number = torch.arange(2 * CELLS + 1)
     rank = (cells[None] < number[:, None]).sum(1)  # borders below the cell

@@ -37,6 +37,7 @@ class _FourBit:
     kind: str
     unpack = staticmethod(unpacked)
     layer = bnb.nn.Linear4bit  # where rows end where blocks end
+    is_native = False  # whether codes are found by native.c
 
     def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
         self.compute_dtype, self.double_quant = compute_dtype, double_quant
@@ -50,7 +51,8 @@ class _FourBit:
         return keep_weights_as_packed(module)
 
     def use(self, kernels: str, device: torch.device) -> list[str]:
-        """Unpack by these kernels (settings.kernels) from here on. Returns a line where they unpack something else on this device."""
+        """Quantize and unpack by these kernels (settings.kernels) from here on. Returns a line where they unpack something else on this device."""
+        self.is_native = kernels == "native"
         if kernels in ("portable", "native"):
             return []
         from ..kernels.dequantize import dequantize
@@ -69,7 +71,7 @@ class _FourBit:
         flat = weight.detach().reshape(-1)
         codes, absmax = [], []
         for piece in flat.split(CHUNK):
-            code, scales = quantize_4bit(piece, self.kind)
+            code, scales = quantize_4bit(piece, self.kind, self.is_native)
             codes.append(code)
             absmax.append(scales)
         codes, absmax, offset, nested = torch.cat(codes), torch.cat(absmax), None, None
