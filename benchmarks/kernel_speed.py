@@ -70,7 +70,7 @@ def quantizations(device: str, dtype: torch.dtype) -> Iterator[Case]:
             case = Case(f"quantize {kind}", f"{name} {tuple(weight.shape)}", weight.nbytes + weight.numel() // 2 + weight.numel() // 16, {
                 "bitsandbytes": lambda flat=flat, kind=kind: quantize.defined(flat, kind),
                 "ours, portable": lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind)})
-            if not native.broken():
+            if native.has("quantize_4bit"):
                 case.ways["ours, in C"] = lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind, is_native=True)
             yield case
 

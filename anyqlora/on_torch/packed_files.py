@@ -36,7 +36,7 @@ def packing(config: TrainConfig, device: torch.device | str = "cpu"):
     quantizer = tables.load(tables.QUANTIZERS[config.quantizer])(torch.float32, config.double_quant)
     if config.quantizer in tables.AFFINE:
         quantizer.group = config.affine_group_size
-    if hasattr(quantizer, "use") and torch.device(device).type == "cpu" and config.kernels != "portable" and not native.broken():
+    if hasattr(quantizer, "use") and torch.device(device).type == "cpu" and config.kernels != "portable" and native.has("quantize_4bit"):
         quantizer.use("native", device)  # the same codes, sooner
     return quantizer
 

@@ -6,7 +6,7 @@
 
 #include "bf16.h"
 
-#include <immintrin.h>
+#ifdef __AVX512BF16__
 
 typedef uint32_t pair; /* two numbers, the first one in the lower half */
 
@@ -138,17 +138,7 @@ static inline __mmask16 seeing(long query, long key, long window) {
 /* Whether all queries from `first` on see all keys from `key` on. */
 static inline int all_see(long first, long key, long window) { return key + KEYS - 1 <= first && first + QUERIES - 1 - key < window; }
 
-/* `exponential` of 16 numbers. */
-static inline __m512 exponentials(__m512 x) {
-    __m512 y = _mm512_max_ps(_mm512_set1_ps(-126.0f), x * 1.44269504f); /* what is not a number stays the second one */
-    __m512 nearest = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = y - nearest;
-    __m512 series = 1.0f + part * (0.69314718f + part * (0.24022651f + part * (0.055504109f + part * (0.0096181291f + part * 0.0013333558f))));
-    return _mm512_scalef_ps(series, nearest);
-}
-
-/* 16 numbers and 16 more as bf16, one after another; and as pairs of one of each. */
-static inline __m512i rounded(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
-
+/* 16 numbers and 16 more, one after another, as pairs of one of each. */
 static inline __m512i interleaved(__m512i halves) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(order, halves);
@@ -318,3 +308,5 @@ void attention_backward(const bf16 *of_out, const bf16 *q, const bf16 *k, const 
         free(scores), free(of_p), free(p), free(of_scores), free(of_scores_paired);
     }
 }
+
+#endif

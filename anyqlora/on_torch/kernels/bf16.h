@@ -1,4 +1,5 @@
-/* Numbers of 16 bits and e^x, for native.c and attention.c. */
+/* Numbers of 16 bits and e^x, for native.c and attention.c: one at a time and, where the processor has registers of 512 bits and rounds to bf16
+   by itself (AVX512-BF16), 16 or 32. */
 
 #include <math.h>
 #include <stdint.h>
@@ -30,3 +31,21 @@ static inline float exponential(float x) { /* e^x to 3e-6, 0 and infinity to flo
     float series = 1.0f + part * (0.69314718f + part * (0.24022651f + part * (0.055504109f + part * (0.0096181291f + part * 0.0013333558f))));
     return number(bits(series) + (bits(shifted) << 23));
 }
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+/* `exponential` of 16 numbers, but infinity beyond the largest power. */
+static inline __m512 exponentials(__m512 x) {
+    __m512 y = _mm512_max_ps(_mm512_set1_ps(-126.0f), x * 1.44269504f); /* what is not a number stays the second one */
+    __m512 nearest = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = y - nearest;
+    __m512 series = 1.0f + part * (0.69314718f + part * (0.24022651f + part * (0.055504109f + part * (0.0096181291f + part * 0.0013333558f))));
+    return _mm512_scalef_ps(series, nearest);
+}
+
+/* 16 numbers and 16 more as bf16, one after another; and the first and the second 16 of 32. */
+static inline __m512i rounded(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+static inline __m512 widened(__m256i x) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
+static inline __m512 former(__m512i x) { return widened(_mm512_castsi512_si256(x)); }
+static inline __m512 latter(__m512i x) { return widened(_mm512_extracti64x4_epi64(x, 1)); }
+#endif

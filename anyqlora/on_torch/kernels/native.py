@@ -41,12 +41,22 @@ LANES = 16  # a head is a multiple of it wide
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The functions of native.c and attention.c. Raises OSError, subprocess.SubprocessError or AttributeError where they cannot be had."""
+    """The functions of native.c and attention.c; without AVX512-BF16 those that need it are missing. Raises OSError or
+    subprocess.SubprocessError where none can be had."""
     loaded = ctypes.CDLL(str(compiled()), mode=os.RTLD_NOW)  # later, a name that is not found would end the process
     for name, kinds in SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = kinds, None
+        if hasattr(loaded, name):
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = kinds, None
     return loaded
+
+
+def has(name: str) -> bool:
+    """Whether a function can be had here: there is a compiler, and the processor has the instructions."""
+    try:
+        return hasattr(library(), name)
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def compiled() -> Path:
@@ -70,12 +80,13 @@ def compiled() -> Path:
 
 
 def broken() -> str:
-    """Why they cannot be used here; "" where they can."""
+    """Why a model cannot run on them here; "" where it can."""
     try:
-        library()
+        if missing := [name for name in SIGNATURES if not hasattr(library(), name)]:
+            return f"the processor has no AVX512-BF16, which {missing[0]} needs"
     except subprocess.CalledProcessError as error:
         return f"the C compiler refuses them: {(error.stderr or 'no word').strip().splitlines()[-1]}"
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     x = torch.linspace(-1, 1, 96).bfloat16().view(1, 3, 2, 16)
     cos, sin = x[:, :, 0] * 0.7, x[:, :, 1] * 0.3
