@@ -15,7 +15,7 @@ from anyqlora.on_torch import rounding
 from anyqlora.on_torch.adapters.fused import fused_layers
 from anyqlora.on_torch.build import build
 from anyqlora.on_torch.kernels import lora, native
-from anyqlora.on_torch.kernels.products import FLOAT8, Float8, Int8, Whole, coded
+from anyqlora.on_torch.kernels.products import FLOAT8, Float8, Int8, NativeInt8, NativeWhole, Whole, coded
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
 
@@ -23,7 +23,7 @@ FOUND = BackendManager("cpu").found
 needs_int8 = pytest.mark.skipif("int8" not in FOUND.products, reason="this processor's int8 products may saturate")
 needs_native = pytest.mark.skipif("native" not in FOUND.kernels, reason="no C compiler, or no AVX512-BF16, is here")
 LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
-WAYS = [pytest.param(Int8(), torch.int8, id="int8", marks=needs_int8), pytest.param(Int8(True), torch.int8, id="int8 in C", marks=(needs_int8, needs_native)),
+WAYS = [pytest.param(Int8(), torch.int8, id="int8", marks=needs_int8), pytest.param(NativeInt8(), torch.int8, id="int8 in C", marks=(needs_int8, needs_native)),
         pytest.param(Float8(), FLOAT8, id="fp8")]
 
 
@@ -99,6 +99,78 @@ def test_products_are_those_of_their_codes(products, kind, shape):
     assert near(products.backward(g, made, before.clone()), back + before.double(), 2)
     for ours, true in ((exact, x.double() @ w.double().T), (back, g.double() @ w.double())):
         assert near(ours, true, 5 if kind == torch.int8 else 12)  # 0.02 and 0.05: what rounding the factors costs
+
+
+needs_own = pytest.mark.skipif(not native.has("product"), reason="no C compiler or no AVX512-BF16 is here, or AMX is and oneDNN's products are used")
+CASES = [(37, 64, 50, 6), (1, 8, 1, 2), (600, 1024, 33, 16), (13, 36, 96, 0), (1100, 128, 70, 2)]  # rows, depth, columns, rank
+
+
+def multiplied(case, kind, is_turned, is_added):
+    """(out of C, the same in float64): of what C is given, codes and scales among it; LoRA's narrow factor is a part of a wider tensor."""
+    rows, depth, columns, rank = case
+    x, w, before = drawn(rows, depth), drawn(columns, depth, seed=1), drawn(rows, columns, seed=2)
+    bias = None if is_added else drawn(columns, seed=5)
+    narrow = (drawn(rows, rank + 4, seed=3)[:, 2 : 2 + rank], drawn(columns, rank, seed=4)) if rank else None
+    of_rows = of_columns = None
+    exact = narrow[0].double() @ narrow[1].double().T if rank else torch.zeros(rows, columns, dtype=torch.float64)
+    if kind == torch.int8:
+        (x, of_rows), (w, of_columns) = coded(x, kind), coded(w, kind)
+        exact += (x.double() @ w.double().T) * of_rows.double()[:, None] * of_columns.double()
+    else:
+        exact += x.double() @ w.double().T
+    if is_turned:
+        w, narrow = w.T.contiguous(), narrow and (narrow[0], narrow[1].T.contiguous())
+    native.product(x, w, before if is_added else (out := torch.full_like(before, torch.nan)), is_turned=is_turned, is_added=is_added,
+                   of_rows=of_rows, of_columns=of_columns, bias=bias, narrow=narrow)
+    return (before, exact + drawn(rows, columns, seed=2).double()) if is_added else (out, exact + bias.double())
+
+
+@needs_own
+@pytest.mark.parametrize("is_added", [False, True], ids=["written", "added"])
+@pytest.mark.parametrize("is_turned", [False, True], ids=["forward", "turned"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_in_c_are_float64s_rounded_once(case, kind, is_turned, is_added):
+    out, exact = multiplied(case, kind, is_turned, is_added)
+    scale = exact.abs().mean()  # where a sum cancels, its float32 terms were rounded at their own size
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4 * scale).all()
+
+
+@needs_own
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.int8], ids=str)
+def test_products_in_c_have_the_same_bits_on_any_number_of_threads(kind):
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append([multiplied(case, kind, is_turned, False)[0] for case in CASES for is_turned in (False, True)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
+
+
+@needs_own
+@pytest.mark.parametrize("inputs, rank, expected", [(48, 4, 8), (48, 3, 4), (47, 4, 4)], ids=["all by C", "an odd rank", "odd rows"])
+def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypatch):
+    """Outputs and all gradients, with a bias and dropout and without; what C does not take goes torch's way."""
+    calls, product = [], native.product
+    monkeypatch.setattr(native, "product", lambda *given, **more: calls.append(1) or product(*given, **more))
+    generator = torch.Generator().manual_seed(5)
+    weights, bias = [drawn(size, inputs, seed=size, scale=0.2) for size in (32, 16)], drawn(16, seed=3)
+    factors = [torch.randn(shape, generator=generator).requires_grad_() for size in (32, 16) for shape in ((rank, inputs), (size, rank))]
+    for dropout in (0.0, 0.25):
+        found = []
+        for way, kind in ((NativeWhole(), torch.bfloat16), (Whole(), torch.bfloat16), (Whole(), torch.float64)):
+            torch.manual_seed(0)
+            x = drawn(2, 20, inputs, seed=6).to(kind).requires_grad_()
+            parts = [lora.Linear(lambda w=w.to(kind): w, given, a, b, 0.5)
+                     for w, given, a, b in zip(weights, (None, bias.to(kind)), factors[::2], factors[1::2], strict=True)]
+            ys = lora.linears(x, parts, dropout, products=way)
+            found.append([*(y.detach() for y in ys), *torch.autograd.grad(ys, [x, *factors], [drawn(2, 20, size, seed=size).to(kind) for size in (32, 16)])])
+        for ours, theirs, exact in zip(*found, strict=True):
+            off, others = (float((y.double() - exact).norm() / exact.norm()) for y in (ours, theirs))
+            assert off <= 1.05 * others + 1e-4 and others < 0.01
+    assert len(calls) == expected
 
 
 @needs_int8
@@ -200,7 +272,7 @@ def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
     model, losses = started(tmp_path, stand_out)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     said = rounding.use(model, Int8(), losses)
-    whole = [group.names[0] for group in groups_of(model) if type(group.products) is Whole]
+    whole = [group.names[0] for group in groups_of(model) if group.products is group.whole]
     assert len(whole) == 1 and "layers.1.self_attn.q_proj" in whole[0]
     assert "1 of 8 groups" in said[0] and "layers.1.self_attn.q_proj" in said[0]
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())

@@ -22,7 +22,7 @@ from .generate import evaluating
 from .heap import unmapping
 from .kernels.cross_entropy import After
 from .kernels.probe import broken
-from .kernels.products import Float8, Int8
+from .kernels.products import Float8, Int8, NativeInt8, NativeWhole, Whole
 from .linears import blocks, linears
 from .loss import TrainedTokenLoss, last_mlp, loss_of, token_loss
 from .precision import COMPUTE, STORED
@@ -172,7 +172,7 @@ def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "port
     """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
     cached = config.weight_cache if isinstance(config.weight_cache, int) else 0
     linears_of = "anyqlora.on_torch.kernels.dropout:linears" if kernels == "triton" else "anyqlora.on_torch.kernels.lora:linears"
-    left = fuse(model, quantizer, cached, tables.load(linears_of))
+    left = fuse(model, quantizer, cached, tables.load(linears_of), NativeWhole() if kernels == "native" else Whole())
     if left and config.sources.get("fused") not in (None, "default", "plan"):
         raise NotBuilt(f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first", cure="--fused auto")
     return [f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"] if left else []
@@ -186,7 +186,10 @@ def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
                 loss = runtime.loss(model, batch, runtime.device)
             yield loss
 
-    rounded = Int8(kernels == "native") if runtime.plan.config.frozen_products == "int8" else Float8(kernels in ("exact", "triton"))
+    if runtime.plan.config.frozen_products == "int8":
+        rounded = NativeInt8() if kernels == "native" else Int8()
+    else:
+        rounded = Float8(kernels in ("exact", "triton"))
     return rounding.use(model, rounded, losses, runtime.strategy.told)
 
 

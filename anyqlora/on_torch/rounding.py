@@ -33,15 +33,16 @@ class _Compared(Whole):
         found = max(math.sqrt(off / whole) for off, whole in self.squares.values())
         return found if math.isfinite(found) else math.inf
 
-    def forward(self, read, weight, bias):
+    def forward(self, read, weight, bias, narrow=None):
         y = super().forward(read, weight, bias)
         self._note("outputs", y, weight, lambda rounded, made: rounded.forward(rounded.read(read), made, bias))
-        return y
+        return self._widened(y, narrow)
 
-    def backward(self, g, weight, to):
+    def backward(self, g, weight, to, narrow=None):
         of_x = super().backward(g, weight, None)
         self._note("gradients", of_x, weight, lambda rounded, made: rounded.backward(g, made, None))
-        return of_x if to is None else to.add_(of_x)
+        of_x = of_x if to is None else to.add_(of_x)
+        return of_x if narrow is None else of_x.addmm_(*narrow)
 
     def _note(self, what: str, whole: torch.Tensor, weight: torch.Tensor, product: Callable) -> None:
         noted = self.squares[what]
@@ -70,7 +71,7 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
     off = {number: group.products.off for number, group in enumerate(groups)}
     near = told([number for number in off if off[number] <= NEAR])
     for number, group in enumerate(groups):
-        group.multiply_by(rounded if number in near else Whole())
+        group.multiply_by(rounded if number in near else group.whole)
     worst = groups[max(off, key=off.__getitem__)].names[0]
     if not near:
         raise RunError(f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",

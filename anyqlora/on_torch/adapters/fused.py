@@ -10,8 +10,8 @@ from peft.tuners import lora
 from torch import nn
 
 from ...layouts import sharing
-from ..kernels.lora import Linear, linears
-from ..kernels.products import Products, Whole
+from ..kernels.lora import WHOLE, Linear, linears
+from ..kernels.products import Products
 from ..linears import is_linear
 
 DEFAULT = ["default"]  # PEFT's name of the one adapter
@@ -32,11 +32,12 @@ class _Fused:
 class Group:
     """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
 
-    def __init__(self, layers: dict[str, nn.Module], quantizer, keeps: bool = False, product=linears):
-        """`keeps`: what is made of the weights stays in memory once it is there. `product` computes."""
+    def __init__(self, layers: dict[str, nn.Module], quantizer, keeps: bool = False, product=linears, whole: Products = WHOLE):
+        """`keeps`: what is made of the weights stays in memory once it is there. `product` computes, and `whole` multiplies in x's dtype."""
         self.names, self.layers, self.quantizer, self.keeps, self.product = list(layers), list(layers.values()), quantizer, keeps, product
         self.source, self.version, self.made = None, -1, {}
-        self.multiply_by(Whole())
+        self.whole = whole
+        self.multiply_by(whole)
 
     def multiply_by(self, products: Products, keeps: bool = True) -> None:
         """From now on the products with the frozen weights are these. Not `keeps`: nothing stays in memory, whatever the group does else."""
@@ -78,8 +79,8 @@ def _class_of(kind: type) -> type:
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 
-def fuse(model: nn.Module, quantizer, cached: int = 0, product=linears) -> list[str]:
-    """Put a fused layer, computed by `product`, in the place of each of PEFT's LoRA layers in `model`; the first `cached`
+def fuse(model: nn.Module, quantizer, cached: int = 0, product=linears, whole: Products = WHOLE) -> list[str]:
+    """Put a fused layer, computed by `product` and `whole`, in the place of each of PEFT's LoRA layers in `model`; the first `cached`
     layers of it keep their dequantized weights. Returns the names of those that stay as they are, since they do more than add B A x: DoRA, int8's rounded activations."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
     fused = {}
@@ -91,7 +92,7 @@ def fuse(model: nn.Module, quantizer, cached: int = 0, product=linears) -> list[
     for names in sharing(fused):
         number = re.search(r"\.(\d+)\.", names[0])  # of the layer
         keeps = number is not None and int(number[1]) < cached
-        group = Group({name: fused[name] for name in names}, quantizer, keeps, product)
+        group = Group({name: fused[name] for name in names}, quantizer, keeps, product, whole)
         for layer in group.layers:
             layer.group = group
     return sorted(layers.keys() - fused.keys())

@@ -10,12 +10,10 @@
 
 typedef uint32_t pair; /* two numbers, the first one in the lower half */
 
-enum { QUERIES = 64, KEYS = 64, LANES = 16, ROWS = 4, VECTORS = 4 }; /* of a block; of a register; of a tile of sums */
+enum { QUERIES = 64, KEYS = 64, ROWS = 4, VECTORS = 4 }; /* of a block; of a tile of sums */
 
 static const float LOWEST = -1e30f; /* below every score: minus infinity has no difference from itself */
 
-static inline long rounded_up(long n, long to) { return (n + to - 1) / to * to; }
-static inline long smaller(long a, long b) { return a < b ? a : b; }
 static inline pair both(bf16 first, bf16 second) { return (pair)first | (pair)second << 16; }
 
 static inline __attribute__((always_inline)) void tile(float *c, const pair *a, long across, long along, const pair *b, long width, long pairs,
@@ -80,32 +78,6 @@ static void paired(pair *to, const bf16 *x, long stride, long rows, long padded,
             for (long n = 0; n < width; n++) out[n] = both(first[n], 0);
         else
             memset(out, 0, width * sizeof(pair));
-    }
-}
-
-/* 16 registers of 16 pairs, transposed: pairs of neighbouring rows, then of pairs, then quarters of registers. */
-static inline __attribute__((always_inline)) void transpose(__m512i x[LANES]) {
-    __m512i y[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        __m512i even = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), odd = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-        __m512i later_even = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88), later_odd = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-        x[i] = _mm512_shuffle_i32x4(even, later_even, 0x88);
-        x[i + 4] = _mm512_shuffle_i32x4(odd, later_odd, 0x88);
-        x[i + 8] = _mm512_shuffle_i32x4(even, later_even, 0xdd);
-        x[i + 12] = _mm512_shuffle_i32x4(odd, later_odd, 0xdd);
     }
 }
 

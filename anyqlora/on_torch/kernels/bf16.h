@@ -11,6 +11,9 @@ typedef uint16_t bf16;
 static inline uint32_t bits(float x) { return ((union { float number; uint32_t bits; }){.number = x}).bits; }
 static inline float number(uint32_t x) { return ((union { uint32_t bits; float number; }){.bits = x}).number; }
 
+static inline long rounded_up(long n, long to) { return (n + to - 1) / to * to; }
+static inline long smaller(long a, long b) { return a < b ? a : b; }
+
 static inline float up(bf16 x) { return number((uint32_t)x << 16); }
 
 static inline bf16 down(float x) { /* to the nearest, ties to even; not a number stays one */
@@ -35,6 +38,8 @@ static inline float exponential(float x) { /* e^x to 3e-6, 0 and infinity to flo
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 
+enum { LANES = 16 }; /* numbers of 32 bits in a register */
+
 /* `exponential` of 16 numbers, but infinity beyond the largest power. */
 static inline __m512 exponentials(__m512 x) {
     __m512 y = _mm512_max_ps(_mm512_set1_ps(-126.0f), x * 1.44269504f); /* what is not a number stays the second one */
@@ -48,4 +53,31 @@ static inline __m512i rounded(__m512 first, __m512 second) { return (__m512i)_mm
 static inline __m512 widened(__m256i x) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
 static inline __m512 former(__m512i x) { return widened(_mm512_castsi512_si256(x)); }
 static inline __m512 latter(__m512i x) { return widened(_mm512_extracti64x4_epi64(x, 1)); }
+
+/* 16 registers of 16 words of 32 bits, transposed: pairs of neighbouring rows, then of pairs, then quarters of registers. */
+static inline __attribute__((always_inline)) void transpose(__m512i x[LANES]) {
+    __m512i y[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512i even = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), odd = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        __m512i later_even = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88), later_odd = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+        x[i] = _mm512_shuffle_i32x4(even, later_even, 0x88);
+        x[i + 4] = _mm512_shuffle_i32x4(odd, later_odd, 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(even, later_even, 0xdd);
+        x[i + 12] = _mm512_shuffle_i32x4(odd, later_odd, 0xdd);
+    }
+}
+
 #endif

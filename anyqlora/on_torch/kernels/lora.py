@@ -53,9 +53,8 @@ class _Linears(torch.autograd.Function):
         middles = dropped(flat, mask) @ stacked(factors[::2], x.dtype).T  # [M, R]
         read, out = products.read(x), []
         for layer, b, middle in zip(layers, factors[1::2], _parts(middles, factors), strict=True):
-            y = products.forward(read, layer.weight(), layer.bias)
-            y.view(-1, y.shape[-1]).addmm_(middle.mul_(layer.scale / kept), b.to(x.dtype).T)
-            out.append(y)  # and no view of it: Llama 4 adds to its shared expert's output in place
+            narrow = middle.mul_(layer.scale / kept), b.to(x.dtype)
+            out.append(products.forward(read, layer.weight(), layer.bias, narrow))  # and no view of it: Llama 4 adds to its shared expert's output in place
         ctx.layers, ctx.products, ctx.kept = layers, products, kept
         ctx.save_for_backward(x, mask, middles, *factors)
         ctx.set_materialize_grads(False)
@@ -65,24 +64,24 @@ class _Linears(torch.autograd.Function):
     def backward(ctx, *of_outputs):
         x, mask, middles, *factors = ctx.saved_tensors
         kind, flat = x.dtype, x.reshape(-1, x.shape[-1])
-        of_x, of_middles, learned = None, [], []  # of those layers whose output was used
-        of_factors = [None] * len(factors)
+        of_factors, of_middles, used = [None] * len(factors), [], {}  # of those layers whose output was used
         for number, (layer, middle, of_y) in enumerate(zip(ctx.layers, _parts(middles, factors), of_outputs, strict=True)):
             if of_y is None:
                 continue
-            g, b = of_y.reshape(-1, of_y.shape[-1]), factors[2 * number + 1]  # [M, out]
+            used[number] = g = of_y.reshape(-1, of_y.shape[-1])  # [M, out]
+            b = factors[2 * number + 1]
             of_middles.append((g @ b.to(kind)).mul_(layer.scale / ctx.kept))  # [M, rank]
             of_factors[2 * number + 1] = (g.T @ middle).to(b.dtype)
-            learned.append(number)
-            if ctx.needs_input_grad[0]:
-                of_x = ctx.products.backward(g, layer.weight(), of_x)
-        of_middle, used = torch.cat(of_middles, 1), [factors[2 * number] for number in learned]
-        for number, a, of_a in zip(learned, used, (of_middle.T @ dropped(flat, mask)).split([len(a) for a in used]), strict=True):
+        below, of_middle, of_x = [factors[2 * number] for number in used], torch.cat(of_middles, 1), None
+        for number, a, of_a in zip(used, below, (of_middle.T @ dropped(flat, mask)).split([len(a) for a in below]), strict=True):
             of_factors[2 * number] = of_a.to(a.dtype)
-        if of_x is not None and mask is None:
-            of_x.addmm_(of_middle, stacked(used, kind))
-        elif of_x is not None:
-            of_x += dropped(of_middle @ stacked(used, kind), mask)
+        if ctx.needs_input_grad[0]:
+            narrow = of_middle, stacked(below, kind)
+            for number, g in used.items():
+                is_last = number == max(used) and mask is None
+                of_x = ctx.products.backward(g, ctx.layers[number].weight(), of_x, narrow if is_last else None)
+            if mask is not None:
+                of_x += dropped(narrow[0] @ narrow[1], mask)
         return None if of_x is None else of_x.view(x.shape), None, None, None, *of_factors
 
 

@@ -1,4 +1,4 @@
-"""native.c and attention.c, compiled by the machine's own compiler when first needed: what is around the products of a bf16 step on a CPU."""
+"""native.c, attention.c and products.c, compiled by the machine's own compiler when first needed: a bf16 step on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...fingerprint import cache_directory
 from ...machine import compiler
 from . import defined
 
-SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "attention.c", "bf16.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "attention.c", "products.c", "bf16.h")]
 # Numbers that are not finite keep their meaning, so no -ffast-math. OpenMP's functions are those of the library that torch has loaded: a
 # second one would have threads of its own.
 OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-nostdlib",
@@ -29,6 +29,7 @@ SIGNATURES = {
     "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
     "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG),
     "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
+    "product": (*8 * (POINTER,), *5 * (LONG,), INT, INT, INT),
     "quantize_4bit": (POINTER, POINTER, POINTER, LONG, POINTER, POINTER, INT, INT),
     "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
     "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
@@ -41,8 +42,7 @@ LANES = 16  # a head is a multiple of it wide
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The functions of native.c and attention.c; without AVX512-BF16 those that need it are missing. Raises OSError or
-    subprocess.SubprocessError where none can be had."""
+    """Their functions, without those for which the processor has no instructions. Raises OSError or subprocess.SubprocessError where none can be had."""
     loaded = ctypes.CDLL(str(compiled()), mode=os.RTLD_NOW)  # later, a name that is not found would end the process
     for name, kinds in SIGNATURES.items():
         if hasattr(loaded, name):
@@ -82,8 +82,8 @@ def compiled() -> Path:
 def broken() -> str:
     """Why a model cannot run on them here; "" where it can."""
     try:
-        if missing := [name for name in SIGNATURES if not hasattr(library(), name)]:
-            return f"the processor has no AVX512-BF16, which {missing[0]} needs"
+        if not hasattr(library(), "attention"):
+            return "the processor has no AVX512-BF16"
     except subprocess.CalledProcessError as error:
         return f"the C compiler refuses them: {(error.stderr or 'no word').strip().splitlines()[-1]}"
     except (OSError, subprocess.SubprocessError) as error:
@@ -133,6 +133,21 @@ def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.
     losses = torch.empty(len(logits))
     _call("cross_entropy", logits, targets.contiguous(), losses, *logits.shape, scale)
     return losses
+
+
+# ------------------------------------------------------------------------------------------------------------- products
+
+
+def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_turned: bool = False, is_added: bool = False, of_rows: torch.Tensor | None = None,
+            of_columns: torch.Tensor | None = None, bias: torch.Tensor | None = None, narrow: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
+    """out [M, N] = left [M, K] right^T + m f^T + bias [N], right [N, K], f [N, R]; is_turned: right is [K, N] and f [R, N]; is_added: the products more.
+
+    narrow: m [M, R] and f, bf16. left and right are bf16, or int8 codes: then the product's rows and columns are multiplied by float32 of_rows [M] and
+    of_columns [N]. All but m contiguous, K a multiple of 2, or of 4 in int8, and R of 2.
+    """
+    m, f = narrow or (None, None)
+    rank, apart = (m.shape[1], m.stride(0)) if narrow else (0, 0)
+    _call("product", left, right, of_rows, of_columns, bias, m, f, out, len(left), left.shape[1], out.shape[1], rank, apart, left.element_size(), is_turned, is_added)
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

@@ -20,6 +20,9 @@ FLOAT8 = torch.float8_e4m3fn
 ALIGNED = 16  # cuBLAS and CUTLASS multiply float8 where both sides of a weight are multiples of it
 
 
+Narrow = tuple[torch.Tensor, torch.Tensor]  # LoRA's part of a product: m [M, R] and a factor
+
+
 class Products(Protocol):
     """How a group of linears that read one x [..., in] multiplies. What `weight` makes of W [out, in], and `read` of x, is its own affair."""
 
@@ -28,11 +31,11 @@ class Products(Protocol):
 
     def weight(self, w: torch.Tensor): ...
     def read(self, x: torch.Tensor): ...
-    def forward(self, read, weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + bias, [..., out], and no view of anything."""
+    def forward(self, read, weight, bias: torch.Tensor | None, narrow: Narrow | None = None) -> torch.Tensor:
+        """x W^T + bias + m b^T, [..., out], and no view of anything; narrow: m and b [out, R]."""
 
-    def backward(self, g: torch.Tensor, weight, to: torch.Tensor | None) -> torch.Tensor:
-        """`to` + g W, [M, in] of g [M, out], written over `to`."""
+    def backward(self, g: torch.Tensor, weight, to: torch.Tensor | None, narrow: Narrow | None = None) -> torch.Tensor:
+        """`to` + g W + m a, [M, in] of g [M, out], written over `to`; narrow: m and a [R, in]."""
 
 
 class Whole:
@@ -47,20 +50,43 @@ class Whole:
     def read(self, x):
         return x
 
-    def forward(self, read, weight, bias):
-        return F.linear(read, weight.to(read.dtype), None if bias is None else bias.to(read.dtype))
+    def forward(self, read, weight, bias, narrow=None):
+        y = F.linear(read, weight.to(read.dtype), None if bias is None else bias.to(read.dtype))
+        return self._widened(y, narrow)
 
-    def backward(self, g, weight, to):
+    def backward(self, g, weight, to, narrow=None):
         weight = weight.to(g.dtype)
-        return g @ weight if to is None else to.addmm_(g, weight)
+        of_x = g @ weight if to is None else to.addmm_(g, weight)
+        return of_x if narrow is None else of_x.addmm_(*narrow)
+
+    @staticmethod
+    def _widened(y, narrow):
+        if narrow is not None:
+            y.view(-1, y.shape[-1]).addmm_(narrow[0], narrow[1].T)
+        return y
+
+
+class NativeWhole(Whole):
+    """The same in C, bf16 on a CPU: LoRA's part is summed in the same registers."""
+
+    def forward(self, read, weight, bias, narrow=None):
+        if not _fits(read, weight, narrow):
+            return super().forward(read, weight, bias, narrow)
+        x = read.reshape(-1, read.shape[-1])
+        y = x.new_empty(*read.shape[:-1], len(weight))
+        native.product(x.contiguous(), weight, y.view(len(x), -1), bias=None if bias is None else bias.to(y.dtype), narrow=narrow)
+        return y
+
+    def backward(self, g, weight, to, narrow=None):
+        if not _fits(g, weight, narrow):
+            return super().backward(g, weight, to, narrow)
+        of_x = g.new_empty(len(g), weight.shape[1]) if to is None else to
+        native.product(g.contiguous(), weight, of_x, is_turned=True, is_added=to is not None, narrow=narrow)
+        return of_x
 
 
 class Int8(Whole):
     """Products of int8 codes, summed in int32: twice bf16's rate on processors with AVX512-VNNI or AMX."""
-
-    def __init__(self, is_native: bool = False):
-        """`is_native`: what is around the products is done in C."""
-        self.is_native = is_native
 
     def weight(self, w):
         return self._coded(w)
@@ -68,31 +94,62 @@ class Int8(Whole):
     def read(self, x):
         return *self._coded(x.reshape(-1, x.shape[-1])), x
 
-    def forward(self, read, weight, bias):
+    def forward(self, read, weight, bias, narrow=None):
         (codes, scales, x), (of_weight, of_outputs) = read, weight
         y = x.new_empty(*x.shape[:-1], len(of_weight))
-        self._multiply(codes, of_weight.T, scales, of_outputs, y.view(-1, len(of_weight)))
-        return y if bias is None else y.add_(bias)
+        self._multiply(codes, of_weight, scales, of_outputs, y.view(-1, len(of_weight)), bias=None if bias is None else bias.to(y.dtype), narrow=narrow)
+        return y
 
-    def backward(self, g, weight, to):
+    def backward(self, g, weight, to, narrow=None):
         of_weight, of_outputs = weight
         codes, scales = self._coded(g, of_outputs)
         out = g.new_empty(len(g), of_weight.shape[1]) if to is None else to
-        self._multiply(codes, of_weight, scales, None, out, is_added=to is not None)
+        self._multiply(codes, of_weight, scales, None, out, is_turned=True, is_added=to is not None, narrow=narrow)
         return out
 
     def _coded(self, x, columns=None):
-        return native.int8_rows(x, columns) if self.is_native and native.is_for(x) else coded(x, torch.int8, columns)
+        return coded(x, torch.int8, columns)
 
-    def _multiply(self, left, right, of_rows, of_columns, out, *, is_added=False):
-        made = left.new_empty(min(ROWS, len(left)), right.shape[1], dtype=torch.int32)
+    def _multiply(self, left, right, of_rows, of_columns, out, *, is_turned=False, is_added=False, bias=None, narrow=None):
+        """`native.product` of codes."""
+        across = right if is_turned else right.T  # [K, N]
+        made = left.new_empty(min(ROWS, len(left)), across.shape[1], dtype=torch.int32)
         for some, scales, to in zip(left.split(ROWS), of_rows.split(ROWS), out.split(ROWS), strict=True):
-            sums = torch._int_mm(some, right, out=made[: len(some)])
-            if self.is_native and native.is_for(out):
-                native.int8_out(sums, scales, of_columns, to, is_added=is_added)
-            else:
-                exact = sums * scales[:, None] * (1 if of_columns is None else of_columns)
-                to.copy_(exact + to.float() if is_added else exact)
+            self._scaled(torch._int_mm(some, across, out=made[: len(some)]), scales, of_columns, to, is_added)
+        if bias is not None:
+            out.add_(bias)
+        if narrow is not None:
+            out.addmm_(narrow[0], narrow[1] if is_turned else narrow[1].T)
+
+    def _scaled(self, sums, of_rows, of_columns, to, is_added):
+        exact = sums * of_rows[:, None] * (1 if of_columns is None else of_columns)
+        to.copy_(exact + to.float() if is_added else exact)
+
+
+class NativeInt8(Int8):
+    """The same of bf16 on a CPU, in C: what is around the products and, where oneDNN's are not faster, the products."""
+
+    def _coded(self, x, columns=None):
+        return native.int8_rows(x, columns) if native.is_for(x) else super()._coded(x, columns)
+
+    def _multiply(self, left, right, of_rows, of_columns, out, **how):
+        if native.is_for(out) and _fits(left, right, how.get("narrow")):
+            native.product(left, right, out, of_rows=of_rows, of_columns=of_columns, **how)
+        else:
+            super()._multiply(left, right, of_rows, of_columns, out, **how)
+
+    def _scaled(self, sums, of_rows, of_columns, to, is_added):
+        if native.is_for(to):
+            native.int8_out(sums, of_rows, of_columns, to, is_added=is_added)
+        else:
+            super()._scaled(sums, of_rows, of_columns, to, is_added)
+
+
+def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> bool:
+    """Whether `native.product` multiplies these: it reads words of 32 bits."""
+    depth = left.shape[-1] * left.element_size()
+    return (native.has("product") and left.dtype == right.dtype in (torch.bfloat16, torch.int8) and depth % 4 == 0 and right.is_contiguous()
+            and (narrow is None or native.is_for(*narrow) and narrow[0].shape[1] % 2 == 0 and narrow[0].stride(1) == 1))
 
 
 class Float8(Whole):
@@ -118,16 +175,17 @@ class Float8(Whole):
     def read(self, x):
         return *self.coded(x.reshape(-1, x.shape[-1])), x
 
-    def forward(self, read, weight, bias):
+    def forward(self, read, weight, bias, narrow=None):
         codes, scales, x = read
         y = x.new_empty(*x.shape[:-1], len(weight.codes))
         torch._scaled_mm(codes, weight.codes.T, scales[:, None], weight.scales[None], out_dtype=x.dtype, use_fast_accum=True, out=y.view(-1, y.shape[-1]))
-        return y if bias is None else y.add_(bias)
+        return self._widened(y if bias is None else y.add_(bias), narrow)
 
-    def backward(self, g, weight, to):
+    def backward(self, g, weight, to, narrow=None):
         codes, scales = self.coded(g, columns=weight.scales)
         of_x = torch._scaled_mm(codes, weight.turned, scales[:, None], weight.ones, out_dtype=g.dtype, use_fast_accum=True)
-        return of_x if to is None else to.add_(of_x)
+        of_x = of_x if to is None else to.add_(of_x)
+        return of_x if narrow is None else of_x.addmm_(*narrow)
 
 
 class _Float8Weight:
