@@ -8,7 +8,8 @@
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && !defined(__AMX_TILE__)
 #include <omp.h>
 
-enum { ROWS = 12, VECTORS = 2, PANEL = VECTORS * LANES, BLOCK = 1008, SOME = 96 }; /* of a tile of sums, 24 of 32 registers; columns of a panel; rows that share one at most, and at least */
+enum { ROWS = 12, VECTORS = 2, PANEL = VECTORS * LANES, BLOCK = 1008, SOME = 96, COPIED = 4 << 20 };
+/* Of a tile of sums, 24 of 32 registers; columns of a panel; rows that share a packed panel, at most and at least; bytes. */
 
 /* A right factor [columns, depth], or turned: [depth, columns]. A word of 32 bits has 2 or 4 numbers of one column: an instruction multiplies them by as many of
    a row of the left factor, and sums. */
@@ -149,10 +150,10 @@ void product(const void *left, const void *right, const float *of_rows, const fl
              const bf16 *narrow_right, bf16 *out,             long rows, long depth, long columns, long rank, long narrow_stride, int size, int turned, int added) {
     Right wide = {right, depth, size, turned}, thin = {narrow_right, rank, 2, turned};
     long panels = parts(columns, PANEL), words = depth * size / 4;
-    long blocks = larger(parts(rows, BLOCK), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
+    /* Rows that are whole pages apart, or halves, would have but a few places in a cache between them: they are copied, so many at a time. */
+    long stride = depth * size, apart = stride % 1024 ? stride : stride + 64, most = apart == stride ? BLOCK : smaller(BLOCK, larger(SOME, COPIED / apart));
+    long blocks = larger(parts(rows, most), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
     long block = rounded_up(parts(rows, blocks), ROWS); /* of one size, so that each thread has as much to do */
-    /* Rows that are whole pages apart, or halves, would have but a few places in a cache between them. */
-    long stride = depth * size, apart = stride % 1024 ? stride : stride + 64;
 #pragma omp parallel
     {
         uint32_t *panel = aligned_alloc(64, words * PANEL * 4), *thin_panel = aligned_alloc(64, rounded_up(rank, 2) * PANEL * 2 + 64);
