@@ -129,6 +129,8 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
     wanted = {"cpu": ("int8",), "cuda": ("fp8",)}[device]
     found = [kind for kind in BackendManager(device).found.products if kind in wanted]
     ways = {"whole": products.Whole(), **{kind: (products.Int8() if native.broken() else products.NativeInt8()) if kind == "int8" else products.Float8(True) for kind in found}}
+    if device == "cpu" and native.has("product"):
+        ways["whole, in C"] = products.NativeWhole()
     for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) if dtype == torch.bfloat16 else ():
         w, x, g = drawn(device, dtype, outputs // cut // 16 * 16, inputs), drawn(device, dtype, tokens, inputs), drawn(device, dtype, tokens, outputs // cut // 16 * 16)
         yield Case("frozen product, with backward", str((tokens, *w.shape)), 0, {

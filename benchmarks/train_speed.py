@@ -58,13 +58,14 @@ def equal_sides(recompute: bool, ways: list[str], products: list[str]) -> dict[s
 
 
 def best_sides(recompute: bool, mixed: bool, batch: int, ways: list[str], products: list[str]) -> dict[str, Side]:
-    """Ours as the plan chooses; theirs with adapters in the dtype that they choose, in bf16 and under autocast (their default).
+    """Ours as the plan chooses, theirs with adapters in the dtype that they choose, in bf16 and under autocast (their default); all with torch's fused AdamW.
 
     With recomputation, where memory is what counts, one side of each.
     """
     checkpointing = {"use_gradient_checkpointing": recompute}
     own = {"adapters": "own", "optim": "adamw_torch_fused"}
-    sides = our_sides(checkpointing if recompute else {}, ways, products)
+    fused = {"optimizer": "fused_adamw"}
+    sides = our_sides({**fused, **(checkpointing if recompute else {})}, ways, products)
     sides |= {"trl": Side("trl", checkpointing, own), "unsloth": Side("unsloth", checkpointing, own)}
     if recompute:
         return sides
@@ -73,7 +74,7 @@ def best_sides(recompute: bool, mixed: bool, batch: int, ways: list[str], produc
     sides["unsloth compiled"] = Side("unsloth", checkpointing, {**own, "compile": True})
     if mixed:  # TRL lays the packed rows of a batch one after another under one mask: one at a time may be faster. Unsloth has no packing on a CPU
         packed, one = {**own, "packing": True}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": batch}
-        sides |= {f"{name} packed": Side(side.peer, {**side.settings, "packing": True}) for name, side in our_sides({}, ways[:1], products).items()}
+        sides |= {f"{name} packed": Side(side.peer, {**side.settings, "packing": True}) for name, side in our_sides(fused, ways[:1], products).items()}
         sides |= {"trl packed": Side("trl packed", checkpointing, packed),
                   "trl packed, one at a time": Side("trl packed", checkpointing, {**packed, **one})}
     return sides

@@ -12,7 +12,6 @@ from anyqlora.config import resolve
 from anyqlora.data import IGNORE, Batch
 from anyqlora.on_torch.adapters.fused import fused_layers
 from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
-from anyqlora.on_torch.kernels.products import Whole
 from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
@@ -123,7 +122,7 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
 def fast_paths(runtime, model) -> dict:
     """What this process runs on: fused layers, those with products in 8 bits, modules of our kernels, and what a batch is for the model."""
     layers = fused_layers(model)
-    return {"fused": len(layers), "rounded": sum(type(layer.group.products) is not Whole for layer in layers),
+    return {"fused": len(layers), "rounded": sum(layer.group.products is not layer.group.whole for layer in layers),
             "kernels": sum(type(module).__module__ == "anyqlora.on_torch.kernels.modules" for module in model.modules()),
             "inputs": runtime.loss.inputs.__name__, "last_mlp": runtime.loss.last_mlp is not None}
 

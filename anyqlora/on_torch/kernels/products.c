@@ -144,16 +144,19 @@ static inline __attribute__((always_inline)) void tile(Rows rows, int count, con
     }
 }
 
-/* out [rows, columns] = left [rows, depth] right + narrow [rows, rank] narrow_right + bias, or added: out + the products. int8: the product's rows times `of_rows`, its columns
-   times `of_columns` where there are such. narrow_right is turned where right is. depth is a multiple of 4 in int8, and of 2 in bf16, as rank is. */
+/* out [rows, columns] = left [rows, depth] right + narrow [rows, rank] narrow_right + bias, or added: out + the products. int8: the product's rows
+   times `of_rows`, its columns times `of_columns` where there are such. narrow_right is turned where right is. depth is a multiple of 4 in int8, and of 2
+   in bf16, as rank is. */
 void product(const void *left, const void *right, const float *of_rows, const float *of_columns, const bf16 *bias, const bf16 *narrow,
-             const bf16 *narrow_right, bf16 *out,             long rows, long depth, long columns, long rank, long narrow_stride, int size, int turned, int added) {
+             const bf16 *narrow_right, bf16 *out, long rows, long depth, long columns, long rank, long narrow_stride, int size, int turned, int added) {
+    if (!rows) return;
     Right wide = {right, depth, size, turned}, thin = {narrow_right, rank, 2, turned};
     long panels = parts(columns, PANEL), words = depth * size / 4;
     /* Rows that are whole pages apart, or halves, would have but a few places in a cache between them: they are copied, so many at a time. */
     long stride = depth * size, apart = stride % 1024 ? stride : stride + 64, most = apart == stride ? BLOCK : smaller(BLOCK, larger(SOME, COPIED / apart));
     long blocks = larger(parts(rows, most), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
     long block = rounded_up(parts(rows, blocks), ROWS); /* of one size, so that each thread has as much to do */
+    blocks = parts(rows, block);
 #pragma omp parallel
     {
         uint32_t *panel = aligned_alloc(64, words * PANEL * 4), *thin_panel = aligned_alloc(64, rounded_up(rank, 2) * PANEL * 2 + 64);
@@ -176,13 +179,13 @@ void product(const void *left, const void *right, const float *of_rows, const fl
             }
             packed(panel, &wide, column, columns);
             packed(thin_panel, &thin, column, columns);
-            Rows some = {copy ? copy : from, apart, minus, of_rows + first, narrow + first * narrow_stride, narrow_stride, out + first * columns};
+            const char *lefts = copy ? copy : from;
             long r = 0;
-#define TILES(COUNT, KIND)                                                                                                                       \
+#define TILES(COUNT, IS_INT8)                                                                                                                    \
     for (; r + COUNT <= count; r += COUNT) {                                                                                                     \
-        Rows these = {some.left + r * apart, apart, minus + r, some.of_rows + r, some.narrow + r * narrow_stride, narrow_stride,              \
-                      some.out + r * columns};                                                                                                   \
-        tile(these, COUNT, panel, words, KIND, thin_panel, rank, of_columns, bias, columns, column, added);                                      \
+        long row = first + r;                                                                                                                    \
+        Rows some = {lefts + r * apart, apart, minus + r, of_rows + row, narrow + row * narrow_stride, narrow_stride, out + row * columns};      \
+        tile(some, COUNT, panel, words, IS_INT8, thin_panel, rank, of_columns, bias, columns, column, added);                                    \
     }
             if (size == 1) {
                 TILES(ROWS, 1) TILES(4, 1) TILES(1, 1)

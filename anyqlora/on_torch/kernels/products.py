@@ -74,7 +74,7 @@ class NativeWhole(Whole):
             return super().forward(read, weight, bias, narrow)
         x = read.reshape(-1, read.shape[-1])
         y = x.new_empty(*read.shape[:-1], len(weight))
-        native.product(x.contiguous(), weight, y.view(len(x), -1), bias=None if bias is None else bias.to(y.dtype), narrow=narrow)
+        native.product(x.contiguous(), weight, y.view(-1, len(weight)), bias=None if bias is None else bias.to(y.dtype), narrow=narrow)
         return y
 
     def backward(self, g, weight, to, narrow=None):
