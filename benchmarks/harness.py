@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -77,8 +78,8 @@ def make_rows(path: Path, tokenizer_directory: Path, count: int, length: int | N
     return path
 
 
-def alternate(sides: dict[str, list[str]], rounds: int, *, timeout: int = 3600, quiet: bool = False) -> dict[str, list[dict]]:
-    """Run each side's command `rounds` times, A B A B ..., each in a fresh process; a side's last line of output is its JSON."""
+def alternate(sides: dict[str, list[str]], rounds: int, *, timeout: int = 3600, quiet: bool = False, after: Callable[[], None] = lambda: None) -> dict[str, list[dict]]:
+    """Run each side's command `rounds` times, A B A B ..., each in a fresh process; a side's last line of output is its JSON. `after` each round."""
     found: dict[str, list[dict]] = {name: [] for name in sides}
     width = max(map(len, sides))
     for number in range(rounds):
@@ -95,6 +96,7 @@ def alternate(sides: dict[str, list[str]], rounds: int, *, timeout: int = 3600, 
             print(f"round {number + 1} {name:>{width}}: {result['tokens_per_second']:8.0f} tokens/s, {result['trained_tokens_per_second']:8.0f} trained"
                   f"  {result['peak_rise_bytes'] / 2**20:7.0f} MiB"
                   f"  first step after {result['time_to_first_step_s']:.1f} s  ({time.perf_counter() - began:.0f} s)", flush=True)
+        after()
     return found
 
 

@@ -209,7 +209,14 @@ def main() -> None:
         print("Unsloth is left out: it is not installed here (--unsloth-python PATH)")
     left_out = {name.strip() for name in a.without.split(",")}
     sides = {name: side for name, side in sides.items() if name not in left_out and (a.unsloth_python or side.peer != "unsloth")}
-    found = harness.alternate({name: side.command(settings, a.warmup, a.unsloth_python) for name, side in sides.items()}, a.rounds)
+    limits: dict[str, list[tuple[float, float]]] = {own: [] for own in us(sides)} if a.shape in harness.SHAPES else {}
+
+    def take_limits() -> None:  # of each round: the machine's speed moves by a fifth within an hour
+        for own, taken in limits.items():
+            kind = own.removeprefix("anyqlora").strip() or "full"
+            taken.append(limit(harness.SHAPES[a.shape], a.batch * (a.length or 180), a.length or 180, a.rank, a.precision, kind))
+
+    found = harness.alternate({name: side.command(settings, a.warmup, a.unsloth_python) for name, side in sides.items()}, a.rounds, after=take_limits)
 
     print()
     figures = Figures()
@@ -221,15 +228,14 @@ def main() -> None:
               "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length or 'mixed'} tokens"}}
     ours = fastest(found, sides, "anyqlora") or fastest(found, sides, "anyqlora", True)
     result |= {"backend": found[ours][0]["backend"], "fastest": ours, "best_settings": a.settings == "best"}
-    for own in us(sides) if a.shape in harness.SHAPES else ():
-        kind = own.removeprefix("anyqlora").strip() or "full"
+    for own, taken in limits.items():
         name = fastest(found, sides, own) or fastest(found, sides, own, True)
-        rate, most = limit(harness.SHAPES[a.shape], a.batch * (a.length or 180), a.length or 180, a.rank, a.precision, kind)
-        part = harness.median(found[name], "tokens_per_second") / most
-        if kind == "full":
+        part = statistics.median(r["tokens_per_second"] / most for r, (_, most) in zip(found[name], taken, strict=True))
+        rate, most = map(statistics.median, zip(*taken, strict=True))
+        if own == "anyqlora":
             result |= {"product_flops_per_second": rate, "limit_tokens_per_second": most, "fraction_of_limit": part}
         figures.note(f"part of the computed limit that {name} reaches", part, OF_THE_LIMIT, OF_THE_LIMIT <= part <= 1,  # over 1: a busy machine
-                     f"{most:.0f} tokens/s at {rate / 1e9:.0f} G(FL)OP/s of frozen weights")
+                     f"{most:.0f} tokens/s at {rate / 1e9:.0f} G(FL)OP/s of frozen weights, after each round")
     if a.settings == "equal" and "trl" in found:
         result["largest_loss_difference"] = max(compare_losses(found, name, a.precision, figures) for name, side in sides.items() if side.peer in us(sides))
     harness.write(a.name or f"train-{a.shape}-{a.quantizer}-{a.precision}-{a.length or 'mixed'}-{a.settings}", {**result, "figures": figures.noted})
