@@ -260,6 +260,24 @@ def groups_of(model):
 
 
 @needs_int8
+def test_what_rounded_products_are_compared_with_is_the_model(tmp_path):
+    """With an adapter that has learned: a run that goes on compares, too."""
+    def learned(model):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+
+    model, losses = started(tmp_path, learned, precision="fp32", lora_dropout=0.0)
+    learning, found = [p for p in model.parameters() if p.requires_grad], []
+    for total in (lambda: rounding._total(losses, is_back=True), lambda: rounding._compared(groups_of(model), Int8(), losses)):
+        model.zero_grad()
+        found.append((total(), torch.cat([p.grad.flatten() for p in learning])))
+    (plain, of_plain), (compared, of_compared) = found
+    assert compared == pytest.approx(plain, rel=1e-5)
+    torch.testing.assert_close(of_compared, of_plain, rtol=1e-3, atol=1e-5 * float(of_plain.abs().max()))
+
+
+@needs_int8
 def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
     """One input of a layer is so large in every token that int8's steps swallow the others."""
     def stand_out(model):

@@ -70,7 +70,7 @@ IN_C = {**FAST, "precision": "bf16", "kernels": "native"}
 @pytest.mark.parametrize("name", DDP)
 def test_fast_paths_of_whole_models_equal_one_process_without(name, base, alone):
     ranks = world(2, in_a_world, base, {**STRATEGIES[name], **FAST})
-    assert all(rank.fast == {"fused": 14, "rounded": 0, "kernels": 0, "inputs": "flat", "last_mlp": True} for rank in ranks)
+    assert all(rank.fast == {"fused": 14, "rounded": 0, "in_c": 0, "kernels": 0, "inputs": "flat", "last_mlp": True} for rank in ranks)
     compare(ranks, alone(2), adapter=1e-4, norm=1e-5)
 
 
@@ -80,7 +80,7 @@ def test_kernels_and_rounded_products_equal_one_process(products, base, alone):
     """The same numbers are rounded in the same places: what is summed over ranks is all that differs."""
     settings = {**IN_C, "frozen_products": products}
     ranks, expected = world(2, in_a_world, base, {"strategy": "ddp", **settings}), alone(2, **settings)
-    assert expected.fast["kernels"] > 4 and (expected.fast["rounded"] == 14) == (products == "int8") and all(rank.fast == expected.fast for rank in ranks)
+    assert expected.fast["kernels"] > 4 and expected.fast["in_c"] == 14 and (expected.fast["rounded"] == 14) == (products == "int8") and all(rank.fast == expected.fast for rank in ranks)
     compare(ranks, expected, adapter=1e-3, norm=1e-3, loss=1e-4)
 
 

@@ -1,4 +1,4 @@
-/* Numbers of 16 bits and e^x, for native.c and attention.c: one at a time and, where the processor has registers of 512 bits and rounds to bf16
+/* Numbers of 16 bits and e^x, for native.c, attention.c and products.c: one at a time and, where the processor has registers of 512 bits and rounds to bf16
    by itself (AVX512-BF16), 16 or 32. */
 
 #include <math.h>

@@ -22,7 +22,9 @@ typedef struct {
 static inline long parts(long n, long each) { return (n + each - 1) / each; }
 static inline long larger(long a, long b) { return a > b ? a : b; }
 
+/* The first n numbers, of a register and of a panel's row. */
 static inline __mmask16 of_lanes(long n) { return n >= LANES ? 0xffff : n > 0 ? (__mmask16)((1u << n) - 1) : 0; }
+static inline __mmask32 of_panel(long n) { return (__mmask32)of_lanes(n - LANES) << LANES | of_lanes(n); }
 
 /* Two rows of a panel's columns, a word for each column. */
 static inline void of_two(const bf16 *row, long apart, __mmask32 there, __m512i words[VECTORS]) {
@@ -47,7 +49,7 @@ static inline void of_four(const int8_t *row, long apart, __mmask32 there, __m51
 static void packed(uint32_t *panel, const Right *f, long column, long columns) {
     long words = f->depth * f->size / 4;
     __m512i flip = _mm512_set1_epi32(f->size == 1 ? (int)0x80808080 : 0);
-    __mmask32 there = (__mmask32)of_lanes(columns - column - LANES) << LANES | of_lanes(columns - column);
+    __mmask32 there = of_panel(columns - column);
     for (long j = 0; j < words && f->turned; j++) {
         __m512i both[VECTORS];
         if (f->size == 1)
@@ -130,7 +132,7 @@ static inline __attribute__((always_inline)) void tile(Rows rows, int count, con
             y[r][1] = _mm512_dpbf16_ps(y[r][1], left, second);
         }
     }
-    __mmask32 some = (__mmask32)of_lanes(columns - column - LANES) << LANES | of_lanes(columns - column);
+    __mmask32 some = of_panel(columns - column);
     const bf16 *more = added ? rows.out + column : bias ? bias + column : NULL;
     long more_stride = added ? columns : 0;
 #pragma GCC unroll 12
