@@ -10,11 +10,12 @@ import pytest
 import runs
 import torch
 from torch.profiler import ProfilerAction
+from torch.profiler._memory_profiler import MemoryProfileTimeline
 
 from anyqlora.config import resolve
 from anyqlora.errors import UsageError
 from anyqlora.on_torch.device import Memory, own_pages
-from anyqlora.on_torch.profiling import Unwatched, action
+from anyqlora.on_torch.profiling import Unwatched, action, plain_timeline
 
 HELD_OUT = Path(__file__).resolve().parent.parent / "anyqlora" / "demo" / "task" / "heldout.jsonl"
 SMALL = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 2, "precision": "fp32",
@@ -62,6 +63,22 @@ def test_everything_that_is_asked_for_is_written(profiled):
     assert "aten::mm" in (place / "operators.txt").read_text()
     times, sizes = json.loads((place / "memory_timeline.json").read_text())
     assert len(times) == len(sizes) > 100
+
+
+def test_a_timeline_without_categories():
+    """What is written where torch cannot make its own: of tensors it can tell, the same bytes at the same times."""
+    with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as profile:
+        first = torch.zeros(1 << 20)
+        second = torch.zeros(1 << 18)
+        del first
+        third = torch.zeros(1 << 19)
+        del second
+    times, sizes = plain_timeline(profile)
+    theirs, categories = MemoryProfileTimeline(profile._memory_profile())._coalesce_timeline("cpu")
+    assert [row[-1] >> 20 for row in sizes] == [4, 5, 1, 3, 2]
+    assert third.numel() and len(sizes[0]) == len(categories[0])
+    assert all(abs(time - other) <= 1 for time, other in zip(times, theirs, strict=True))
+    assert [sum(row) for row in sizes] == [sum(row) for row in categories]
 
 
 def test_each_cycle_is_written_and_only_what_is_asked_for(tmp_path):

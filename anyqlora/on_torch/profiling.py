@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from .timeline import Timeline
 from .watches import Unwatched, Watches
 
 ROWS = 40  # operators in a profile's table
+CATEGORIES = 9  # of a memory timeline, torch's
 
 
 def watch(run, memory: Memory) -> Unwatched:
@@ -104,7 +107,31 @@ class Profiler(Unwatched):
         if self.config.export_trace:
             profile.export_chrome_trace(str(place / "trace.json"))
         if self.config.export_memory_timeline:
-            profile.export_memory_timeline(str(place / "memory_timeline.json"))
+            self._write_timeline(profile, place / "memory_timeline.json")
+
+    def _write_timeline(self, profile, path: Path) -> None:
+        try:
+            profile.export_memory_timeline(str(path))
+        except (AssertionError, KeyError) as error:  # torch cannot always follow the versions of each tensor: its issue 167838
+            self.warn(f"{path} has every byte as of an unknown category, since torch could not tell what its tensors are: {str(error)[:60]}")
+            path.write_text(json.dumps(plain_timeline(profile)))
+
+
+def plain_timeline(profile) -> list[list]:
+    """Bytes in use at each allocation, in the form of torch's memory timeline: [times in microseconds, [bytes of each category at that time]].
+
+    All of them are in the last category, which is torch's for the unknown. What was there before the profile and stayed is not in it.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        profile.export_chrome_trace(f"{scratch}/trace.json")
+        trace = json.loads(Path(scratch, "trace.json").read_text())
+    device = 1 if torch.cuda.is_available() else 0  # c10's numbers; the one whose timeline torch writes
+    seen = sorted((event["ts"], event["args"]["Bytes"]) for event in trace["traceEvents"]
+                  if event["name"] == "[memory]" and event["args"]["Device Type"] == device)
+    used = list(itertools.accumulate(size for _, size in seen))
+    before = max(0, -min(used, default=0))  # freed in here, so there already
+    start = trace["baseTimeNanoseconds"] // 1000
+    return [[start + int(time) for time, _ in seen], [[0] * (CATEGORIES - 1) + [before + size] for size in used]]
 
 
 def action(config: TrainConfig, step: int, steps: int) -> ProfilerAction:
