@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 
 import pytest
@@ -15,7 +16,7 @@ from anyqlora.on_torch import rounding
 from anyqlora.on_torch.adapters.fused import fused_layers
 from anyqlora.on_torch.build import build
 from anyqlora.on_torch.kernels import lora, native
-from anyqlora.on_torch.kernels.products import FLOAT8, Float8, Int8, NativeInt8, NativeWhole, Whole, coded
+from anyqlora.on_torch.kernels.products import FLOAT8, Float8, Int8, NativeInt8, NativeWhole, Whole, coded, spread
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
 
@@ -54,14 +55,36 @@ def test_a_row_of_nothing_is_nothing_and_one_with_no_number_stays_none(kind):
     assert not out[0].any() and out[1:3].isnan().all() and out[3].isfinite().all()
 
 
+def test_numbers_are_spread_and_come_together_again():
+    """Hadamard's matrix from its definition: -1 to the number of bits that a row's and a column's number share."""
+    sylvester = torch.tensor([[(-1.0) ** (row & column).bit_count() for column in range(32)] for row in range(32)], dtype=torch.float64)
+    x = drawn(5, 77).double()
+    torch.testing.assert_close(spread(x)[:, 32:64], x[:, 32:64] @ sylvester / 32**0.5)
+    assert torch.equal(spread(x)[:, 64:], x[:, 64:])
+    torch.testing.assert_close(spread(spread(x)), x)
+
+
+@pytest.mark.parametrize(("products", "kind"), [way for way in WAYS if "fp8" not in way.id])
+def test_a_number_that_stands_out_costs_the_others_little(products, kind):
+    """As in what goes into down_proj: a few numbers of a token are ten times the others."""
+    x, w, g = drawn(200, 256), drawn(96, 256, seed=1, scale=0.1), drawn(200, 96, seed=2)
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.01] *= 10
+    made = products.weight(w)
+    for ours, whole in ((products.forward(products.read(x), made, None), x.double() @ w.double().T), (products.backward(g, made, None), g.double() @ w.double())):
+        assert float((ours.double() - whole).norm() / whole.norm()) < 0.012
+    (xc, xs), (wc, ws) = coded(x, kind), coded(w, kind)
+    plain = (xc.double() * xs.double()[:, None]) @ (wc.double() * ws.double()[:, None]).T
+    assert float((plain - x.double() @ w.double().T).norm() / (x.double() @ w.double().T).norm()) > 0.02
+
+
 @needs_native
 @pytest.mark.parametrize("width", [1, 15, 64, 577])
 def test_codes_in_c_are_those_of_the_definition(width):
     x = drawn(40, width, scale=3.0)
     x[0], x[1, 0], x[2, -1], x[3], x[4] = 0, torch.nan, -torch.inf, 1e-39, 3e38
-    for columns in (None, torch.rand(width) + 0.5):
-        (ours, mine), (theirs, others) = native.int8_rows(x, columns), coded(x, torch.int8, columns)
-        torch.testing.assert_close(mine, others, rtol=0, atol=0, equal_nan=True)
+    for columns, is_spread in itertools.product((None, torch.rand(width) + 0.5), (False, True)):
+        (ours, mine), (theirs, others) = native.int8_rows(x, columns, is_spread), coded(x, torch.int8, columns, is_spread)
+        torch.testing.assert_close(mine, others, rtol=1e-6 * is_spread, atol=0, equal_nan=True)  # 32 numbers are summed in another order
         off = ours.int() - theirs.int()
         assert off.abs().max() <= 1 and (off != 0).sum() <= off.numel() / 500  # halves: one rounding there, two here
 
@@ -71,11 +94,12 @@ def test_codes_in_c_are_those_of_the_definition(width):
 def test_sums_are_scaled_in_c_as_defined(is_added):
     sums = torch.randint(-10**7, 10**7, (9, 33), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     of_rows, of_columns, before = torch.rand(9) * 1e-4, torch.rand(33), drawn(9, 33)
-    for columns in (None, of_columns):
+    for columns, is_spread in itertools.product((None, of_columns), (False, True)):
         out = before.clone()
-        native.int8_out(sums, of_rows, columns, out, is_added=is_added)
-        exact = sums.double() * of_rows.double()[:, None] * (1 if columns is None else columns.double()) + (before.double() if is_added else 0)
-        assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+        native.int8_out(sums, of_rows, columns, out, is_added=is_added, is_spread=is_spread)
+        exact = sums.double() * of_rows.double()[:, None] * (1 if columns is None else columns.double())
+        exact = (spread(exact) if is_spread else exact) + (before.double() if is_added else 0)
+        assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * exact.abs().max()).all()
 
 
 @pytest.mark.parametrize(("products", "kind"), WAYS)
@@ -86,9 +110,12 @@ def test_products_are_those_of_their_codes(products, kind, shape):
     x, w, g, before = drawn(m, inputs), drawn(outputs, inputs, seed=1, scale=0.1), drawn(m, outputs, seed=2), drawn(m, inputs, seed=3)
     bias = drawn(outputs, seed=4)
     made = products.weight(w)
-    (xc, xs), (wc, ws), (gc, gs) = coded(x, kind), coded(w, kind), coded(g, kind, coded(w, kind)[1])
+    is_spread = kind == torch.int8
+    (xc, xs), (wc, ws) = coded(x, kind, None, is_spread), coded(w, kind, None, is_spread)
+    gc, gs = coded(g, kind, ws)
     exact = (xc.double() * xs.double()[:, None]) @ (wc.double() * ws.double()[:, None]).T
     back = (gc.double() * gs.double()[:, None]) @ wc.double()
+    back = spread(back) if is_spread else back
 
     def near(ours, true, roundings=1):
         return float((ours.double() - true).norm() / true.norm()) < roundings * 2**-8
@@ -115,12 +142,13 @@ def multiplied(case, kind, is_turned, is_added):
     exact = narrow[0].double() @ narrow[1].double().T if rank else torch.zeros(rows, columns, dtype=torch.float64)
     if kind == torch.int8:
         (x, of_rows), (w, of_columns) = coded(x, kind), coded(w, kind)
-        exact += (x.double() @ w.double().T) * of_rows.double()[:, None] * of_columns.double()
+        products = (x.double() @ w.double().T) * of_rows.double()[:, None] * of_columns.double()
+        exact += spread(products) if is_turned else products
     else:
         exact += x.double() @ w.double().T
     if is_turned:
         w, narrow = w.T.contiguous(), narrow and (narrow[0], narrow[1].T.contiguous())
-    native.product(x, w, before if is_added else (out := torch.full_like(before, torch.nan)), is_turned=is_turned, is_added=is_added,
+    native.product(x, w, before if is_added else (out := torch.full_like(before, torch.nan)), is_turned=is_turned, is_added=is_added, is_spread=is_turned,
                    of_rows=of_rows, of_columns=of_columns, bias=bias, narrow=narrow)
     return (before, exact + drawn(rows, columns, seed=2).double()) if is_added else (out, exact + bias.double())
 
@@ -303,7 +331,7 @@ def test_rounding_that_moves_the_loss_is_refused(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="the rows' loss moves by 0"):
         rounding.use(model, Int8(), losses)
     monkeypatch.setattr(rounding, "NEAR", 1e-4)
-    with pytest.raises(RunError, match=r"no layer's products are within 0% of whole ones, .*proj's are [12]% off"):
+    with pytest.raises(RunError, match=r"no layer's products are within 0% of whole ones, .*proj's are [1-3]% off"):
         rounding.use(model, Int8(), losses)
 
 

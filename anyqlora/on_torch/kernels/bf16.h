@@ -54,6 +54,22 @@ static inline __m512 widened(__m256i x) { return (__m512)_mm512_slli_epi32(_mm51
 static inline __m512 former(__m512i x) { return widened(_mm512_castsi512_si256(x)); }
 static inline __m512 latter(__m512i x) { return widened(_mm512_extracti64x4_epi64(x, 1)); }
 
+/* 16 numbers, each plus or minus its partner in `partners`: the later one of two is what is subtracted from. */
+static inline __m512 with_partners(__m512 x, __m512 partners, __mmask16 later) { return partners + _mm512_mask_sub_ps(x, later, _mm512_setzero_ps(), x); }
+
+/* 32 numbers times Hadamard's matrix of that size over its root, which is its own inverse: partners 16, 8, 4, 2 and 1 apart. */
+static inline void spread(__m512 *first, __m512 *second) {
+    __m512 both[2] = {0.17677670f * (*first + *second), 0.17677670f * (*first - *second)};
+    for (int i = 0; i < 2; i++) {
+        __m512 x = both[i];
+        x = with_partners(x, _mm512_shuffle_f32x4(x, x, 0x4e), 0xff00);
+        x = with_partners(x, _mm512_shuffle_f32x4(x, x, 0xb1), 0xf0f0);
+        x = with_partners(x, _mm512_permute_ps(x, 0x4e), 0xcccc);
+        both[i] = with_partners(x, _mm512_permute_ps(x, 0xb1), 0xaaaa);
+    }
+    *first = both[0], *second = both[1];
+}
+
 /* 16 registers of 16 words of 32 bits, transposed: pairs of neighbouring rows, then of pairs, then quarters of registers. */
 static inline __attribute__((always_inline)) void transpose(__m512i x[LANES]) {
     __m512i y[LANES];

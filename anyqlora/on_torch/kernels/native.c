@@ -127,62 +127,62 @@ void swiglu_backward(const bf16 *of_out, const bf16 *gate, const bf16 *up_, bf16
     }
 }
 
+/* Codes [rows, width] of x * columns (x alone where there are none), spread first where so said: 127 for the largest magnitude of each row, and what
+   a code of 1 stands for there: not a number in a row that is not all finite, whose codes are 0. */
+void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long rows, long width, int spreads) {
+#pragma omp parallel
+    {
+        float *row = aligned_alloc(64, rounded_up(width, 32) * sizeof(float));
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++) {
+            __m512i most = _mm512_setzero_si512(), magnitude = _mm512_set1_epi32(0x7fffffff); /* they compare as their bits do, and beyond them infinity and what is not a number */
+            for (long i = 0; i < width; i += 32) {
+                __m512i both = _mm512_maskz_loadu_epi16(present(i, width), x + r * width + i);
+                __m512 first = former(both), second = latter(both);
+                if (columns) {
+                    first *= _mm512_maskz_loadu_ps((__mmask16)present(i, width), columns + i);
+                    second *= _mm512_maskz_loadu_ps((__mmask16)(present(i, width) >> 16), columns + i + 16);
+                }
+                if (spreads && i + 32 <= width) spread(&first, &second);
+                _mm512_store_ps(row + i, first), _mm512_store_ps(row + i + 16, second);
+                most = _mm512_max_epu32(most, _mm512_max_epu32(_mm512_and_si512((__m512i)first, magnitude), _mm512_and_si512((__m512i)second, magnitude)));
+            }
+            uint32_t largest = _mm512_reduce_max_epu32(most);
+            int finite = largest < 0x7f800000;
+            float step = number(largest) / 127.0f, per_step = finite && step > 0.0f ? 1.0f / step : 0.0f;
+            scales[r] = finite ? step : NAN;
+            int some = finite && per_step < INFINITY;
+            for (long i = 0; i < width; i += 16) {
+                __m512i whole = some ? _mm512_cvtps_epi32(_mm512_load_ps(row + i) * per_step) : _mm512_setzero_si512();
+                _mm512_mask_cvtepi32_storeu_epi8(codes + r * width + i, (__mmask16)present(i, width), whole);
+            }
+        }
+        free(row);
+    }
+}
+
+/* out (plus what it has, where so said) = sums * rows' scales * columns' scales (1 where there are none), spread where so said. */
+void int8_out(const int32_t *sums, const float *of_rows, const float *of_columns, bf16 *out, long rows, long width, int added, int spreads) {
+#pragma omp parallel for schedule(static)
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < width; i += 32) {
+            __mmask32 some = present(i, width);
+            __m512 y[2];
+            for (int v = 0; v < 2; v++) {
+                __mmask16 half = (__mmask16)(some >> 16 * v);
+                y[v] = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(half, sums + r * width + i + 16 * v)) * of_rows[r];
+                if (of_columns) y[v] *= _mm512_maskz_loadu_ps(half, of_columns + i + 16 * v);
+            }
+            if (spreads && i + 32 <= width) spread(&y[0], &y[1]);
+            if (added) {
+                __m512i more = _mm512_maskz_loadu_epi16(some, out + r * width + i);
+                y[0] += former(more), y[1] += latter(more);
+            }
+            _mm512_mask_storeu_epi16(out + r * width + i, some, rounded(y[0], y[1]));
+        }
+}
+
 #endif
-
-/* Codes [rows, width] of x * columns (x alone where there are none), 127 for the largest magnitude of each row, and what a code of 1 stands
-   for there: not a number in a row that is not all finite, whose codes are 0. */
-void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long rows, long width) {
-#pragma omp parallel for schedule(static)
-    for (long r = 0; r < rows; r++) {
-        const bf16 *in = x + r * width;
-        int8_t *out = codes + r * width;
-        uint32_t most = 0; /* magnitudes compare as their bits do, and beyond them infinity and what is not a number */
-        if (columns) {
-#pragma omp simd reduction(max : most)
-            for (long i = 0; i < width; i++) {
-                uint32_t magnitude = bits(up(in[i]) * columns[i]) & 0x7fffffff;
-                most = magnitude > most ? magnitude : most;
-            }
-        } else {
-            uint16_t highest = 0;
-#pragma omp simd reduction(max : highest)
-            for (long i = 0; i < width; i++) {
-                uint16_t magnitude = in[i] & 0x7fff;
-                highest = magnitude > highest ? magnitude : highest;
-            }
-            most = (uint32_t)highest << 16;
-        }
-        int finite = most < 0x7f800000;
-        float step = number(most) / 127.0f, per_step = finite && step > 0.0f ? 1.0f / step : 0.0f;
-        scales[r] = finite ? step : NAN;
-        if (!finite || !(per_step < INFINITY)) {
-            memset(out, 0, width);
-        } else if (columns) {
-#pragma omp simd
-            for (long i = 0; i < width; i++) out[i] = (int8_t)to_whole(up(in[i]) * columns[i] * per_step);
-        } else {
-#pragma omp simd
-            for (long i = 0; i < width; i++) out[i] = (int8_t)to_whole(up(in[i]) * per_step);
-        }
-    }
-}
-
-/* out (plus what it has, where so said) = sums * rows' scales * columns' scales (1 where there are none). */
-void int8_out(const int32_t *sums, const float *of_rows, const float *of_columns, bf16 *out, long rows, long width, int added) {
-#pragma omp parallel for schedule(static)
-    for (long r = 0; r < rows; r++) {
-        const int32_t *in = sums + r * width;
-        bf16 *to = out + r * width;
-        float scale = of_rows[r];
-        if (of_columns) {
-#pragma omp simd
-            for (long i = 0; i < width; i++) to[i] = down((float)in[i] * scale * of_columns[i] + (added ? up(to[i]) : 0.0f));
-        } else {
-#pragma omp simd
-            for (long i = 0; i < width; i++) to[i] = down((float)in[i] * scale + (added ? up(to[i]) : 0.0f));
-        }
-    }
-}
 
 /* Codes [blocks, 32] of weights [blocks, 64], the first of two in a byte's upper half, and each block's largest magnitude: infinity or not
    a number where one of its weights is, and then its codes mean nothing. A weight's code is `first` and the steps at all borders below

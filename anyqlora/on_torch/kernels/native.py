@@ -26,10 +26,10 @@ POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctyp
 SIGNATURES = {
     "attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT),
     "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT),
-    "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
-    "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG),
+    "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT, INT),
+    "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
     "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
-    "product": (*8 * (POINTER,), *5 * (LONG,), INT, INT, INT),
+    "product": (*8 * (POINTER,), *5 * (LONG,), *4 * (INT,)),
     "quantize_4bit": (POINTER, POINTER, POINTER, LONG, POINTER, POINTER, INT, INT),
     "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
     "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
@@ -139,15 +139,15 @@ def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.
 
 
 def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_turned: bool = False, is_added: bool = False, of_rows: torch.Tensor | None = None,
-            of_columns: torch.Tensor | None = None, bias: torch.Tensor | None = None, narrow: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
+            of_columns: torch.Tensor | None = None, is_spread: bool = False, bias: torch.Tensor | None = None, narrow: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
     """out [M, N] = left [M, K] right^T + m f^T + bias [N], right [N, K], f [N, R]; is_turned: right is [K, N] and f [R, N]; is_added: the products more.
 
     narrow: m [M, R] and f, bf16. left and right are bf16, or int8 codes: then the product's rows and columns are multiplied by float32 of_rows [M] and
-    of_columns [N]. All but m contiguous, K a multiple of 2, or of 4 in int8, and R of 2.
+    of_columns [N], and `products.spread` is_spread. All but m contiguous, K a multiple of 2, or of 4 in int8, and R of 2.
     """
     m, f = narrow or (None, None)
     rank, apart = (m.shape[1], m.stride(0)) if narrow else (0, 0)
-    _call("product", left, right, of_rows, of_columns, bias, m, f, out, len(left), left.shape[1], out.shape[1], rank, apart, left.element_size(), is_turned, is_added)
+    _call("product", left, right, of_rows, of_columns, bias, m, f, out, len(left), left.shape[1], out.shape[1], rank, apart, left.element_size(), is_turned, is_added, is_spread)
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
@@ -165,16 +165,16 @@ def quantize_4bit(weight: torch.Tensor, borders: torch.Tensor, steps: torch.Tens
 # ---------------------------------------------------------------------------------------------------- products of int8
 
 
-def int8_rows(x: torch.Tensor, columns: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`products.int8_rows` of bf16 x [M, K]."""
+def int8_rows(x: torch.Tensor, columns: torch.Tensor | None = None, is_spread: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`products.coded` of bf16 x [M, K] as int8."""
     codes, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))
-    _call("int8_rows", x.contiguous(), columns, codes, scales, *x.shape)
+    _call("int8_rows", x.contiguous(), columns, codes, scales, *x.shape, is_spread)
     return codes, scales
 
 
-def int8_out(sums: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor | None, out: torch.Tensor, *, is_added: bool) -> None:
-    """out [M, N] = sums * of_rows [M] * of_columns [N], or that much more; sums int32, out bf16, both contiguous."""
-    _call("int8_out", sums, of_rows, of_columns, out, *sums.shape, is_added)
+def int8_out(sums: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor | None, out: torch.Tensor, *, is_added: bool, is_spread: bool = False) -> None:
+    """out [M, N] = sums * of_rows [M] * of_columns [N], `products.spread` is_spread, or that much more; sums int32, out bf16, both contiguous."""
+    _call("int8_out", sums, of_rows, of_columns, out, *sums.shape, is_added, is_spread)
 
 
 # ------------------------------------------------------------------------------------------------------------- modules

@@ -87,7 +87,7 @@ typedef struct {
 
 /* `count` rows of a panel of the output. */
 static inline __attribute__((always_inline)) void tile(Rows rows, int count, const uint32_t *panel, long words, int is_int8, const uint32_t *narrow_panel,
-                                                       long rank, const float *of_columns, const bf16 *bias, long columns, long column, int added) {
+                                                       long rank, const float *of_columns, const bf16 *bias, long columns, long column, int added, int spreads) {
     __m512 y[ROWS][VECTORS];
     if (is_int8) {
         __m512i sums[ROWS][VECTORS];
@@ -110,6 +110,10 @@ static inline __attribute__((always_inline)) void tile(Rows rows, int count, con
                 y[r][v] = _mm512_cvtepi32_ps(sums[r][v]) * rows.of_rows[r];
                 if (of_columns) y[r][v] *= _mm512_maskz_loadu_ps(of_lanes(columns - column - v * LANES), of_columns + column + v * LANES);
             }
+        if (spreads && column + PANEL <= columns) {
+#pragma GCC unroll 12
+            for (int r = 0; r < count; r++) spread(&y[r][0], &y[r][1]);
+        }
     } else {
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) y[r][0] = y[r][1] = _mm512_setzero_ps();
@@ -147,10 +151,10 @@ static inline __attribute__((always_inline)) void tile(Rows rows, int count, con
 }
 
 /* out [rows, columns] = left [rows, depth] right + narrow [rows, rank] narrow_right + bias, or added: out + the products. int8: the product's rows
-   times `of_rows`, its columns times `of_columns` where there are such. narrow_right is turned where right is. depth is a multiple of 4 in int8, and of 2
+   times `of_rows`, its columns times `of_columns` where there are such, and spread where so said. narrow_right is turned where right is. depth is a multiple of 4 in int8, and of 2
    in bf16, as rank is. */
 void product(const void *left, const void *right, const float *of_rows, const float *of_columns, const bf16 *bias, const bf16 *narrow,
-             const bf16 *narrow_right, bf16 *out, long rows, long depth, long columns, long rank, long narrow_stride, int size, int turned, int added) {
+             const bf16 *narrow_right, bf16 *out, long rows, long depth, long columns, long rank, long narrow_stride, int size, int turned, int added, int spreads) {
     if (!rows) return;
     Right wide = {right, depth, size, turned}, thin = {narrow_right, rank, 2, turned};
     long panels = parts(columns, PANEL), words = depth * size / 4;
@@ -187,7 +191,7 @@ void product(const void *left, const void *right, const float *of_rows, const fl
     for (; r + COUNT <= count; r += COUNT) {                                                                                                     \
         long row = first + r;                                                                                                                    \
         Rows some = {lefts + r * apart, apart, minus + r, of_rows + row, narrow + row * narrow_stride, narrow_stride, out + row * columns};      \
-        tile(some, COUNT, panel, words, IS_INT8, thin_panel, rank, of_columns, bias, columns, column, added);                                    \
+        tile(some, COUNT, panel, words, IS_INT8, thin_panel, rank, of_columns, bias, columns, column, added, spreads);                           \
     }
             if (size == 1) {
                 TILES(ROWS, 1) TILES(4, 1) TILES(1, 1)

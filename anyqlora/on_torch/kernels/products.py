@@ -3,11 +3,15 @@
 In 8 bits a token's numbers share a scale, and so do the weights of an output: y = (codes of x) (codes of W)^T, times both scales. The
 gradient of x sums over outputs, whose scales therefore go into the gradient of y before that is rounded, a token at a time: the same codes of
 W serve both ways. Sums are exact (int32) or float32.
+
+A number that stands out makes its token's steps wide for all others. int8 therefore codes x and W spread, each 32 inputs times a Hadamard matrix
+(QuaRot, arXiv 2404.00456): x H (W H)^T is x W^T, and the gradient of x is spread back.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Protocol
 
 import torch
@@ -17,6 +21,7 @@ from ...memory import ROWS
 from . import native
 
 FLOAT8 = torch.float8_e4m3fn
+SPREAD = 32  # numbers over which int8 spreads one
 ALIGNED = 16  # cuBLAS and CUTLASS multiply float8 where both sides of a weight are multiples of it
 
 
@@ -89,10 +94,10 @@ class Int8(Whole):
     """Products of int8 codes, summed in int32: twice bf16's rate on processors with AVX512-VNNI or AMX."""
 
     def weight(self, w):
-        return self._coded(w)
+        return self._coded(w, is_spread=True)
 
     def read(self, x):
-        return *self._coded(x.reshape(-1, x.shape[-1])), x
+        return *self._coded(x.reshape(-1, x.shape[-1]), is_spread=True), x
 
     def forward(self, read, weight, bias, narrow=None):
         (codes, scales, x), (of_weight, of_outputs) = read, weight
@@ -107,42 +112,43 @@ class Int8(Whole):
         self._multiply(codes, of_weight, scales, None, out, is_turned=True, is_added=to is not None, narrow=narrow)
         return out
 
-    def _coded(self, x, columns=None):
-        return coded(x, torch.int8, columns)
+    def _coded(self, x, columns=None, is_spread=False):
+        return coded(x, torch.int8, columns, is_spread)
 
     def _multiply(self, left, right, of_rows, of_columns, out, *, is_turned=False, is_added=False, bias=None, narrow=None):
-        """`native.product` of codes."""
+        """`native.product` of codes; turned, it is of spread inputs."""
         across = right if is_turned else right.T  # [K, N]
         made = left.new_empty(min(ROWS, len(left)), across.shape[1], dtype=torch.int32)
         for some, scales, to in zip(left.split(ROWS), of_rows.split(ROWS), out.split(ROWS), strict=True):
-            self._scaled(torch._int_mm(some, across, out=made[: len(some)]), scales, of_columns, to, is_added)
+            self._scaled(torch._int_mm(some, across, out=made[: len(some)]), scales, of_columns, to, is_added, is_turned)
         if bias is not None:
             out.add_(bias)
         if narrow is not None:
             out.addmm_(narrow[0], narrow[1] if is_turned else narrow[1].T)
 
-    def _scaled(self, sums, of_rows, of_columns, to, is_added):
+    def _scaled(self, sums, of_rows, of_columns, to, is_added, is_spread):
         exact = sums * of_rows[:, None] * (1 if of_columns is None else of_columns)
+        exact = spread(exact) if is_spread else exact
         to.copy_(exact + to.float() if is_added else exact)
 
 
 class NativeInt8(Int8):
     """The same of bf16 on a CPU, in C: what is around the products and, where oneDNN's are not faster, the products."""
 
-    def _coded(self, x, columns=None):
-        return native.int8_rows(x, columns) if native.is_for(x) else super()._coded(x, columns)
+    def _coded(self, x, columns=None, is_spread=False):
+        return native.int8_rows(x, columns, is_spread) if native.is_for(x) else super()._coded(x, columns, is_spread)
 
-    def _multiply(self, left, right, of_rows, of_columns, out, **how):
+    def _multiply(self, left, right, of_rows, of_columns, out, *, is_turned=False, **how):
         if native.is_for(out) and _fits(left, right, how.get("narrow")):
-            native.product(left, right, out, of_rows=of_rows, of_columns=of_columns, **how)
+            native.product(left, right, out, of_rows=of_rows, of_columns=of_columns, is_turned=is_turned, is_spread=is_turned, **how)
         else:
-            super()._multiply(left, right, of_rows, of_columns, out, **how)
+            super()._multiply(left, right, of_rows, of_columns, out, is_turned=is_turned, **how)
 
-    def _scaled(self, sums, of_rows, of_columns, to, is_added):
+    def _scaled(self, sums, of_rows, of_columns, to, is_added, is_spread):
         if native.is_for(to):
-            native.int8_out(sums, of_rows, of_columns, to, is_added=is_added)
+            native.int8_out(sums, of_rows, of_columns, to, is_added=is_added, is_spread=is_spread)
         else:
-            super()._scaled(sums, of_rows, of_columns, to, is_added)
+            super()._scaled(sums, of_rows, of_columns, to, is_added, is_spread)
 
 
 def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> bool:
@@ -204,15 +210,32 @@ class _Float8Weight:
         return self.scales.new_ones(1, self.codes.shape[1])
 
 
-def coded(x: torch.Tensor, kind: torch.dtype, columns: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (`kind`: int8 or a float8, [M, K]) of x * columns, the largest code for the largest magnitude of a row; and what a code of 1
-    stands for in each row (float32 [M]).
+def coded(x: torch.Tensor, kind: torch.dtype, columns: torch.Tensor | None = None, is_spread: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (`kind`: int8 or a float8, [M, K]) of x * columns, is_spread of that `spread`, the largest code for the largest magnitude of a row; and
+    what a code of 1 stands for in each row (float32 [M]).
 
     A row that is not all finite has codes of 0 and a scale that is not a number, so that its products are none either.
     """
     is_whole = not kind.is_floating_point
     exact = x.float() if columns is None else x.float() * columns
+    exact = spread(exact) if is_spread else exact
     scales = exact.abs().amax(1) / (torch.iinfo if is_whole else torch.finfo)(kind).max
     per_code = (1 / scales).nan_to_num(0, 0, 0)
     codes = (exact * per_code[:, None]).nan_to_num_(0, 0, 0)
     return (codes.round_() if is_whole else codes).to(kind), torch.where(scales.isfinite(), scales, torch.nan)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K] with each 32 columns times the orthonormal Hadamard matrix of that size, its own inverse; those after the last 32 stay."""
+    spreads = x.shape[1] // SPREAD * SPREAD
+    some = x[:, :spreads].unflatten(1, (-1, SPREAD)) @ _hadamard().to(x)
+    return torch.cat([some.flatten(1), x[:, spreads:]], 1)
+
+
+@functools.cache
+def _hadamard() -> torch.Tensor:
+    """Sylvester's, over the root of its size, float64."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < SPREAD:
+        matrix = torch.kron(torch.tensor([[1, 1], [1, -1]], dtype=torch.float64), matrix)
+    return matrix / math.sqrt(SPREAD)
