@@ -78,6 +78,15 @@ def make_rows(path: Path, tokenizer_directory: Path, count: int, length: int | N
     return path
 
 
+def attended_length(rows: Path, tokenizer_directory: Path) -> float:
+    """The length of equal rows whose attention would cost as much for each token as these rows' does: of squares, not of lengths."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    lengths = [1 + len(tokenizer.encode(json.loads(line)["text"], add_special_tokens=False)) for line in rows.read_text().splitlines()]
+    return sum(length * length for length in lengths) / sum(lengths)
+
+
 def alternate(sides: dict[str, list[str]], rounds: int, *, timeout: int = 3600, quiet: bool = False, after: Callable[[], None] = lambda: None) -> dict[str, list[dict]]:
     """Run each side's command `rounds` times, A B A B ..., each in a fresh process; a side's last line of output is its JSON. `after` each round."""
     found: dict[str, list[dict]] = {name: [] for name in sides}
@@ -131,7 +140,7 @@ def product_rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device:
     return total / seconds
 
 
-def train_flops(shape: dict, length: int, rank: int, trained_part: float = 1.0) -> float:
+def train_flops(shape: dict, length: float, rank: int, trained_part: float = 1.0) -> float:
     """FLOP per token of a QLoRA step without recomputation: forward and input gradients of the frozen base, LoRA's three
     products, causal attention forward and backward, and the head on trained tokens (FACTS: floor.py)."""
     h = shape["hidden_size"]

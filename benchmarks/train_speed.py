@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import harness
 
@@ -155,7 +156,7 @@ def compare_losses(found: dict, own: str, precision: str, figures: Figures) -> f
     return largest
 
 
-def limit(shape: dict, tokens: int, length: int, rank: int, precision: str, products: str = "full") -> tuple[float, float]:
+def limit(shape: dict, tokens: int, length: float, rank: int, precision: str, products: str = "full") -> tuple[float, float]:
     """(FLOP/s of plain products of the frozen weights' kind at the model's own shapes, the tokens/s that these allow)."""
     import torch
 
@@ -211,10 +212,11 @@ def main() -> None:
     sides = {name: side for name, side in sides.items() if name not in left_out and (a.unsloth_python or side.peer != "unsloth")}
     limits: dict[str, list[tuple[float, float]]] = {own: [] for own in us(sides)} if a.shape in harness.SHAPES else {}
 
-    def take_limits() -> None:  # of each round: the machine's speed moves by a fifth within an hour
+    def take_limits() -> None:  # of each round: the machine's speed moves by a fifth within an hour. Rows of any length fill a batch when they are packed
+        attended = a.length or harness.attended_length(Path(dataset), directory)
         for own, taken in limits.items():
             kind = own.removeprefix("anyqlora").strip() or "full"
-            taken.append(limit(harness.SHAPES[a.shape], a.batch * (a.length or 180), a.length or 180, a.rank, a.precision, kind))
+            taken.append(limit(harness.SHAPES[a.shape], a.batch * settings["context_length"], attended, a.rank, a.precision, kind))
 
     found = harness.alternate({name: side.command(settings, a.warmup, a.unsloth_python) for name, side in sides.items()}, a.rounds, after=take_limits)
 
