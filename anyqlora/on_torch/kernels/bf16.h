@@ -54,8 +54,11 @@ static inline __m512 widened(__m256i x) { return (__m512)_mm512_slli_epi32(_mm51
 static inline __m512 former(__m512i x) { return widened(_mm512_castsi512_si256(x)); }
 static inline __m512 latter(__m512i x) { return widened(_mm512_extracti64x4_epi64(x, 1)); }
 
-/* 16 numbers, each plus or minus its partner in `partners`: the later one of two is what is subtracted from. */
-static inline __m512 with_partners(__m512 x, __m512 partners, __mmask16 later) { return partners + _mm512_mask_sub_ps(x, later, _mm512_setzero_ps(), x); }
+/* 16 numbers, each with its partner in `partners` added; of two, the `later` one is subtracted. */
+static inline __m512 with_partners(__m512 x, __m512 partners, int later) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_fmadd_ps(x, _mm512_mask_sub_ps(one, (__mmask16)later, _mm512_setzero_ps(), one), partners);
+}
 
 /* 32 numbers times Hadamard's matrix of that size over its root, which is its own inverse: partners 16, 8, 4, 2 and 1 apart. */
 static inline void spread(__m512 *first, __m512 *second) {
