@@ -99,7 +99,7 @@ def test_sums_are_scaled_in_c_as_defined(is_added):
         native.int8_out(sums, of_rows, columns, out, is_added=is_added, is_spread=is_spread)
         exact = sums.double() * of_rows.double()[:, None] * (1 if columns is None else columns.double())
         exact = (spread(exact) if is_spread else exact) + (before.double() if is_added else 0)
-        assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * exact.abs().max()).all()
+        assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * (exact.abs().max() if is_spread else 1)).all()  # 32 terms of any size may cancel
 
 
 @pytest.mark.parametrize(("products", "kind"), WAYS)

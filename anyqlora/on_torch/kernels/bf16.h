@@ -23,8 +23,6 @@ static inline bf16 down(float x) { /* to the nearest, ties to even; not a number
 
 static inline float round_to_bf16(float x) { return up(down(x)); }
 
-static inline int32_t to_whole(float x) { return (int32_t)(bits(x + 12582912.0f) - bits(12582912.0f)); } /* the nearest, for |x| below 2^22 */
-
 static inline float exponential(float x) { /* e^x to 3e-6, 0 and infinity to float32's smallest and largest powers of two */
     float y = x * 1.44269504f;
     y = y < -126.0f ? -126.0f : y;
