@@ -57,8 +57,8 @@ def finished(tmp_path_factory, rows):
 @pytest.mark.parametrize("settings", [
     {},
     {"quantizer": "nf4", "adapter": "pissa", "precision": "bf16_autocast", "eval_fraction": 0.02},
-    {"quantizer": "int8", "adapter": "rslora", "precision": "bf16"},
-    {"quantizer": "fp4", "adapter": "dora", "use_gradient_checkpointing": True},
+    pytest.param({"quantizer": "int8", "adapter": "rslora", "precision": "bf16"}, marks=pytest.mark.slow),
+    pytest.param({"quantizer": "fp4", "adapter": "dora", "use_gradient_checkpointing": True}, marks=pytest.mark.slow),
     {"train_type": "full"},
 ], ids=lambda s: "-".join(map(str, s.values())) or "nf4-lora")
 def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows, tmp_path, capsys):

@@ -60,6 +60,7 @@ def test_shipped_files_match_their_sums():
     assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file() and path.suffix != ".pyc") < 1.6e6
 
 
+@pytest.mark.slow
 def test_script_writes_the_same_tokenizer_and_task(rehearsal):
     """Reference: the shipped bytes. Only the weights, and their sum, depend on the number of steps and on the machine."""
     again, shipped = hash_files(rehearsal), hash_files(DEMO)
@@ -68,10 +69,10 @@ def test_script_writes_the_same_tokenizer_and_task(rehearsal):
         "base/model.safetensors", "base/config.json", "base/generation_config.json"}  # both JSON files name the version of transformers
 
 
-@pytest.mark.parametrize("which", ["rehearsal", "shipped"])
-def test_base_loads_in_transformers(which, rehearsal):
+@pytest.mark.parametrize("which", [pytest.param("rehearsal", marks=pytest.mark.slow), "shipped"])
+def test_base_loads_in_transformers(which, request):
     """Reference: the Auto classes of transformers, told nothing but the folder."""
-    folder = {"rehearsal": rehearsal, "shipped": DEMO}[which] / "base"
+    folder = (DEMO if which == "shipped" else request.getfixturevalue(which)) / "base"
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert model.dtype == torch.bfloat16

@@ -44,7 +44,7 @@ def trained(directory):
     return runs.adapter(directory) if (directory / "adapter").is_dir() else load_file(directory / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("settings", [{"train_type": "lora"}, {"train_type": "lora", "adapter": "rslora"}, {"train_type": "lora", "adapter": "dora"},
+@pytest.mark.parametrize("settings", [{"train_type": "lora"}, pytest.param({"train_type": "lora", "adapter": "rslora"}, marks=pytest.mark.slow), {"train_type": "lora", "adapter": "dora"},
                                       {"train_type": "full", "lr": 1e-4}, {"train_type": "qlora", "double_quant": False},
                                       {"train_type": "lora", "packing": True}, {"train_type": "lora", "use_gradient_checkpointing": True}],
                          ids=["lora", "rslora", "dora", "full", "nf4", "packed", "checkpointed"])

@@ -39,8 +39,11 @@ def same(one, other, *names):
 ADAPTER, LAST = "adapter/adapter_model.safetensors", "checkpoints/step-000006"
 
 
-@pytest.mark.parametrize("more", [{"lora_dropout": 0.1}, {"adapter": "dora", "lora_dropout": 0.2, "use_gradient_checkpointing": True},
-                                  {"optimizer": "adadelta", "lr": 1.0}, {"precision": "fp16"}], ids=["dropout", "dora", "adadelta", "fp16"])
+@pytest.mark.parametrize("more", [
+    pytest.param({"lora_dropout": 0.1}, id="dropout"),
+    pytest.param({"adapter": "dora", "lora_dropout": 0.2, "use_gradient_checkpointing": True}, id="dora", marks=pytest.mark.slow),
+    pytest.param({"optimizer": "adadelta", "lr": 1.0}, id="adadelta", marks=pytest.mark.slow),
+    pytest.param({"precision": "fp16"}, id="fp16")])
 def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, more):
     whole = runs.run(tmp_path, "whole", **{**MLX, **more})
     stopped(tmp_path, "cut", 4, **{**MLX, **more})
@@ -146,7 +149,7 @@ def test_an_evaluation_says_what_torchs_says(tmp_path):
 PRECISIONS = {"bf16": ("bf16", 0.02), "fp16": ("fp16_autocast", 0.02), "bf16_autocast": ("bf16", 0.02)}
 
 
-@pytest.mark.parametrize("asked", PRECISIONS)
+@pytest.mark.parametrize("asked", ["bf16", "fp16", pytest.param("bf16_autocast", marks=pytest.mark.slow)])
 def test_sixteen_bits_learn_like_thirty_two(tmp_path, asked):
     planned, near = PRECISIONS[asked]
     whole, half = (runs.run(tmp_path, name, **{**MLX, "precision": name, "lora_dropout": 0, "max_steps": 6}) for name in ("fp32", asked))

@@ -98,6 +98,7 @@ def test_equals_hugging_face_trainer_in_float32(tmp_path):
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_equals_hugging_face_trainer_in_bfloat16(tmp_path):
     ours, theirs = against_trainer(tmp_path, "bf16_autocast")
     print("largest difference", np.abs(ours / theirs - 1).max(), "means differ by", abs(ours.mean() / theirs.mean() - 1))

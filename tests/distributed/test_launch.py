@@ -142,7 +142,7 @@ print("after it", flush=True)
 
 
 @pytest.mark.parametrize(("end", "code", "said"), [("refused", 2, "it: not like this"), ("broken", 1, "ValueError: no reason"), ("well", 0, ""), ("early", 0, "")])
-@pytest.mark.parametrize("group", ["none", "of the run", "of the caller"])
+@pytest.mark.parametrize("group", ["none", "of the run", pytest.param("of the caller", marks=pytest.mark.slow)])
 def test_a_process_that_was_in_a_group_ends_at_once(group, end, code, said):
     """A thread of gloo's that lets go of a tensor while the interpreter ends aborts it, and the exit code would be lost."""
     done = subprocess.run([sys.executable, "-c", LEAVING, group, end], capture_output=True, text=True)
