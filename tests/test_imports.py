@@ -15,6 +15,7 @@ from anyqlora.imports import uncollected
 def thawed():
     yield
     gc.unfreeze()
+    gc.freeze()  # as it was
 
 
 def test_what_is_imported_is_not_looked_through_again():
