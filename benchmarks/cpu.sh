@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every CPU benchmark in one call (about two hours on two idle cores); JSON results, plots and logs under $OUT (default benchmarks/results).
 #   PYTHON=.venv/bin/python UNSLOTH_PYTHON=.venv-unsloth/bin/python benchmarks/cpu.sh [part ...]
-# Peers are measured where they are installed: TRL beside us, Unsloth in an environment of its own (it pins other versions).
+# Peers are measured where they are installed: TRL and mlx-lm beside us, Unsloth in an environment of its own (it pins other versions).
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OUT=${OUT:-benchmarks/results} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 CUDA_VISIBLE_DEVICES=
@@ -36,6 +36,11 @@ if "$python" -c "import trl" 2>/dev/null; then
   part start "$python" benchmarks/start.py
 else
   echo "== training: left out, TRL is not installed (pip install '.[bench]')"
+fi
+if "$python" -c "import mlx_lm" 2>/dev/null; then
+  part mlx "$python" benchmarks/mlx_speed.py
+else
+  echo "== mlx: left out, mlx-lm is not installed (pip install 'mlx[cpu]' mlx-lm)"
 fi
 part kernels "$python" benchmarks/kernel_speed.py --device cpu --cut 32
 part memory "$python" benchmarks/memory.py

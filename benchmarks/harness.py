@@ -163,7 +163,7 @@ def linear_shapes(shape: dict) -> list[tuple[int, int]]:
 def versions() -> dict[str, str]:
     """Of the packages that this interpreter finds, for what was measured by them."""
     found = {}
-    for package in ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "unsloth", "unsloth_zoo", "triton"):
+    for package in ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "unsloth", "unsloth_zoo", "triton", "mlx", "mlx-lm"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

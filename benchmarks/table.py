@@ -16,7 +16,7 @@ from backend_manager import CAPABILITIES, Backend
 README = harness.ROOT / "README.md"
 BETWEEN = re.compile(r"(?<=<!-- speed -->\n).*?(?=\n<!-- /speed -->)", re.DOTALL)
 COLUMNS = ("backend", "hardware", "model", "rows", "tokens/s", "trained tokens/s", "peak memory")
-MODEL = {Backend.CPU: "smollm2-135m"}  # the shape that is shown for a backend; the others: llama-3-8b
+MODEL = {Backend.CPU: "smollm2-135m", Backend.MLX: "demo"}  # the shape that is shown for a backend (MLX: its Linux CPU build); the others: llama-3-8b
 
 
 def measured(backend: str) -> dict | None:

@@ -9,6 +9,7 @@ from anyqlora.__main__ import main
 from anyqlora.commands import parity
 
 
+@pytest.mark.slow
 def test_two_backends_agree_step_by_step(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # from any directory
     assert main(["verify", "--parity", "--backends", "cpu,mlx", "--steps", "4"]) == 0

@@ -35,6 +35,7 @@ def on_the_path(installed, monkeypatch):
     return installed
 
 
+@pytest.mark.slow
 def test_the_contract_holds_for_the_installed_package(installed):
     """Its own test file, run by pytest as its author would."""
     code = f"import sys; sys.path.insert(0, {str(installed)!r}); import pytest; sys.exit(pytest.main(['-p', 'no:cacheprovider', {str(PACKAGE / 'test_contract.py')!r}]))"
