@@ -5,7 +5,8 @@
     python benchmarks/mlx_speed.py --shape smollm2-135m --length 512      (a Mac)
 
 All read one directory in MLX's own 4 bits (affine4), and compute in bf16, the dtype of its other weights; rank 16 on all linears with float32
-adapters, AdamW, no recomputation, each side with its own start of the adapter and its own order of the rows. Each side is a fresh process, the sides alternate, and a figure is the median of the rounds.
+adapters, AdamW, no recomputation, each side with its own start of the adapter and its own order of the rows. Each side is a fresh process, the
+sides alternate, and a figure is the median of the rounds.
 """
 
 from __future__ import annotations

@@ -18,5 +18,5 @@ testing.PRELOADED += ["warm"]  # for worlds and for runs that are killed
 
 
 def pytest_collection_finish():
-    """What the tests have imported is left out of garbage collections: 70 of 1,000 seconds."""
+    """What the tests have imported is left out of garbage collections, which took 70 of 1,000 seconds."""
     gc.freeze()
