@@ -137,11 +137,13 @@ def mlx_loop(run) -> dict:
     runtime = Runtime(run.plan)
     memory = run.closing(runtime.memory)
     built = build(config, runtime)
+    for note in built.notes:
+        run.console.warn(note)
     run.check_room(sum(value.size for value in built.trainable().values()))
     runtime.prepare(built, run.ranks)
     if run.restored:
         restore(runtime, run.restored)
-    evaluation = evaluator(run, built.model)
+    evaluation = evaluator(run, built)
     if run.data.held_out and (not run.restored or run.pending_evaluation):
         run.evaluate(run.first_step, evaluation)
 

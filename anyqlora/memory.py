@@ -16,7 +16,7 @@ MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta"
            "adamw_8bit": 2 + 2 * 4 / 256, "paged_adamw_8bit": 2 + 2 * 4 / 256}  # 8-bit: one float32 scale per 256 values
 GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for choice
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
-LOSS_BYTES, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 512 << 20, 128_000  # of the logits that are made at a time
+LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 256 << 20, 512 << 20, 128_000  # of the logits that are made at a time
 LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
 COMPILED, OF_PRODUCT = 128, 600 << 10  # products in 16 bits that oneDNN may keep (heap.py), two or three lengths with 40 or 50 shapes each; bytes
 TAKE_ATTENTION = ("o_proj", "dense", "out_proj")  # the linear that attention's output goes into, as architectures name it
@@ -281,10 +281,11 @@ def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Per token and layer: each norm's input in float32 (native: as it is), and the normalized values where the norm's own weight learns."""
+    """Per token and layer: each norm's input in float32 (native, MLX: as it is), and the normalized values where the norm's own weight learns."""
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     normed = (1 if shapes.parallel else shapes.norms) * shapes.hidden + (queries + keys if shapes.qk_norm else 0)
-    return normed * (Widths.of(config).stored if shapes.norm_bias or config.kernels == "native" else FULL) * (2 if config.adapter == "full" else 1)
+    as_it_is = shapes.norm_bias or config.kernels == "native" or config.backend == "mlx"
+    return normed * (Widths.of(config).stored if as_it_is else FULL) * (2 if config.adapter == "full" else 1)
 
 
 def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -328,15 +329,16 @@ def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
 def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """Per token and layer: what linears keep because something in them learns: inputs, dropout's masks, the adapters' middles.
 
-    Fused, or in float32 without dropout, linears of one input share it (and a mask), and o_proj's is attention's output, which is
-    there already; otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
+    Fused, or without dropout in the input's own dtype, linears of one input share it (and a mask), and o_proj's is attention's output,
+    which is there already; otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
     """
     width = Widths.of(config)
     is_full, fused = config.adapter == "full", is_fused(config)
+    narrow = fused or (config.backend == "mlx" and config.adapter in FUSED_ADAPTERS)  # the adapter is multiplied in its input's dtype
     drawn_again = fused and config.kernels == "triton"  # kernels/dropout.py keeps a seed
-    mask = 0 if is_full or not config.lora_dropout or drawn_again else 1 if fused or config.backend in FUSED_DROPOUT else FULL
-    copied = width.computed if fused else width.copied
-    is_shared = fused or (config.precision == "fp32" and not mask)
+    mask = 0 if is_full or not config.lora_dropout or drawn_again else 1 if narrow or config.backend in FUSED_DROPOUT else FULL
+    copied = width.computed if narrow else width.copied
+    is_shared = fused or ((narrow or config.precision == "fp32") and not mask)
     is_there = is_shared and (in_c(shapes, config) or not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config)))
     kept, seen = 0, set()
     for linear in shapes.linears if is_full else targets(shapes, config):
@@ -382,11 +384,9 @@ def head_bytes(shapes: Shapes, config: TrainConfig) -> int:
 def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
     """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a cache's size on a
     CPU, and keep a GPU busy. 0: all of a micro-batch."""
-    if config.backend == "mlx":
-        return 0
     if config.loss_rows != "auto":
         return config.loss_rows
-    budget = LOSS_BYTES_ON_GPU if config.backend in FUSED_DROPOUT else LOSS_BYTES
+    budget = LOSS_BYTES_ON_MLX if config.backend == "mlx" else LOSS_BYTES_ON_GPU if config.backend in FUSED_DROPOUT else LOSS_BYTES
     rows = budget // ((shapes.vocab if shapes else UNKNOWN_VOCABULARY) * (2 if config.kernels == "native" else 2 * FULL))
     return 1 << min(max(rows, 16), 4096).bit_length() - 1
 

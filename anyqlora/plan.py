@@ -332,10 +332,7 @@ def _fast_paths(draft, row, shapes, found) -> None:
     draft.choose("fused", is_built and memory.is_fused(draft.config))
     if draft.config.flat == AUTO:
         draft.choose("flat", is_built and row.device == "cpu" and draft.config.loss_rows != 0)
-    rows = memory.loss_rows(shapes, draft.config)
-    if draft.config.loss_rows not in (AUTO, rows):
-        draft.adjust("loss_rows", rows, f"backend {draft.config.backend} makes the logits of a whole micro-batch at a time")
-    draft.choose("loss_rows", rows)
+    draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if draft.config.threads == AUTO and found.cores:
         narrow = shapes is not None and shapes.hidden * shapes.intermediate < NARROW
         draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, draft.config.world_size))))

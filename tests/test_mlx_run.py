@@ -112,7 +112,7 @@ def test_a_compiled_step_is_the_same(tmp_path, monkeypatch, more):
     plain = runs.run(tmp_path, "plain", **settings)
     widths = []
     monkeypatch.setattr(Runtime, "compiles", True)
-    monkeypatch.setattr(Runtime, "_loss", lambda self, values, ids, *others, traced=Runtime._loss: widths.append(ids.shape[1]) or traced(self, values, ids, *others))
+    monkeypatch.setattr(Runtime, "_loss", lambda self, values, key, factor, ids, *others, traced=Runtime._loss: widths.append(ids.shape[1]) or traced(self, values, key, factor, ids, *others))
     compiled = runs.run(tmp_path, "compiled", **settings)
     near = 1e-6 if not settings["lora_dropout"] else 0.05  # a padded row draws another mask
     np.testing.assert_allclose([m["loss"] for m in runs.metrics(compiled)], [m["loss"] for m in runs.metrics(plain)], rtol=near)
@@ -218,12 +218,16 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_numbers(tmp_path, mo
     np.testing.assert_allclose([m["loss"] for m in runs.metrics(halved)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6)
 
 
-def test_memory_is_predicted_and_measured(tmp_path):
+@pytest.mark.parametrize("more", [{"lora_dropout": 0}, {"precision": "bf16", "train_type": "qlora", "quantizer": "affine4"},
+                                  pytest.param({"use_gradient_checkpointing": True}, marks=pytest.mark.slow),
+                                  pytest.param({"adapter": "dora"}, marks=pytest.mark.slow)], ids=["fp32", "affine4", "checkpointed", "dora"])
+def test_memory_is_predicted_and_measured(tmp_path, more):
+    """Of rows that are mostly shorter than the plan takes them to be."""
     base = tiny_models.make(tmp_path / "base", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
-    run = runs.run(tmp_path, **{**MLX, "model_name": str(base), "batch_size": 8, "max_steps": 2, "lora_dropout": 0})
+    run = runs.run(tmp_path, **{**MLX, "model_name": str(base), "batch_size": 8, "max_steps": 1, "gradient_accumulation_steps": 1, **more})
     result = runs.result(run)
     print("planned", memory.shown(result["planned_memory_bytes"]), "measured", memory.shown(result["peak_memory_bytes"]))
-    assert 0.3 < result["peak_memory_bytes"] / result["planned_memory_bytes"] < 1.5
+    assert 0.6 < result["peak_memory_bytes"] / result["planned_memory_bytes"] < 1.25
 
 
 @pytest.mark.parametrize(("settings", "said"), [

@@ -16,7 +16,7 @@ from .layers import linears, replace
 
 
 class LoraLinear(nn.Module):
-    """base(x) + scale dropout(x) A^T B^T; A [rank, in], B [out, rank], both float32."""
+    """base(x) + scale dropout(x) A^T B^T in x's dtype; A [rank, in] and B [out, rank], both learned in float32."""
 
     def __init__(self, base: nn.Module, a: mx.array, b: mx.array, scale: float, dropout: float):
         super().__init__()
@@ -25,17 +25,17 @@ class LoraLinear(nn.Module):
         self._key = None  # of this forward pass's dropout: a recomputed one has to draw the same
 
     def dropped(self, x: mx.array) -> mx.array:
-        """`x` in float32, in training with a part of it zeroed and the rest scaled up."""
-        x = x.astype(mx.float32)
-        if not (self.training and self.dropout):
-            return x
-        kept = mx.random.bernoulli(1 - self.dropout, x.shape, key=self._key)
-        return mx.where(kept, x / (1 - self.dropout), 0)
+        """`x`, in training with a part of it zeroed. By how much the rest grows is left to the narrow product: see `kept`."""
+        return x if self.kept == 1 else mx.where(mx.random.bernoulli(self.kept, x.shape, key=self._key), x, 0)
+
+    @property
+    def kept(self) -> float:
+        """The part of x that dropout leaves."""
+        return 1 - self.dropout if self.training else 1.0
 
     def __call__(self, x: mx.array) -> mx.array:
-        out = self.base_layer(x)
-        delta = (self.dropped(x) @ self.lora_A.T) @ self.lora_B.T
-        return (out + self.scale * delta).astype(out.dtype)
+        middle = self.dropped(x) @ self.lora_A.astype(x.dtype).T * (self.scale / self.kept)
+        return mx.addmm(self.base_layer(x), middle, self.lora_B.astype(x.dtype).T)
 
 
 class DoraLinear(LoraLinear):
@@ -50,7 +50,7 @@ class DoraLinear(LoraLinear):
         return self.dequantize(self.base_layer).astype(mx.float32)
 
     def __call__(self, x: mx.array) -> mx.array:
-        out, dropped = self.base_layer(x), self.dropped(x)
+        out, dropped = self.base_layer(x), self.dropped(x.astype(mx.float32)) / self.kept
         bias = self.base_layer.get("bias", 0)
         weight = self._weight()
         # Under dropout the frozen part of the difference sees the same dropped input as the adapter.

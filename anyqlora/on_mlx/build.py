@@ -16,7 +16,8 @@ from ..hub import base_directory, check_safetensors
 from ..layouts import read_config
 from ..prequantized import quantized_as
 from .layers import linears, recompute, replace
-from .loss import Documents
+from .loss import Documents, WholeLoss, loss_for
+from .quantizers import UnpackedLinear
 from .runtime import STORED, Runtime
 from .zoo import read
 
@@ -26,12 +27,15 @@ LEAK = 1e-3  # relative difference of a packed document's logits from those of t
 
 @dataclass
 class Built:
-    """model: with its adapter. names: {file name: path of the parameter in the model}. adapter, quantizer: see their modules."""
+    """model: with its adapter. names: {file name: path of the parameter in the model}. adapter, quantizer, loss: see their modules.
+    notes: what the plan names and this model cannot take, and why."""
 
     model: nn.Module
     names: dict[str, str]
     adapter: object
     quantizer: object
+    loss: WholeLoss
+    notes: list[str]
 
     def trainable(self) -> dict[str, mx.array]:
         """{file name: what is learned}."""
@@ -49,7 +53,9 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     model = read(directory, config.context_length, config.trust_remote_code)
     check_names(model, directory, every=plan.adapter == "full")
     hold(model, quantizer, mx.float32 if plan.adapter == "full" else STORED[plan.precision], quantized_as(described) is not None)
-    built = Built(model, adapter.attach(model, described["model_type"]), adapter, quantizer)
+    names = adapter.attach(model, described["model_type"])
+    loss, why = loss_for(model, config.loss_rows)
+    built = Built(model, names, adapter, quantizer, loss, [f"logits of all tokens are made for the loss: {why}"] if why else [])
     if plan.use_gradient_checkpointing:
         for block in model.layers[:None if config.recomputed_layers == AUTO else config.recomputed_layers]:
             recompute(block)
@@ -84,6 +90,8 @@ def hold(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:
         for key, value in list(module.items()):
             if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating) and not key.startswith("_"):
                 module[key] = value.astype(stored)
+        if type(module) is nn.QuantizedLinear and mx.default_device() == mx.cpu:
+            module.__class__ = UnpackedLinear
         mx.eval([value for value in module.values() if isinstance(value, mx.array)])
     mx.clear_cache()
 

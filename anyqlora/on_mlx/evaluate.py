@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import mlx.nn as nn
-
 from .. import evaluation
 from ..hub import base_directory
 from ..layouts import read_config
+from .build import Built
 from .generate import answers, evaluating
-from .loss import arrays, token_loss
+from .loss import inputs
 
 
-def evaluator(run, model: nn.Module):
+def evaluator(run, built: Built):
     """() -> the evaluation of `run`'s held-out rows, as its settings say."""
     directory = base_directory(run.config)
 
     def total_loss(found: Iterable) -> float:
-        with evaluating(model):
-            return sum(float(token_loss(model, *arrays(batch))) for batch in found)
+        with evaluating(built.model):
+            return sum(built.loss.total(inputs(batch)) for batch in found)
 
     def answered(prompts: list, **options) -> list[str]:
-        return answers(model, run.tokenizer, directory, prompts, **options)
+        return answers(built.model, run.tokenizer, directory, prompts, **options)
 
     return evaluation.evaluator(run, evaluation.room(read_config(directory), run.config.max_new_tokens), total_loss, answered)

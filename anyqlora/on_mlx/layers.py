@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from .quantizers import Nf4Linear
+from .quantizers import Nf4Linear, UnpackedLinear
 
 
 def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -15,7 +15,7 @@ def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, nn.QuantizedLinear, Nf4Linear)
+    return type(module) in (nn.Linear, nn.QuantizedLinear, UnpackedLinear, Nf4Linear)
 
 
 def shape(module: nn.Module) -> tuple[int, int]:

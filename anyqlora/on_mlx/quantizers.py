@@ -9,6 +9,8 @@ A quantizer has
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -57,8 +59,7 @@ class Affine(Unquantized):
         return packed
 
     def dequantize(self, module: nn.QuantizedLinear) -> mx.array:
-        scales, biases = (part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32) for part in (module.scales, module.get("biases")))
-        return mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode)
+        return unpacked(module)
 
 
 class Affine2(Affine):
@@ -97,8 +98,40 @@ class Nvfp4(Affine):
     bits, mode, group = 4, "nvfp4", 16
 
 
+def unpacked(module: nn.QuantizedLinear) -> mx.array:
+    """Its weight, float32 [out, in]."""
+    scales, biases = (part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32) for part in (module.scales, module.get("biases")))
+    return mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode)
+
+
+def product(x: mx.array, weight: Callable[[], mx.array]) -> mx.array:
+    """x W^T in x's dtype, with W = weight() [out, in] made in forward and again in backward, and not kept.
+
+    A processor multiplies in float32, and neither matrix transposed: MLX's 16 bits and its BLAS's other order take longer there.
+    """
+    kind = mx.float32 if mx.default_device() == mx.cpu else x.dtype
+
+    @mx.custom_function
+    def made(x):
+        return (x.astype(kind) @ mx.contiguous(weight().astype(kind).T)).astype(x.dtype)
+
+    @made.vjp
+    def made_vjp(x, cotangent, output):
+        return (cotangent.astype(kind) @ weight().astype(kind)).astype(x.dtype)
+
+    return made(x)
+
+
+class UnpackedLinear(nn.QuantizedLinear):
+    """The same, its weight unpacked for each product: MLX's product with packed weights takes a processor three to twenty times as long."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out = product(x, lambda: unpacked(self))
+        return out + self.bias if "bias" in self else out
+
+
 class Nf4Linear(nn.Module):
-    """x W^T + b with W in bitsandbytes' NF4: dequantized for the product, in forward and again in backward, never kept."""
+    """x W^T + b with W in bitsandbytes' NF4."""
 
     def __init__(self, packed: nf4.Packed, bias: mx.array | None):
         super().__init__()
@@ -107,18 +140,8 @@ class Nf4Linear(nn.Module):
         if bias is not None:
             self.bias = bias
 
-        @mx.custom_function
-        def product(x):
-            return x @ self.dequantize().astype(x.dtype).T
-
-        @product.vjp
-        def product_vjp(x, cotangent, output):
-            return cotangent @ self.dequantize().astype(cotangent.dtype)
-
-        self._product = product
-
     def __call__(self, x: mx.array) -> mx.array:
-        out = self._product(x)
+        out = product(x, self.dequantize)
         return out + self.bias if "bias" in self else out
 
     def dequantize(self) -> mx.array:

@@ -9,7 +9,7 @@ from mlx.utils import tree_unflatten
 
 from .. import tables
 from ..run import StepResult
-from .loss import arrays, token_loss
+from .loss import Inputs, inputs
 from .memory import Memory
 from .scaler import Scaler
 
@@ -32,7 +32,7 @@ class Runtime:
     def prepare(self, built, ranks) -> None:
         """Take the built model over; `ranks` are the processes whose gradients are summed."""
         self.ranks = ranks
-        self.model, self.paths = built.model, built.names
+        self.model, self.paths, self.loss = built.model, built.names, built.loss
         self.values, self.moments = built.trainable(), {name: {} for name in built.names}
         self.update = tables.load(tables.ON_MLX[self.config.optimizer])
         self.adapted = [module for _, module in self.model.named_modules() if hasattr(module, "lora_A") and module.dropout]
@@ -51,12 +51,11 @@ class Runtime:
         cast = {self.paths[name]: value.astype(self.compute) if self.is_full else value for name, value in values.items()}
         self.model.update(tree_unflatten(list(cast.items())))
 
-    def _loss(self, values, ids, targets, segments, key, factor):
+    def _loss(self, values, key, factor, *given):
         self.put(values)
         for module, part in zip(self.adapted, mx.random.split(key, max(len(self.adapted), 1)), strict=False):
             module._key = part
-        total = token_loss(self.model, ids, targets, segments)
-        return total * factor, total
+        return self.loss(Inputs(*given), factor)
 
     def seed(self, seed: int) -> None:
         """Every micro-batch of a step draws its dropout from here."""
@@ -66,7 +65,7 @@ class Runtime:
         """Accumulate the gradients of one micro-batch of a step with so many `trained` tokens. Returns the sum of its losses."""
         self.key, key = mx.random.split(self.key)
         factor = mx.array(self.scaler.scale / trained, mx.float32)
-        (_, total), gradients = self._gradient(self.values, *arrays(batch, WIDTH if self.compiles else 1), key, factor)
+        (_, total), gradients = self._gradient(self.values, key, factor, *inputs(batch, WIDTH if self.compiles else 1))
         if self.gradients is not None:
             gradients = {name: self.gradients[name] + gradient for name, gradient in gradients.items()}
         mx.eval(total, gradients)

@@ -36,7 +36,7 @@ class Tuned:
         """As at the end of the run: see evaluation.evaluate. Raises UsageError for tokens that the model does not have."""
         check_tokens(self.plan.config, self.tokenizer, tokens_of(rows))
         asked = Asked(self.plan.config, Data([], rows, self.run.report, ""), self.tokenizer, Lines(self.plan, 0))
-        return evaluator(asked, self.built.model)()
+        return evaluator(asked, self.built)()
 
     def answer(self, asked: list, *, temperature: float = 0.0, streamer=None) -> list[str]:
         """The answer to each question, as text or messages (Finished.asked makes them). Temperature 0 takes the likeliest token.

@@ -13,6 +13,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import mlx.core as mx  # noqa: E402
 import mlx.optimizers  # noqa: E402
+import numpy as np  # noqa: E402
 from mlx_lm import load  # noqa: E402
 from mlx_lm.tuner.callbacks import TrainingCallback  # noqa: E402
 from mlx_lm.tuner.datasets import CacheDataset, TextDataset  # noqa: E402
@@ -40,6 +41,7 @@ def main(settings: dict, warmup: int) -> dict:
     mx.random.seed(0)
     model, tokenizer = load(settings["model_name"])
     rows = [json.loads(line) for line in Path(settings["dataset"]).read_text().splitlines()]
+    np.random.seed(0)  # of the order of the rows
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), {"rank": settings["lora_rank"], "scale": settings["lora_alpha"] / settings["lora_rank"], "dropout": 0.0, "keys": LINEARS})
     steps = Steps()
@@ -52,7 +54,7 @@ def main(settings: dict, warmup: int) -> dict:
     trained = steps.seen[-1]["trained_tokens"] - (steps.seen[warmup - 1]["trained_tokens"] if warmup else 0)
     tokens = trained + len(timed) * settings["batch_size"]  # each row's first token has no label
     return {"losses": [step["train_loss"] for step in steps.seen], "tokens_per_second": tokens / seconds, "trained_tokens_per_second": trained / seconds,
-            "peak_rise_bytes": peak.rise(), "time_to_first_step_s": steps.first - began}
+            "peak_rise_bytes": peak.rise(), "peak_memory_bytes": mx.get_peak_memory(), "time_to_first_step_s": steps.first - began}
 
 
 if __name__ == "__main__":
