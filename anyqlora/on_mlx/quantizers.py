@@ -18,6 +18,8 @@ import numpy as np
 from .. import nf4
 from ..config import TrainConfig
 
+PAIRS = np.stack([np.repeat(nf4.LEVELS, 16), np.tile(nf4.LEVELS, 16)], axis=1)  # [256, 2]: the two weights of each byte
+
 
 class Unquantized:
     bits = 16
@@ -147,7 +149,7 @@ class Nf4Linear(nn.Module):
     def dequantize(self) -> mx.array:
         """float32 [out, in]."""
         count, room = self.shape[0] * self.shape[1], self._absmax.size * nf4.BLOCK
-        values = mx.array(nf4.LEVELS)[mx.stack([self._codes >> 4, self._codes & 15], axis=-1).reshape(-1).astype(mx.uint32)]
+        values = mx.array(PAIRS)[self._codes.reshape(-1)].reshape(-1)
         if values.size != room:  # the last block is not full, or the last byte is
             values = mx.concatenate([values[:count], mx.zeros(room - count)])
         return (values.reshape(-1, nf4.BLOCK) * self._absmax[:, None]).reshape(-1)[:count].reshape(self.shape)
