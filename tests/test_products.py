@@ -137,7 +137,7 @@ def multiplied(case, kind, is_turned, is_added):
     rows, depth, columns, rank = case
     x, w, before = drawn(rows, depth), drawn(columns, depth, seed=1), drawn(rows, columns, seed=2)
     bias = None if is_added else drawn(columns, seed=5)
-    narrow = (drawn(rows, rank + 4, seed=3)[:, 2 : 2 + rank], drawn(columns, rank, seed=4)) if rank else None
+    narrow = (drawn(rows, rank + 4, seed=3)[:, 2 : 2 + rank], drawn(columns, rank, seed=4).float()) if rank else None
     of_rows = of_columns = None
     exact = narrow[0].double() @ narrow[1].double().T if rank else torch.zeros(rows, columns, dtype=torch.float64)
     if kind == torch.int8:
@@ -164,6 +164,30 @@ def test_products_in_c_are_float64s_rounded_once(case, kind, is_turned, is_added
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4 * scale).all()
 
 
+NARROW = [(37, 64, 6), (1, 8, 1), (600, 1024, 16), (77, 36, 48), (515, 70, 100), (24, 2, 3), (0, 8, 4)]  # rows, columns, rank
+
+
+def narrowed(case, is_turned):
+    """[(out of C, float64's)]: LoRA's products into a factor's rank, and the gradient of a factor by a part of a wider tensor."""
+    rows, columns, rank = case
+    x, m, factor = drawn(rows, columns), drawn(rows, rank + 4, seed=1)[:, 2 : 2 + rank], torch.randn(rank, columns, generator=torch.Generator().manual_seed(2))
+    scales = torch.linspace(0.5, 2, rank)
+    into = native.narrow_product(x, factor.T.contiguous() if is_turned else factor, scales, is_turned)
+    outer, exact = native.outer_product(m, x, is_turned), m.double().T @ x.double()
+    return [(into, x.double() @ factor.bfloat16().double().T * scales.double()), (outer, exact.T if is_turned else exact)]
+
+
+@needs_own
+@pytest.mark.parametrize("is_turned", [False, True], ids=["as it lies", "turned"])
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_loras_products_in_c_are_float64s(case, is_turned):
+    """Into the rank: of the factor in bf16, rounded once. A factor's gradient: in float32."""
+    for (made, exact), step, kind in zip(narrowed(case, is_turned), (2**-8, 0), (torch.bfloat16, torch.float32), strict=True):
+        assert made.dtype == kind and made.shape == exact.shape
+        scale = exact.abs().mean() if len(exact) else 0.0
+        assert ((made.double() - exact).abs() <= step * exact.abs() + 1e-5 * scale).all()
+
+
 @needs_own
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.int8], ids=str)
 def test_products_in_c_have_the_same_bits_on_any_number_of_threads(kind):
@@ -171,7 +195,8 @@ def test_products_in_c_have_the_same_bits_on_any_number_of_threads(kind):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append([multiplied(case, kind, is_turned, False)[0] for case in CASES for is_turned in (False, True)])
+            narrow = [made for case in NARROW for is_turned in (False, True) for made, _ in narrowed(case, is_turned)]
+            found.append(narrow + [multiplied(case, kind, is_turned, False)[0] for case in CASES for is_turned in (False, True)])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
@@ -217,7 +242,7 @@ def test_fused_linears_round_the_frozen_part_alone(products, kind):
     factors = [torch.randn(shape, generator=generator).requires_grad_() for size in (32, 16) for shape in ((4, 48), (size, 4))]
     x = drawn(40, 48, seed=6).requires_grad_()
     found = []
-    for way in (products, Whole()):
+    for way in (products, NativeWhole() if isinstance(products, NativeWhole) else Whole()):
         parts = [lora.Linear(lambda made=way.weight(w): made, None, a, b, 0.5) for w, a, b in zip(weights, factors[::2], factors[1::2], strict=True)]
         ys = lora.linears(x, parts, products=way)
         found.append([*(y.detach() for y in ys), *torch.autograd.grad(ys, [x, *factors], [drawn(40, 32, seed=7), drawn(40, 16, seed=8)])])
@@ -242,8 +267,9 @@ def trained(tmp_path, name, **settings):
 
 @needs_int8
 def test_a_run_in_int8_learns_what_a_whole_one_does(tmp_path):
-    whole, _, _ = trained(tmp_path, "whole", max_steps=30, lr=1e-3)
-    ours, _, said = trained(tmp_path, "int8", max_steps=30, lr=1e-3, frozen_products="int8", log_to="stdout")
+    settings = {"max_steps": 30, "lr": 1e-3, "lora_dropout": 0}
+    whole, _, _ = trained(tmp_path, "whole", **settings)
+    ours, _, said = trained(tmp_path, "int8", **settings, frozen_products="int8", log_to="stdout")
     assert ours != whole and ours[-1] < 0.75 * ours[0]
     differences = [x / y - 1 for x, y in zip(ours, whole, strict=True)]
     assert max(map(abs, differences)) < 0.02 and abs(sum(ours) / sum(whole) - 1) < rounding.LOSS

@@ -42,7 +42,7 @@ class _Compared(Whole):
         of_x = super().backward(g, weight, None)
         self._note("gradients", of_x, weight, lambda rounded, made: rounded.backward(g, made, None))
         of_x = of_x if to is None else to.add_(of_x)
-        return of_x if narrow is None else of_x.addmm_(*narrow)
+        return self._widened(of_x, narrow, is_turned=True)
 
     def _note(self, what: str, whole: torch.Tensor, weight: torch.Tensor, product: Callable) -> None:
         noted = self.squares[what]

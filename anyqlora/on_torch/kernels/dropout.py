@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from . import lora
-from .lora import LANES, WHOLE, Linear, stacked
-from .products import Products
+from .lora import LANES, WHOLE, Linear
+from .products import Products, stacked
 
 EIGHT = 8  # numbers that one draw of Philox, 128 bits, decides on
 ROWS, COLUMNS = 64, 64  # of the tile that a program looks at
@@ -37,7 +37,7 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layers, drop, products, *factors):
         flat = x.reshape(-1, x.shape[-1]).contiguous()  # [M, in]
-        middles = drop.into(flat, stacked(factors[::2], x.dtype))  # [M, R]
+        middles = drop.into(flat, stacked(factors[::2]).to(x.dtype))  # [M, R]
         read, out, ranks = products.read(x), [], [len(a) for a in factors[::2]]
         for layer, b, middle in zip(layers, factors[1::2], middles.split(ranks, 1), strict=True):
             y = products.forward(read, layer.weight(), layer.bias)
@@ -61,7 +61,7 @@ class _Linears(torch.autograd.Function):
         of_middle = torch.cat(of_middles, 1)  # [M, R]
         of_a = drop.outer(of_middle, flat).split(ctx.ranks)
         if of_x is not None:
-            of_x = drop.add_back(of_x, of_middle, stacked(factors[::2], kind)).view(x.shape)
+            of_x = drop.add_back(of_x, of_middle, stacked(factors[::2]).to(kind)).view(x.shape)
         return of_x, None, None, None, *(gradient for a, one, other in zip(factors[::2], of_a, of_b, strict=True) for gradient in (one.to(a.dtype), other))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .products import Products, Whole
+from .products import Products, Whole, stacked
 
 WHOLE = Whole()
 LANES = 1 << 16  # random numbers of 16 bits decide what dropout drops
@@ -50,11 +50,10 @@ class _Linears(torch.autograd.Function):
     def forward(ctx, x, layers, dropout, products, *factors):
         flat = x.reshape(-1, x.shape[-1])  # [M, in]
         mask, kept = (drawn(flat, dropout), 1 - whole(dropout)) if dropout else (None, 1.0)
-        middles = dropped(flat, mask) @ stacked(factors[::2], x.dtype).T  # [M, R]
+        middles = products.into(dropped(flat, mask), factors[::2], [layer.scale / kept for layer in layers])  # [M, R]
         read, out = products.read(x), []
         for layer, b, middle in zip(layers, factors[1::2], _parts(middles, factors), strict=True):
-            narrow = middle.mul_(layer.scale / kept), b.to(x.dtype)
-            out.append(products.forward(read, layer.weight(), layer.bias, narrow))  # and no view of it: Llama 4 adds to its shared expert's output in place
+            out.append(products.forward(read, layer.weight(), layer.bias, (middle, b)))  # and no view of it: Llama 4 adds to its shared expert's output in place
         ctx.layers, ctx.products, ctx.kept = layers, products, kept
         ctx.save_for_backward(x, mask, middles, *factors)
         ctx.set_materialize_grads(False)
@@ -63,31 +62,26 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *of_outputs):
         x, mask, middles, *factors = ctx.saved_tensors
-        kind, flat = x.dtype, x.reshape(-1, x.shape[-1])
+        products, flat = ctx.products, x.reshape(-1, x.shape[-1])
         of_factors, of_middles, used = [None] * len(factors), [], {}  # of those layers whose output was used
         for number, (layer, middle, of_y) in enumerate(zip(ctx.layers, _parts(middles, factors), of_outputs, strict=True)):
             if of_y is None:
                 continue
             used[number] = g = of_y.reshape(-1, of_y.shape[-1])  # [M, out]
             b = factors[2 * number + 1]
-            of_middles.append((g @ b.to(kind)).mul_(layer.scale / ctx.kept))  # [M, rank]
-            of_factors[2 * number + 1] = (middle.T @ g).T.to(b.dtype)  # the other way round oneDNN takes a third longer
-        below, of_middle, of_x = [factors[2 * number] for number in used], torch.cat(of_middles, 1), None
-        for number, a, of_a in zip(used, below, (of_middle.T @ dropped(flat, mask)).split([len(a) for a in below]), strict=True):
+            of_middles.append(products.back_into(g, b, layer.scale / ctx.kept))  # [M, rank]
+            of_factors[2 * number + 1] = products.outer(middle, g, is_turned=True).to(b.dtype)
+        below, of_middle, of_x = [factors[2 * number] for number in used], of_middles[0] if len(used) == 1 else torch.cat(of_middles, 1), None
+        for number, a, of_a in zip(used, below, products.outer(of_middle, dropped(flat, mask)).split([len(a) for a in below]), strict=True):
             of_factors[2 * number] = of_a.to(a.dtype)
         if ctx.needs_input_grad[0]:
-            narrow = of_middle, stacked(below, kind)
+            narrow = of_middle, stacked(below)
             for number, g in used.items():
                 is_last = number == max(used) and mask is None
-                of_x = ctx.products.backward(g, ctx.layers[number].weight(), of_x, narrow if is_last else None)
+                of_x = products.backward(g, ctx.layers[number].weight(), of_x, narrow if is_last else None)
             if mask is not None:
-                of_x += dropped(narrow[0] @ narrow[1], mask)
+                of_x += dropped(of_middle @ narrow[1].to(x.dtype), mask)
         return None if of_x is None else of_x.view(x.shape), None, None, None, *of_factors
-
-
-def stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Each layer's A, one below the other, [R, in]."""
-    return torch.cat([a.to(dtype) for a in factors])
 
 
 def _parts(middles: torch.Tensor, factors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

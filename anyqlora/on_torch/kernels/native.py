@@ -28,6 +28,8 @@ SIGNATURES = {
     "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT),
     "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT, INT),
     "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
+    "narrow_product": (*4 * (POINTER,), *3 * (LONG,), INT),
+    "outer_product": (*3 * (POINTER,), *4 * (LONG,), INT),
     "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
     "product": (*8 * (POINTER,), *5 * (LONG,), *4 * (INT,)),
     "quantize_4bit": (POINTER, POINTER, POINTER, LONG, POINTER, POINTER, INT, INT),
@@ -142,12 +144,27 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_tu
             of_columns: torch.Tensor | None = None, is_spread: bool = False, bias: torch.Tensor | None = None, narrow: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
     """out [M, N] = left [M, K] right^T + m f^T + bias [N], right [N, K], f [N, R]; is_turned: right is [K, N] and f [R, N]; is_added: the products more.
 
-    narrow: m [M, R] and f, bf16. left and right are bf16, or int8 codes: then the product's rows and columns are multiplied by float32 of_rows [M] and
+    narrow: m [M, R], bf16, and f, float32. left and right are bf16, or int8 codes: then the product's rows and columns are multiplied by float32 of_rows [M] and
     of_columns [N], and `products.spread` is_spread. All but m contiguous, K a multiple of 2, or of 4 in int8, and R of 2.
     """
     m, f = narrow or (None, None)
     rank, apart = (m.shape[1], m.stride(0)) if narrow else (0, 0)
     _call("product", left, right, of_rows, of_columns, bias, m, f, out, len(left), left.shape[1], out.shape[1], rank, apart, left.element_size(), is_turned, is_added, is_spread)
+
+
+def narrow_product(left: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
+    """scales [R] * left [M, K] factor^T, bf16 [M, R], of a bf16 left with an even K and a float32 factor [R, K], is_turned: [K, R]."""
+    made = left.new_empty(len(left), len(scales))
+    _call("narrow_product", left.contiguous(), factor.contiguous(), scales, made, *left.shape, len(scales), is_turned)
+    return made
+
+
+def outer_product(narrow: torch.Tensor, wide: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
+    """narrow [M, R]^T wide [M, N], float32 [R, N], is_turned: [N, R], of bf16; the rows of narrow may lie apart."""
+    rank, columns = narrow.shape[1], wide.shape[1]
+    made = torch.empty(*((columns, rank) if is_turned else (rank, columns)))
+    _call("outer_product", narrow, wide.contiguous(), made, len(wide), rank, columns, narrow.stride(0), is_turned)
+    return made
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

@@ -1,15 +1,17 @@
 /* Products with a frozen weight on a processor with AVX512-BF16 and AVX512-VNNI, but not AMX, on which oneDNN's are several times as fast: of bf16, or of
    int8 codes with a scale for each row. A panel of the weight's columns is packed just before it is used, so that the weight lies in memory once for
-   both directions; what LoRA adds is summed in the same registers and rounded with the rest, once. Called by native.py; every array is contiguous but
-   LoRA's narrow one, whose rows may lie apart. Each number is summed by one thread, in one order. */
+   both directions; what LoRA adds is summed in the same registers and rounded with the rest, once. And LoRA's own narrow products, whose learned factors
+   and their gradients are float32. Called by native.py; every array is contiguous but LoRA's narrow one, whose rows may lie apart. Each number is summed
+   by one thread, in one order. */
 
 #include "bf16.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && !defined(__AMX_TILE__)
 #include <omp.h>
 
-enum { ROWS = 12, VECTORS = 2, PANEL = VECTORS * LANES, BLOCK = 1008, SOME = 96, COPIED = 4 << 20 };
-/* Of a tile of sums, 24 of 32 registers; columns of a panel; rows that share a packed panel, at most and at least; bytes. */
+enum { ROWS = 12, VECTORS = 2, PANEL = VECTORS * LANES, BLOCK = 1008, SOME = 96, COPIED = 4 << 20, SUMS = 24, MOST = 3, PAIRS = 128 };
+/* Of a tile of sums, 24 of 32 registers; columns of a panel; rows that share a packed panel, at most and at least; bytes. Of a narrow product, registers of
+   sums, and those of its columns at most; of a factor's gradient, pairs of rows that are looked at together and stay in a core's first cache. */
 
 /* A right factor [columns, depth], or turned: [depth, columns]. A word of 32 bits has 2 or 4 numbers of one column: an instruction multiplies them by as many of
    a row of the left factor, and sums. */
@@ -25,6 +27,9 @@ static inline long larger(long a, long b) { return a > b ? a : b; }
 /* The first n numbers, of a register and of a panel's row. */
 static inline __mmask16 of_lanes(long n) { return n >= LANES ? 0xffff : n > 0 ? (__mmask16)((1u << n) - 1) : 0; }
 static inline __mmask32 of_panel(long n) { return (__mmask32)of_lanes(n - LANES) << LANES | of_lanes(n); }
+
+/* Rows that are whole pages apart, or halves, would have but a few places in a cache between them: they are copied, so many bytes apart. */
+static inline long set_apart(long stride) { return stride % 1024 ? stride : stride + 64; }
 
 /* Two rows of a panel's columns, a word for each column. */
 static inline void of_two(const bf16 *row, long apart, __mmask32 there, __m512i words[VECTORS]) {
@@ -154,12 +159,16 @@ static inline __attribute__((always_inline)) void tile(Rows rows, int count, con
    times `of_rows`, its columns times `of_columns` where there are such, and spread where so said. narrow_right is turned where right is. depth is a multiple of 4 in int8, and of 2
    in bf16, as rank is. */
 void product(const void *left, const void *right, const float *of_rows, const float *of_columns, const bf16 *bias, const bf16 *narrow,
-             const bf16 *narrow_right, bf16 *out, long rows, long depth, long columns, long rank, long narrow_stride, int size, int turned, int added, int spreads) {
+             const float *narrow_right, bf16 *out, long rows, long depth, long columns, long rank, long narrow_stride, int size, int turned, int added, int spreads) {
     if (!rows) return;
-    Right wide = {right, depth, size, turned}, thin = {narrow_right, rank, 2, turned};
+    bf16 *narrow_rounded = aligned_alloc(64, rounded_up(2 * rank * columns, 64) + 64);
+    for (long i = 0; i < rank * columns; i += LANES) {
+        __mmask16 some = of_lanes(rank * columns - i);
+        _mm256_mask_storeu_epi16(narrow_rounded + i, some, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, narrow_right + i)));
+    }
+    Right wide = {right, depth, size, turned}, thin = {narrow_rounded, rank, 2, turned};
     long panels = parts(columns, PANEL), words = depth * size / 4;
-    /* Rows that are whole pages apart, or halves, would have but a few places in a cache between them: they are copied, so many at a time. */
-    long stride = depth * size, apart = stride % 1024 ? stride : stride + 64, most = apart == stride ? BLOCK : smaller(BLOCK, larger(SOME, COPIED / apart));
+    long stride = depth * size, apart = set_apart(stride), most = apart == stride ? BLOCK : smaller(BLOCK, larger(SOME, COPIED / apart));
     long blocks = larger(parts(rows, most), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
     long block = rounded_up(parts(rows, blocks), ROWS); /* of one size, so that each thread has as much to do */
     blocks = parts(rows, block);
@@ -198,9 +207,157 @@ void product(const void *left, const void *right, const float *of_rows, const fl
             } else {
                 TILES(ROWS, 0) TILES(4, 0) TILES(1, 0)
             }
+#undef TILES
         }
         free(panel), free(thin_panel), free(copy);
     }
+    free(narrow_rounded);
+}
+
+/* A factor [rank, depth], or turned: [depth, rank], as words [depth / 2, width] of two numbers each, zeros after the rank. */
+static void paired(uint32_t *words, const float *factor, long rank, long depth, long width, int turned) {
+    for (long c = 0; c < width; c += LANES) {
+        __mmask16 some = of_lanes(rank - c);
+        for (long j = 0; j < depth / 2 && turned; j++) {
+            const float *row = factor + 2 * j * rank + c;
+            __m256i one = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, row)), other = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, row + rank));
+            _mm512_storeu_si512(words + j * width + c, _mm512_or_si512(_mm512_cvtepu16_epi32(one), _mm512_slli_epi32(_mm512_cvtepu16_epi32(other), 16)));
+        }
+        for (long j = 0; j < depth / 2 && !turned; j += LANES) {
+            __m512i block[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) {
+                const float *row = factor + (c + i) * depth + 2 * j;
+                block[i] = some >> i & 1 ? rounded(_mm512_maskz_loadu_ps(of_lanes(depth - 2 * j), row), _mm512_maskz_loadu_ps(of_lanes(depth - 2 * j - LANES), row + LANES))
+                                         : _mm512_setzero_si512();
+            }
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                if (j + i < depth / 2) _mm512_storeu_si512(words + (j + i) * width + c, block[i]);
+        }
+    }
+}
+
+/* `count` rows of `vectors` registers of columns. */
+static inline __attribute__((always_inline)) void narrow_tile(const char *left, long apart, int count, int vectors, const uint32_t *words, long pairs, long width,
+                                                              const float *scales, bf16 *out, long rank, long columns) {
+    __m512 y[SUMS];
+#pragma GCC unroll 24
+    for (int i = 0; i < count * vectors; i++) y[i] = _mm512_setzero_ps();
+    for (long j = 0; j < pairs; j++) {
+        __m512bh right[MOST];
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) right[v] = (__m512bh)_mm512_loadu_si512(words + j * width + v * LANES);
+#pragma GCC unroll 24
+        for (int r = 0; r < count; r++) {
+            __m512bh one = (__m512bh)_mm512_set1_epi32(((const int32_t *)(left + r * apart))[j]);
+#pragma GCC unroll 3
+            for (int v = 0; v < vectors; v++) y[r * vectors + v] = _mm512_dpbf16_ps(y[r * vectors + v], one, right[v]);
+        }
+    }
+#pragma GCC unroll 24
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 3
+        for (int v = 0; v < vectors; v++) {
+            __mmask16 some = of_lanes(columns - v * LANES);
+            __m512 scaled = y[r * vectors + v] * _mm512_maskz_loadu_ps(some, scales + v * LANES);
+            _mm256_mask_storeu_epi16(out + r * rank + v * LANES, some, (__m256i)_mm512_cvtneps_pbh(scaled));
+        }
+}
+
+/* out [rows, rank] = left [rows, depth] factor, its columns times `scales`; the factor [rank, depth] is turned around for that, or is turned already: [depth, rank].
+   depth is even. */
+void narrow_product(const bf16 *left, const float *factor, const float *scales, bf16 *out, long rows, long depth, long rank, int turned) {
+    long width = rounded_up(rank, LANES), stride = 2 * depth, apart = set_apart(stride);
+    uint32_t *words = aligned_alloc(64, rounded_up(depth / 2 * width * 4, 64));
+    paired(words, factor, rank, depth, width, turned);
+#pragma omp parallel
+    {
+        char *copy = apart == stride ? NULL : aligned_alloc(64, SUMS * apart);
+#pragma omp for schedule(static)
+        for (long first = 0; first < rows; first += SUMS) {
+            const char *from = (const char *)left + first * stride;
+            long count = smaller(SUMS, rows - first);
+            for (long r = 0; copy && r < count; r++) memcpy(copy + r * apart, from + r * stride, stride);
+            if (copy) from = copy;
+            for (long c = 0; c < width; c += MOST * LANES) {
+                long vectors = smaller(MOST, (width - c) / LANES), r = 0;
+#define TILES(COUNT, VECTORS)                                                                                                                    \
+    for (; r + COUNT <= count; r += COUNT)                                                                                                       \
+        narrow_tile(from + r * apart, apart, COUNT, VECTORS, words + c, depth / 2, width, scales + c, out + (first + r) * rank + c, rank, rank - c);
+                if (vectors == 1) {
+                    TILES(24, 1) TILES(8, 1) TILES(1, 1)
+                } else if (vectors == 2) {
+                    TILES(12, 2) TILES(4, 2) TILES(1, 2)
+                } else {
+                    TILES(8, 3) TILES(4, 3) TILES(1, 3)
+                }
+#undef TILES
+            }
+        }
+        free(copy);
+    }
+    free(words);
+}
+
+/* `count` rows of a panel of a factor's gradient: what is there, and what so many pairs of tokens add. */
+static inline __attribute__((always_inline)) void outer_tile(const uint32_t *words, long rank, int count, const __m512i (*panel)[VECTORS], long pairs, float *sums) {
+    __m512 y[ROWS][VECTORS];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) y[r][v] = _mm512_load_ps(sums + r * PANEL + v * LANES);
+    for (long t = 0; t < pairs; t++) {
+        __m512bh first = (__m512bh)panel[t][0], second = (__m512bh)panel[t][1];
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            __m512bh one = (__m512bh)_mm512_set1_epi32((int)words[t * rank + r]);
+            y[r][0] = _mm512_dpbf16_ps(y[r][0], one, first);
+            y[r][1] = _mm512_dpbf16_ps(y[r][1], one, second);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * PANEL + v * LANES, y[r][v]);
+}
+
+/* out [rank, columns], or turned: [columns, rank], = narrow [rows, rank]^T wide [rows, columns]: a factor's gradient. */
+void outer_product(const bf16 *narrow, const bf16 *wide, float *out, long rows, long rank, long columns, long narrow_stride, int turned) {
+    long pairs = parts(rows, 2);
+    uint32_t *words = aligned_alloc(64, rounded_up(pairs * rank * 4, 64)); /* [pairs, rank], of two tokens each, a zero after the last one */
+#pragma omp parallel
+    {
+        __m512i panel[PAIRS][VECTORS];
+        float *sums = aligned_alloc(64, rank * PANEL * sizeof(float));
+#pragma omp for schedule(static)
+        for (long t = 0; t < pairs; t++) {
+            const bf16 *one = narrow + 2 * t * narrow_stride;
+            for (long r = 0; r < rank; r++) words[t * rank + r] = one[r] | (2 * t + 1 < rows ? (uint32_t)one[narrow_stride + r] << 16 : 0);
+        }
+#pragma omp for schedule(static)
+        for (long column = 0; column < columns; column += PANEL) {
+            __mmask32 there = of_panel(columns - column);
+            memset(sums, 0, rank * PANEL * sizeof(float));
+            for (long first = 0; first < pairs; first += PAIRS) {
+                long some = smaller(PAIRS, pairs - first), r = 0;
+                for (long t = 0; t < some; t++) { /* after the last row comes what is finite: a row again */
+                    long row = 2 * (first + t);
+                    of_two(wide + row * columns + column, row + 1 < rows ? columns : 0, there, panel[t]);
+                }
+#define TILES(COUNT) \
+    for (; r + COUNT <= rank; r += COUNT) outer_tile(words + first * rank + r, rank, COUNT, panel, some, sums + r * PANEL);
+                if (rank % 12 == 0) TILES(12)
+                TILES(8) TILES(4) TILES(1)
+#undef TILES
+            }
+            for (long r = 0; r < rank; r++)
+                for (long c = 0; c < smaller(PANEL, columns - column); c++) out[turned ? (column + c) * rank + r : r * columns + column + c] = sums[r * PANEL + c];
+        }
+        free(sums);
+    }
+    free(words);
 }
 
 #endif

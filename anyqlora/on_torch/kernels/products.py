@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -25,11 +26,14 @@ SPREAD = 32  # numbers over which int8 spreads one
 ALIGNED = 16  # cuBLAS and CUTLASS multiply float8 where both sides of a weight are multiples of it
 
 
-Narrow = tuple[torch.Tensor, torch.Tensor]  # LoRA's part of a product: m [M, R] and a factor
+Narrow = tuple[torch.Tensor, torch.Tensor]  # LoRA's part of a product: m [M, R], in x's dtype, and a factor, as it is learned
 
 
 class Products(Protocol):
-    """How a group of linears that read one x [..., in] multiplies. What `weight` makes of W [out, in], and `read` of x, is its own affair."""
+    """How a group of linears that read one x [..., in] multiplies. What `weight` makes of W [out, in], and `read` of x, is its own affair.
+
+    LoRA's factors and what is made of them: a [R, in], b [out, R], and m [M, R] of M tokens.
+    """
 
     def takes(self, w: torch.Tensor) -> bool:
         """Whether it can multiply by W at all."""
@@ -41,6 +45,15 @@ class Products(Protocol):
 
     def backward(self, g: torch.Tensor, weight, to: torch.Tensor | None, narrow: Narrow | None = None) -> torch.Tensor:
         """`to` + g W + m a, [M, in] of g [M, out], written over `to`; narrow: m and a [R, in]."""
+
+    def into(self, x: torch.Tensor, factors: Sequence[torch.Tensor], scales: Sequence[float]) -> torch.Tensor:
+        """x a^T of x [M, in] and each factor a, times its scale, side by side: [M, the sum of their ranks]."""
+
+    def back_into(self, g: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+        """scale g b, [M, R] of g [M, out]."""
+
+    def outer(self, m: torch.Tensor, x: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
+        """A factor's gradient: m^T x [R, N] of x [M, N]; is_turned: [N, R]. In x's dtype or a wider one."""
 
 
 class Whole:
@@ -62,17 +75,55 @@ class Whole:
     def backward(self, g, weight, to, narrow=None):
         weight = weight.to(g.dtype)
         of_x = g @ weight if to is None else to.addmm_(g, weight)
-        return of_x if narrow is None else of_x.addmm_(*narrow)
+        return self._widened(of_x, narrow, is_turned=True)
+
+    def into(self, x, factors, scales):
+        made = x @ stacked(factors).to(x.dtype).T
+        for part, scale in zip(made.split([len(a) for a in factors], 1), scales, strict=True):
+            part.mul_(scale)
+        return made
+
+    def back_into(self, g, b, scale):
+        return (g @ b.to(g.dtype)).mul_(scale)
+
+    def outer(self, m, x, is_turned=False):
+        made = m.T @ x
+        return made.T if is_turned else made  # the other way round oneDNN takes a third longer
 
     @staticmethod
-    def _widened(y, narrow):
+    def _widened(y, narrow, is_turned=False):
         if narrow is not None:
-            y.view(-1, y.shape[-1]).addmm_(narrow[0], narrow[1].T)
+            middle, factor = narrow[0], narrow[1].to(y.dtype)
+            y.view(-1, y.shape[-1]).addmm_(middle, factor if is_turned else factor.T)
         return y
 
 
+def stacked(factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each layer's a, one below the other: [the sum of their ranks, in]."""
+    return factors[0] if len(factors) == 1 else torch.cat(tuple(factors))
+
+
+@functools.lru_cache(64)
+def _of_columns(scales: tuple[float, ...], ranks: tuple[int, ...]) -> torch.Tensor:
+    """float32: each layer's scale for each of its columns."""
+    return torch.tensor([scale for scale, rank in zip(scales, ranks, strict=True) for _ in range(rank)], dtype=torch.float32)
+
+
 class NativeWhole(Whole):
-    """The same in C, bf16 on a CPU: LoRA's part is summed in the same registers."""
+    """The same in C, bf16 on a CPU: LoRA's part is summed in the same registers, and its factors' gradients are float32."""
+
+    def into(self, x, factors, scales):
+        if not _fits(x, x, (x, factors[0])):
+            return super().into(x, factors, scales)
+        return native.narrow_product(x, stacked(factors), _of_columns(tuple(scales), tuple(len(a) for a in factors)))
+
+    def back_into(self, g, b, scale):
+        if not _fits(g, g, (g, b)):
+            return super().back_into(g, b, scale)
+        return native.narrow_product(g, b, _of_columns((scale,), (b.shape[1],)), is_turned=True)
+
+    def outer(self, m, x, is_turned=False):
+        return native.outer_product(m, x, is_turned) if _fits(x, x, None) and m.stride(1) == 1 else super().outer(m, x, is_turned)
 
     def forward(self, read, weight, bias, narrow=None):
         if not _fits(read, weight, narrow):
@@ -123,8 +174,7 @@ class Int8(Whole):
             self._scaled(torch._int_mm(some, across, out=made[: len(some)]), scales, of_columns, to, is_added, is_turned)
         if bias is not None:
             out.add_(bias)
-        if narrow is not None:
-            out.addmm_(narrow[0], narrow[1] if is_turned else narrow[1].T)
+        self._widened(out, narrow, is_turned)
 
     def _scaled(self, sums, of_rows, of_columns, to, is_added, is_spread):
         exact = sums * of_rows[:, None] * (1 if of_columns is None else of_columns)
@@ -132,7 +182,7 @@ class Int8(Whole):
         to.copy_(exact + to.float() if is_added else exact)
 
 
-class NativeInt8(Int8):
+class NativeInt8(Int8, NativeWhole):
     """The same of bf16 on a CPU, in C: what is around the products and, where oneDNN's are not faster, the products."""
 
     def _coded(self, x, columns=None, is_spread=False):
@@ -155,7 +205,7 @@ def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> boo
     """Whether `native.product` multiplies these: it reads words of 32 bits."""
     depth = left.shape[-1] * left.element_size()
     return (native.has("product") and left.dtype == right.dtype in (torch.bfloat16, torch.int8) and depth % 4 == 0 and right.is_contiguous()
-            and (narrow is None or native.is_for(*narrow) and narrow[0].shape[1] % 2 == 0 and narrow[0].stride(1) == 1))
+            and (narrow is None or native.is_for(narrow[0]) and narrow[1].dtype == torch.float32 and narrow[0].shape[1] % 2 == 0 and narrow[0].stride(1) == 1))
 
 
 class Float8(Whole):
@@ -191,7 +241,7 @@ class Float8(Whole):
         codes, scales = self.coded(g, columns=weight.scales)
         of_x = torch._scaled_mm(codes, weight.turned, scales[:, None], weight.ones, out_dtype=g.dtype, use_fast_accum=True)
         of_x = of_x if to is None else to.add_(of_x)
-        return of_x if narrow is None else of_x.addmm_(*narrow)
+        return self._widened(of_x, narrow, is_turned=True)
 
 
 class _Float8Weight:
