@@ -11,6 +11,8 @@ attention and of the head, the time of their products at the rate of large ones.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -138,6 +140,19 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
             flops=4 * tokens * w.numel())
 
 
+def narrow(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """LoRA's own products at SmolLM2's widths, of factors in float32: into the rank, back into it, and a factor's gradient."""
+    if device != "cpu" or dtype != torch.bfloat16 or not native.has("narrow_product"):
+        return
+    ways = {"whole": products.Whole(), "whole, in C": products.NativeWhole()}
+    for tokens, width, rank in itertools.product((2044, 720, 32), (576, 1536), (16, 48)):
+        x, m, a = drawn(device, dtype, tokens, width), drawn(device, dtype, tokens, rank), drawn(device, torch.float32, rank, width)
+        b, shape, flops = a.T.contiguous(), str((tokens, width, rank)), 2 * tokens * width * rank
+        for kernel, made in (("x A^T", lambda way, x=x, a=a: way.into(x, [a], [2.0])), ("g B", lambda way, x=x, b=b: way.back_into(x, b, 2.0)),
+                             ("gradient of A", lambda way, x=x, m=m: way.outer(m, x).float()), ("gradient of B", lambda way, x=x, m=m: way.outer(m, x, True).float())):
+            yield Case(f"LoRA, {kernel}", shape, 0, {name: functools.partial(made, way) for name, way in ways.items()}, flops=flops)
+
+
 def library_attention(q, k, v, scale):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
 
@@ -215,7 +230,7 @@ def main() -> None:
     print(f"a copy reads and writes {rate / 1e6:.0f} GB/s; large products run at {products / 1e9:.2f} TFLOP/s")
     found = []
     cases = (*dequantizations(ours, device, dtype, a.cut), *quantizations(device, dtype), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut),
-             *in_c(device, dtype), *frozen(device, dtype, tokens, a.cut))
+             *in_c(device, dtype), *narrow(device, dtype), *frozen(device, dtype, tokens, a.cut))
     for case in cases:
         first, least = None, case.bytes / rate or case.flops / products  # milliseconds
         for way, function in case.ways.items():

@@ -203,11 +203,12 @@ def test_products_in_c_have_the_same_bits_on_any_number_of_threads(kind):
 
 
 @needs_own
-@pytest.mark.parametrize("inputs, rank, expected", [(48, 4, 8), (48, 3, 4), (47, 4, 4)], ids=["all by C", "an odd rank", "odd rows"])
+@pytest.mark.parametrize("inputs, rank, expected", [(48, 4, (8, 6, 6)), (48, 3, (4, 6, 6)), (47, 4, (4, 4, 6))], ids=["all by C", "an odd rank", "odd rows"])
 def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypatch):
     """Outputs and all gradients, with a bias and dropout and without; what C does not take goes torch's way."""
-    calls, product = [], native.product
-    monkeypatch.setattr(native, "product", lambda *given, **more: calls.append(1) or product(*given, **more))
+    names, calls = ("product", "narrow_product", "outer_product"), []
+    for name in names:
+        monkeypatch.setattr(native, name, lambda *given, name=name, plain=getattr(native, name), **more: calls.append(name) or plain(*given, **more))
     generator = torch.Generator().manual_seed(5)
     weights, bias = [drawn(size, inputs, seed=size, scale=0.2) for size in (32, 16)], drawn(16, seed=3)
     factors = [torch.randn(shape, generator=generator).requires_grad_() for size in (32, 16) for shape in ((rank, inputs), (size, rank))]
@@ -223,7 +224,7 @@ def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypa
         for ours, theirs, exact in zip(*found, strict=True):
             off, others = (float((y.double() - exact).norm() / exact.norm()) for y in (ours, theirs))
             assert off <= 1.05 * others + 1e-4 and others < 0.01
-    assert len(calls) == expected
+    assert tuple(map(calls.count, names)) == expected
 
 
 @needs_int8

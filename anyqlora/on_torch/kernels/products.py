@@ -113,17 +113,19 @@ class NativeWhole(Whole):
     """The same in C, bf16 on a CPU: LoRA's part is summed in the same registers, and its factors' gradients are float32."""
 
     def into(self, x, factors, scales):
-        if not _fits(x, x, (x, factors[0])):
+        if not _is_narrowed(x, factors):
             return super().into(x, factors, scales)
         return native.narrow_product(x, stacked(factors), _of_columns(tuple(scales), tuple(len(a) for a in factors)))
 
     def back_into(self, g, b, scale):
-        if not _fits(g, g, (g, b)):
+        if not _is_narrowed(g, [b]):
             return super().back_into(g, b, scale)
         return native.narrow_product(g, b, _of_columns((scale,), (b.shape[1],)), is_turned=True)
 
     def outer(self, m, x, is_turned=False):
-        return native.outer_product(m, x, is_turned) if _fits(x, x, None) and m.stride(1) == 1 else super().outer(m, x, is_turned)
+        if not (native.has("outer_product") and native.is_for(m, x) and m.stride(1) == 1):
+            return super().outer(m, x, is_turned)
+        return native.outer_product(m, x, is_turned)
 
     def forward(self, read, weight, bias, narrow=None):
         if not _fits(read, weight, narrow):
@@ -206,6 +208,11 @@ def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> boo
     depth = left.shape[-1] * left.element_size()
     return (native.has("product") and left.dtype == right.dtype in (torch.bfloat16, torch.int8) and depth % 4 == 0 and right.is_contiguous()
             and (narrow is None or native.is_for(narrow[0]) and narrow[1].dtype == torch.float32 and narrow[0].shape[1] % 2 == 0 and narrow[0].stride(1) == 1))
+
+
+def _is_narrowed(x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
+    """Whether `native.narrow_product` multiplies these."""
+    return native.has("narrow_product") and native.is_for(x) and x.shape[1] % 2 == 0 and all(factor.dtype == torch.float32 for factor in factors)
 
 
 class Float8(Whole):
