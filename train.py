@@ -106,7 +106,7 @@ def torch_loop(run) -> dict:
         while (loss := run.agreed(step, gradients(step, batches))) is None:
             runtime.forget()
             batches = run.halved(step)
-        if step == run.first_step:
+        if run.shows_gradients(step):
             check_gradients(runtime.strategy)
         with watched.phase("step"):
             result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
@@ -164,7 +164,7 @@ def mlx_loop(run) -> dict:
         while (loss := run.agreed(step, gradients(step, batches))) is None:
             runtime.forget()
             batches = run.halved(step)
-        if step == run.first_step:
+        if run.shows_gradients(step):
             check_gradients(runtime.reduced())
         result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
         run.report(step, loss, result, lr, memory.used())

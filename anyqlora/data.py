@@ -86,6 +86,10 @@ class Stream:
             raise ValueError(f"{self.global_batch} rows are not whole micro-batches of {batch_size} on {self.world_size} processes")
         self.batch_size, self.accumulation = batch_size, self.global_batch // (batch_size * self.world_size)
 
+    def attends(self, step: int) -> bool:
+        """Whether a token is trained in the step that sees two or more: which keys a query is near to does not matter to one that sees one."""
+        return any(e.trained[2:].any() for i in self._chosen(step) for e in self.sequences[i])
+
     def epoch(self, step: int) -> float:
         """Epochs behind us after `step` steps."""
         return step / self.steps_per_epoch
@@ -114,6 +118,13 @@ class Stream:
         if self._order[0] != epoch:
             self._order = (epoch, shuffled(len(self.sequences), self.seed, epoch))
         return self._order[1][place * self.global_batch:(place + 1) * self.global_batch]
+
+
+def halved(batch_size: int, gradient_accumulation_steps: int) -> tuple[int, int]:
+    """(batch_size, gradient_accumulation_steps) of the same rows, in whole micro-batches of half the size or the next below that."""
+    rows = batch_size * gradient_accumulation_steps
+    size = next(size for size in range(max(batch_size // 2, 1), 0, -1) if rows % size == 0)
+    return size, rows // size
 
 
 def stream_of(plan, rows: list[Example], rank: int = 0) -> Stream:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .config import AUTO
 from .data import Batch, Example, batches
+from .errors import RunError
 from .layouts import position_table
 
 EXACT_MATCH_ROWS = 512
@@ -49,8 +50,12 @@ def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Ex
     return found if exact_match else found[:shown]
 
 
-def evaluator(run, fits: Callable[[Sequence[int]], int], total_loss, answers) -> Callable[[], dict]:
-    """() -> the evaluation of `run`'s held-out rows, as its settings say. `fits`: see room."""
+def evaluator(run, fits: Callable[[Sequence[int]], int], total_loss, answers, is_out_of_memory, free=lambda: None) -> Callable[[], dict]:
+    """() -> the evaluation of `run`'s held-out rows, as its settings say. `fits`: see room.
+
+    Out of memory it halves its batches, from then on: `is_out_of_memory(error)` tells, and `free()` gives back what was taken. Raises
+    RunError for one that is a single row, and where other processes evaluate with this one.
+    """
     config, held_out = run.config, run.data.held_out
     lengths = [len(e.ids) - len(e.prompt_ids) for e in held_out if e.answer is not None]
     exact = config.exact_match
@@ -60,9 +65,29 @@ def evaluator(run, fits: Callable[[Sequence[int]], int], total_loss, answers) ->
     if mute:
         run.console.warn(f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, "
                          "which counts as wrong")
-    return lambda: evaluate(held_out, total_loss, answers, batch_size=config.eval_batch_size, exact_match=exact,
-                            max_new_tokens=config.max_new_tokens, shown=config.samples, ends=learned_ends(run.data.report),
-                            between=run.interruptible)
+    rows = config.eval_batch_size
+
+    def found() -> dict | None:
+        try:
+            return evaluate(held_out, total_loss, answers, batch_size=rows, exact_match=exact, max_new_tokens=config.max_new_tokens,
+                            shown=config.samples, ends=learned_ends(run.data.report), between=run.interruptible)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if rows == 1 or run.ranks.size > 1:
+                raise RunError(f"out of memory in an evaluation of {rows} rows at a time",
+                               cure="a smaller --eval_batch_size, --exact_match false, or shorter held-out rows") from None
+            return None
+
+    def evaluated() -> dict:
+        nonlocal rows
+        while (result := found()) is None:
+            rows //= 2
+            free()
+            run.console.warn(f"out of memory in an evaluation: {rows} rows at a time from here on, and once more")
+        return result
+
+    return evaluated
 
 
 def learned_ends(report: dict) -> list[str]:

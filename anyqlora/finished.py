@@ -18,6 +18,7 @@ from .formats import BadRow, Talk
 from .log import Lines
 from .tables import nearest
 from .terminal import printable
+from .world import Alone
 
 OF_SEVERAL = ("mesh", "layout", "strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters",
               "use_cpu_offload")  # not here
@@ -158,6 +159,7 @@ class Asked:
     data: data.Data
     tokenizer: object
     console: Lines
+    ranks = Alone()
 
     def interruptible(self) -> None:
         """Nothing has to be saved: Ctrl-C ends it."""

@@ -118,8 +118,10 @@ def launch(config: TrainConfig, plan) -> dict:
                 return json.loads((processes.folder / "result.json").read_bytes())
             rank, said = processes.culprit, processes.said(processes.culprit).read_text(errors="replace") if processes.culprit else ""
             print(printable(said), end="", file=sys.stderr)
-            if processes.ends[rank] == OutOfMemory.exit_code and rows % 2 == 0:
-                rows, steps = rows // 2, steps * 2
+            if processes.ends[rank] == OutOfMemory.exit_code and rows > 1:
+                from .data import halved
+
+                rows, steps = halved(rows, steps)
                 config = config.with_(batch_size=rows, gradient_accumulation_steps=steps)
                 print(f"train.py: micro-batches of {rows} rows from here on, and from the last checkpoint", file=sys.stderr, flush=True)
                 continue

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .audit import findings
 from .card import card
 from .checkpoint import Content, Disk, replace, size_and_hash, to_json, write_directory
-from .data import Batch, Data, Stream
+from .data import Batch, Data, Stream, halved
 from .describe import described, environment
 from .errors import DiskFull, NonFinite, OutOfMemory, RunError
 from .log import JsonLines, Metrics
@@ -67,7 +67,7 @@ class Run:
         self.recent_seconds: deque[float] = deque(maxlen=20)
         self.loop_seconds = 0.0
         self.first_step_at: float | None = None
-        self.spiked = False
+        self.spiked = self.gradients_shown = False
         self.signals = self.closing(Signals(lambda: self.saves.said(self.last_step), is_alone=self.ranks.size == 1))
 
     def __enter__(self) -> Run:
@@ -173,7 +173,7 @@ class Run:
                               cure=f"a --batch_size below {self.stream.batch_size}, and as many more --gradient_accumulation_steps")
 
     def halved(self, step: int) -> list[Batch]:
-        """The same step in micro-batches of half the size, from now on; the rows, their order and the global batch stay.
+        """The same step in micro-batches of half the size or a little less, from now on; the rows, their order and the global batch stay.
 
         Raises RunError when a micro-batch is a single row already.
         """
@@ -181,13 +181,21 @@ class Run:
         if size == 1:
             raise RunError("out of memory with a single row in the micro-batch", where=self.stream[step][0].rows[0],
                            cure="a shorter --context_length, --use_gradient_checkpointing true, or a smaller --lora_rank")
-        self.stream.resize(size // 2)
-        self.console.warn(f"out of memory in step {step + 1}: micro-batches of {size // 2} rows instead of {size} from here on, and the step again")
+        smaller, _ = halved(size, self.stream.accumulation)
+        self.stream.resize(smaller)
+        self.console.warn(f"out of memory in step {step + 1}: micro-batches of {smaller} rows instead of {size} from here on, and the step again")
         return self.stream[step]
 
     def seed(self, step: int) -> int:
         """The seed of dropout: processes with the same rows draw the same."""
         return seed_at(self.config.seed, step, self.stream.rank)
+
+    def shows_gradients(self, step: int) -> bool:
+        """Whether this is the first step of this process after which every trained tensor must have a gradient."""
+        if self.gradients_shown or not self.stream.attends(step):
+            return False
+        self.gradients_shown = True
+        return True
 
     def unusable(self, loss: float) -> bool:
         """Whether the step with this loss is to be skipped: not finite, or a spike."""

@@ -1,5 +1,6 @@
 """Fast paths against their definitions, in float64 and float32, and against PEFT's own modules."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -357,10 +358,12 @@ def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, quer
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "mixtral", "gpt_neox",
-                                          "starcoder2", "gpt2"])
+                                          "starcoder2", "gpt2", "qwen2_moe"])
 def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, tmp_path):
-    """Every row by itself is the reference: lengths differ, two of four are packed, windows are shorter than rows."""
-    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture), train_type="lora")
+    """Every row by itself is the reference: lengths differ, two of four are packed, windows are shorter than rows (Qwen2-MoE's layers
+    tell theirs only to the mask)."""
+    own = {"use_sliding_window": True, "sliding_window": tiny_models.WINDOW, "max_window_layers": 0} if architecture == "qwen2_moe" else {}
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
     assert started.runtime.loss.inputs is flat.flat and started.built.notes == []
     rows, device = started.run.data.train[:4], torch.device("cpu")
     trainable = list(started.built.trainable.values())
@@ -387,6 +390,24 @@ def test_flat_rows_have_few_lengths():
     lengths = [tokens + flat.filler(tokens) for tokens in range(1, 4097)]
     assert all(tokens <= length < tokens + max(8, tokens / 16 + 1) for tokens, length in enumerate(lengths, 1))
     assert len({length for length in lengths if 1024 < length <= 2048}) == 16 and len(set(lengths)) < 120
+
+
+@pytest.mark.parametrize(("architecture", "own", "why"), [
+    ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, "keep documents"),
+    ("llama", {"attention_dropout": 0.1}, "its attention has dropout"), ("gpt2", {"attn_pdrop": 0.1}, "its attention has dropout")])
+def test_attention_that_flat_rows_would_change_keeps_its_padding(architecture, own, why, tmp_path):
+    """A window that layers do not know of, longer than what the model is shown in a dozen tokens, and dropout, which evaluation does not show."""
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
+    assert started.runtime.loss.inputs is flat.padded and any("rows are padded" in note and why in note for note in started.built.notes)
+    windows = [getattr(config, "sliding_window", None) for config in flat._configs(started.model)]
+    assert set(windows) == {own.get("sliding_window")} and math.isfinite(started.step())
+
+
+def test_a_process_without_rows_takes_part_in_a_flat_step(tmp_path):
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
+    loss = started.loss(data.padded([], 0))
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is not None and not p.grad.any() for p in started.built.trainable.values())
 
 
 def test_attention_that_is_more_than_that_stays_the_architectures_own(tmp_path):

@@ -277,3 +277,12 @@ def test_what_is_stated_of_recomputation_now_is_not_held_against_what_was_chosen
         runs.run(tmp_path, "cut", during=cut, **SMALL)
     said = yaml.safe_load((runs.run(tmp_path, "cut", **SMALL, **stated) / "config.resolved.yaml").read_text())
     assert (said["use_gradient_checkpointing"], said["recomputed_layers"]) == (layers > 0, layers)
+
+
+def test_rows_of_two_tokens_show_no_gradient_of_queries(tmp_path):
+    """A token that sees one key has nothing to choose from: only a step with longer rows shows whether all of the model learns."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "{word}"}}\n' for word in ("a", "b", "c", "a longer row than these")))
+    found = runs.run(tmp_path, **{**SMALL, "dataset": str(rows), "batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 8, "save_steps": 0})
+    assert [m["tokens"] for m in runs.metrics(found)][0] == 2 < max(m["tokens"] for m in runs.metrics(found))
+    assert all(value.any() for name, value in runs.adapter(found).items() if "q_proj.lora_B" in name)

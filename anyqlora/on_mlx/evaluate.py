@@ -10,6 +10,7 @@ from ..layouts import read_config
 from .build import Built
 from .generate import answers, evaluating
 from .loss import inputs
+from .memory import is_out_of_memory
 
 
 def evaluator(run, built: Built):
@@ -23,4 +24,4 @@ def evaluator(run, built: Built):
     def answered(prompts: list, **options) -> list[str]:
         return answers(built.model, run.tokenizer, directory, prompts, **options)
 
-    return evaluation.evaluator(run, evaluation.room(read_config(directory), run.config.max_new_tokens), total_loss, answered)
+    return evaluation.evaluator(run, evaluation.room(read_config(directory), run.config.max_new_tokens), total_loss, answered, is_out_of_memory)

@@ -18,6 +18,7 @@ from ..prequantized import quantized_as
 from . import flat, rounding, weights
 from ._compat import quietly
 from .adapters.fused import fuse
+from .device import room_for
 from .generate import evaluating
 from .heap import unmapping
 from .kernels.cross_entropy import After
@@ -82,6 +83,7 @@ class Base:
 
 
 @quietly()
+@room_for("reading the model", "--quantizer nf4, a smaller model, or --strategy fsdp on several GPUs")
 def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -> Built:
     """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect.
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from ..errors import RunError
 from .heap import Heap
 
+NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 SAMPLED = 0.01  # seconds between two looks at the process's memory: the peak of a backward pass lasts longer
 
 
@@ -33,9 +37,21 @@ def set_deterministic(wanted: bool) -> None:
     torch.backends.cuda.enable_cudnn_sdp(not wanted)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a device's or the host's allocator has run out. torch has a type for the first only."""
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's or the host's allocator has run out. torch has a type for CUDA's own allocator only: MPS, the driver, cuBLAS
+    and Triton say it in words."""
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NO_MEMORY)
+
+
+@contextlib.contextmanager
+def room_for(what: str, cure: str) -> Iterator[None]:
+    """Raises RunError where memory runs out in what cannot be done again in smaller parts."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(f"out of memory in {what}: {str(error).splitlines()[0]}", cure=cure) from None
 
 
 class Memory:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from .. import evaluation
+from .device import is_out_of_memory
 from .generate import answers, evaluating, room
 from .runtime import Runtime
 
@@ -21,4 +22,4 @@ def evaluator(run, model: nn.Module, runtime: Runtime):
         with runtime.autocast():
             return answers(model, run.tokenizer, prompts, **options)
 
-    return evaluation.evaluator(run, room(model, run.config.max_new_tokens), total_loss, answered)
+    return evaluation.evaluator(run, room(model, run.config.max_new_tokens), total_loss, answered, is_out_of_memory, runtime.free)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..data import IGNORE, Batch
+from ..errors import RunError
 from .generate import evaluating
 from .kernels import varlen
 from .kernels.attention import attention
@@ -19,6 +22,9 @@ from .kernels.attention import attention
 NAME, VARLEN, NATIVE = "anyqlora", "anyqlora_varlen", "anyqlora_native"  # in transformers' table; the second has all documents in one launch
 TOKENS = 12  # that a model is shown to see what it does: always as many, since oneDNN compiles each product for each number of tokens
 ELSEWHERE = ("softcap", "s_aux", "position_bias", "cache")  # what architectures add to attention that is not computed here
+WINDOWS = ("sliding_window", "attention_chunk_size")  # how far back a token sees: only documents longer than these show them
+SEEN = 3  # of each document's tokens, while a model is shown to see what it does
+DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention, which only training shows
 NEAR = {torch.float32: 1e-3}  # of the largest logit: how near flat rows are to padded ones; in 16 bits 0.05
 
 
@@ -33,11 +39,12 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     if documents is None and (attention_mask is not None or not own):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)
     if not own:
-        raise ValueError("this architecture's attention is more than causal attention within documents")
+        raise RunError("this architecture's attention is more than causal attention within documents", cure="--flat false")
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = options.get("sliding_window") if documents is not None else None  # without documents a window that matters is a mask
+    # Without documents a window that matters is a mask. Qwen2-MoE's layers have one of which they tell only the mask.
+    window = options.get("sliding_window", getattr(module, "sliding_window", None)) if documents is not None else None
     product = alone if documents is None else within
     return product(query, key, value, scale=scale, documents=documents, window=window), None
 
@@ -72,7 +79,7 @@ def flat(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], t
     compiles its products for each, and keeps them.
     """
     own = batch.segments >= 0
-    if own.all() and not batch.segments.any():
+    if not own.any() or own.all() and not batch.segments.any():  # a process that has no row in this step still takes part in it
         return padded(batch, device)
     more = filler(batch.tokens) if device.type == "cpu" else 0
     ids, positions, targets = (tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
@@ -93,17 +100,19 @@ def tensor(array, device: torch.device) -> torch.Tensor:
 def use(model: nn.Module, name: str = NAME) -> str:
     """Set the attention `name` as the model's. Returns why that was not done, "" where it was.
 
-    Two documents in one row are compared with two rows, by the model's own forward.
+    Two documents in one row are compared with two rows, by the model's own forward, with windows that are shorter than they.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = base.config._attn_implementation
     if before != "sdpa":
         return f"this architecture's attention is {before}"
+    if any(getattr(config, name, 0) for config in _configs(base) for name in DROPOUTS):
+        return "its attention has dropout"
     base.set_attn_implementation(name)
     try:
         same = _are_kept_apart(model)
         why = "" if same else "this architecture does not keep documents in one row apart"
-    except (AttributeError, ImportError, IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, IndexError, RunError, RuntimeError, TypeError, ValueError) as error:
         why = f"this architecture does not take documents in one row: {error}"
     if why:
         base.set_attn_implementation(before)
@@ -114,10 +123,30 @@ def _are_kept_apart(model: nn.Module) -> bool:
     device = next(model.parameters()).device
     ids = torch.arange(TOKENS, device=device)
     positions = torch.arange(TOKENS // 2, device=device)
-    with evaluating(model):
+    with evaluating(model), _narrowed(model):
         rows = model(input_ids=ids.view(2, -1), use_cache=False).logits.flatten(0, 1).float()
         documents = torch.arange(2, device=device, dtype=torch.int32).repeat_interleave(TOKENS // 2)
         out = model(input_ids=ids[None], position_ids=positions.repeat(2)[None], attention_mask=documents[None, None, None], use_cache=False)
     off = (out.logits[0].float() - rows).abs().max()
     return bool(off <= NEAR.get(out.logits.dtype, 0.05) * rows.abs().max())
 
+
+
+def _configs(model: nn.Module) -> list:
+    """The configurations that the model's parts read, each once."""
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _narrowed(model: nn.Module) -> Iterator[None]:
+    """The model with windows of SEEN tokens in the place of its own."""
+    before = [(holder, name, getattr(holder, name)) for holder in (*model.modules(), *_configs(model)) for name in WINDOWS
+              if isinstance(getattr(holder, name, None), int)]
+    for holder, name, _ in before:
+        setattr(holder, name, SEEN)
+    try:
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)

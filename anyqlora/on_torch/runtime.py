@@ -21,7 +21,7 @@ from ..checkpoint import Disk, tensors_to_bytes, to_json, write_directory
 from ..errors import UsageError
 from ..memory import COMPILED
 from ..run import StepResult
-from .device import Memory
+from .device import Memory, room_for
 from .heap import keep_products
 from .loss import token_loss
 from .offload import offloaded
@@ -212,13 +212,22 @@ class Runtime:
         return self._step(max_grad_norm, skip)
 
     def _step(self, max_grad_norm: float | None, skip: bool = False) -> StepResult:
-        result = self.strategy.step(max_grad_norm=max_grad_norm, skip=skip)
+        with room_for("the optimizer's step", "--optimizer adamw_8bit or sgd, a smaller --lora_rank, or a smaller --batch_size"):
+            result = self.strategy.step(max_grad_norm=max_grad_norm, skip=skip)
         self.grad_norm, self.skipped = result.grad_norm, result.skipped
         return result
 
     def forget(self) -> None:
-        """Drop the gradients of a step that is done again, and give the allocator's free memory back."""
+        """Drop the gradients of a step that is done again and what its forward left behind, and give the allocator's free memory back."""
+        from .adapters.fused import fused_layers  # PEFT, which a loop of one's own may do without
+
         self.strategy.forget()
+        for layer in fused_layers(self.strategy.model):
+            layer.group.forget()
+        self.free()
+
+    def free(self) -> None:
+        """Give the allocator's free memory back."""
         if self.device.type in ("cuda", "xpu", "mps"):
             getattr(torch, self.device.type).empty_cache()
 

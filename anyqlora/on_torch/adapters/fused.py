@@ -35,7 +35,7 @@ class Group:
     def __init__(self, layers: dict[str, nn.Module], quantizer, keeps: bool = False, product=linears, whole: Products = WHOLE):
         """`keeps`: what is made of the weights stays in memory once it is there. `product` computes, and `whole` multiplies in x's dtype."""
         self.names, self.layers, self.quantizer, self.keeps, self.product = list(layers), list(layers.values()), quantizer, keeps, product
-        self.source, self.version, self.made = None, -1, {}
+        self.forget()
         self.whole = whole
         self.multiply_by(whole)
 
@@ -47,6 +47,10 @@ class Group:
 
     def _weight(self, layer: nn.Module):
         return self.products.weight(self.quantizer.dequantize(layer.base_layer))
+
+    def forget(self) -> None:
+        """Let go of outputs that nobody has come for: a forward pass broke off."""
+        self.source, self.version, self.made = None, -1, {}
 
     def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`layer`'s [..., out] of x [..., in]."""
