@@ -10,9 +10,10 @@ import time
 import psutil
 import pytest
 import runs
-from launched import INT, KILL, STOP, TERM, Launched, command, environment
+from launched import INT, JOB, KILL, STOP, TERM, Launched, command, environment
 
 from anyqlora.launch import free_port
+from anyqlora.sources import DEMO
 
 
 def sha256(directory) -> str:
@@ -49,6 +50,17 @@ def test_a_killed_rank_is_named_and_the_run_starts_again_by_itself(whole, tmp_pa
         assert run.end() == 0, run.said()
     assert sha256(run.directory) == sha256(whole)
     assert [line["step"] for line in runs.metrics(run.directory)] == list(range(1, 31))
+
+
+def test_a_process_that_has_no_row_in_a_step_takes_part_in_it(tmp_path):
+    """The last step of an epoch has two rows left, all of them the first process's."""
+    few = tmp_path / "rows.jsonl"
+    few.write_text("".join((DEMO / "train.jsonl").read_text().splitlines(keepends=True)[:10]))
+    alike = {"dataset": few, "gradient_accumulation_steps": 1, "max_steps": 4, "lora_dropout": 0, "save_steps": 0}
+    with Launched(tmp_path, **alike, batch_size=4) as run:
+        assert run.end() == 0, run.said()
+    alone = runs.run(tmp_path, "alone", **{**JOB, **alike, "dataset": str(few), "world_size": 1, "strategy": "single", "batch_size": 8})
+    assert [m["loss"] for m in runs.metrics(run.directory)] == pytest.approx([m["loss"] for m in runs.metrics(alone)], rel=1e-5)
 
 
 @pytest.mark.slow
