@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from .bad_rows import BadRow
 from .examples import Example
-from .formats import BadRow
 from .terminal import printable
 from .tokenizer import marks, spell
 

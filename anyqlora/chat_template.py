@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 
+from .bad_rows import BadRow
+from .conversations import Talk
 from .errors import UsageError
-from .formats import BadRow, Talk
 from .tokenizer import Document
 
 # Llama 3's template and others write today's date into the system turn: a run that is resumed tomorrow would read other tokens.

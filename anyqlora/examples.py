@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import chat_template, formats, sources
+from .bad_rows import BadRow
 from .config import AUTO, TrainConfig
+from .conversations import Talk
 from .errors import UsageError
-from .formats import BadRow, Talk
 from .terminal import printable
 from .tokenizer import WHOLE, Document, Tokens, marks, tokenize
 

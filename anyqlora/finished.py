@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import audit, data, formats, tables
+from .bad_rows import BadRow
 from .config import AUTO, SETTINGS, TrainConfig, from_environment, from_file, parsed
+from .conversations import Talk
 from .errors import UsageError
 from .examples import DIALOGUES, Example
-from .formats import BadRow, Talk
 from .log import Lines
 from .tables import nearest
 from .terminal import printable

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .bad_rows import BadRow, kind, text
+from .conversations import Talk, conversation
 from .errors import UsageError
 from .tables import nearest
 
@@ -18,16 +20,7 @@ QUESTION = "###Question:\n{question}\n###Answer:\n"
 QUESTION_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
                   "model": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUMAN = re.compile(r"(### (?:Human|Assistant): ?)")
-
-
-class BadRow(Exception):
-    """A row that cannot be used: why, what to do about it, and `file:line[:col]`."""
-
-    def __init__(self, reason: str, cure: str, where: str = ""):
-        super().__init__(reason)
-        self.reason, self.cure, self.where = reason, cure, where
 
 
 @dataclass(frozen=True)
@@ -35,44 +28,6 @@ class Text:
     """Text as it stands: parts, one after the other, each with whether it is learned."""
 
     parts: tuple[tuple[str, bool], ...]
-
-
-@dataclass(frozen=True)
-class Talk:
-    """A conversation for the tokenizer's chat template; `learned` are the numbers of the assistant turns that are learned."""
-
-    messages: tuple[dict, ...]
-    learned: frozenset[int]
-    tools: tuple[dict, ...] | None = None
-
-
-def kind(value: object) -> str:
-    """The JSON name of a value's type."""
-    kinds = {str: "string", list: "list", bool: "boolean", int: "number", float: "number", type(None): "null", dict: "object"}
-    return kinds.get(type(value), type(value).__name__)
-
-
-def text(row: dict, key: str, *, empty: bool = False, of: str = "") -> str:
-    """The text under `key`. Raises BadRow where it is missing, not text or (unless `empty`) blank; `of` says of what it is part."""
-    named = f"{key!r}{of}"
-    if key not in row:
-        if empty:
-            return ""
-        raise BadRow(f"no {named}", f"it has {', '.join(map(repr, row)) or 'nothing'}")
-    value = row[key]
-    if value is None and empty:
-        return ""
-    if not isinstance(value, str):
-        raise BadRow(f"{named} is {'null' if value is None else 'a ' + kind(value)}, not text", f'"{key}": "..."')
-    if not empty and not value.strip():
-        raise BadRow(f"{named} is empty", "fill it in, or delete the row")
-    if "\0" in value:
-        raise BadRow(f"{named} holds a NUL character", "delete the character")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRow(f"{named} holds half of a surrogate pair at character {error.start + 1}", "write the row anew as UTF-8") from None
-    return value
 
 
 def exchange(prompt: str, answer: str, style: str, question: str) -> Text | Talk:
@@ -161,67 +116,6 @@ def raw_text(row: dict, style: str) -> Text:
     if len(parts) == 1:
         raise BadRow("the assistant says nothing", "fill it in, or delete the row")
     return Text(tuple(parts[:-1]))  # what a human says last is answered by nobody
-
-
-# ----------------------------------------------------------------------------------------------------- conversations
-
-
-def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
-    """The conversation in `turns`, of which assistant turns from number `first` on are learned. Raises BadRow for disorder."""
-    if style in ("alpaca", "plain"):
-        raise BadRow(f"a conversation has no {style} form", "--prompt_format chat")
-    if not isinstance(turns, list) or not turns:
-        raise BadRow("no list of messages" if not isinstance(turns, list) else "no messages", '[{"role": "user", "content": "..."}, ...]')
-    said = [_message(turn, number) for number, turn in enumerate(turns, 1)]
-    _check_order([message["role"] for message in said])
-    weights = [turn.get("weight") for turn in turns]
-    for number, weight in enumerate(weights, 1):
-        if weight is not None and weight not in (0, 1):
-            raise BadRow(f"'weight' of message {number} is {weight!r}", "0 (not learned) or 1")
-    learned = [i for i, message in enumerate(said) if message["role"] == "assistant" and i >= first and weights[i] != 0]
-    if not learned:
-        raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
-    tools = row.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow(f"'tools' is a {kind(tools)}, not a list of objects", "tools as JSON schemas")
-    return Talk(tuple(said), frozenset(learned), tuple(tools) if tools else None)
-
-
-def _message(turn: object, number: int) -> dict:
-    """The message as the chat template gets it: text parts joined, nulls and weight left out."""
-    if not isinstance(turn, dict):
-        raise BadRow(f"message {number} is a {kind(turn)}, not an object", '{"role": "user", "content": "..."}')
-    of = f" of message {number}"
-    role = text(turn, "role", of=of)
-    if role not in ROLES:
-        raise BadRow(f"role {role!r}{of} is unknown{nearest(role, ROLES)}", f"one of {', '.join(ROLES)}")
-    content = turn.get("content")
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text":
-                shown = part.get("type") if isinstance(part, dict) else part
-                raise BadRow(f"'content'{of} has a part that is no text: {shown!r}", "text parts only; images and sound cannot be trained on")
-        turn = {**turn, "content": "".join(text(part, "text", empty=True, of=of) for part in content)}
-    if role == "assistant" and turn.get("tool_calls"):
-        text(turn, "content", empty=True, of=of)
-    else:
-        text(turn, "content", of=of, empty=role == "tool")
-    return {key: value for key, value in turn.items() if key != "weight" and value is not None}
-
-
-def _check_order(roles: list[str]) -> None:
-    """Raises BadRow unless it is [system] user assistant [tool... assistant] user ... assistant."""
-    follows = {"start": ("system", "developer", "user"), "system": ("user",), "developer": ("user",), "user": ("assistant",),
-               "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
-    before = "start"
-    for number, role in enumerate(roles, 1):
-        if role not in follows[before]:
-            after = "first" if before == "start" else f"after {before}"
-            raise BadRow(f"roles out of order: message {number} ({role}) comes {after}", f"{before if before != 'start' else 'first'}: "
-                         f"{' or '.join(follows[before])} comes next")
-        before = role
-    if before != "assistant":
-        raise BadRow(f"the last message is the {before}'s, so there is nothing to learn from it", "end with an assistant message")
 
 
 # --------------------------------------------------------------------------------------------------------- the table

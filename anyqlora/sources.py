@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import strict_json
+from .bad_rows import BadRow
 from .errors import UsageError
-from .formats import BadRow
 
 DEMO = Path(__file__).parent / "demo" / "task"
 HUB = {  # built-in name -> hub id

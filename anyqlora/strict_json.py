@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from .formats import BadRow, kind
+from .bad_rows import BadRow, kind
 
 _CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(-?\b(?:NaN|Infinity)\b)')
 _SPACE = re.compile(r"[ \t\r\n]*")
