@@ -17,6 +17,11 @@ def kind(value: object) -> str:
     return kinds.get(type(value), type(value).__name__)
 
 
+def shown(value: object) -> str:
+    """What a value is, in a sentence: "null", "a list"."""
+    return "null" if value is None else f"a {kind(value)}"
+
+
 def text(row: dict, key: str, *, empty: bool = False, of: str = "") -> str:
     """The text under `key`. Raises BadRow where it is missing, not text or (unless `empty`) blank; `of` says of what it is part."""
     named = f"{key!r}{of}"
@@ -28,7 +33,7 @@ def text(row: dict, key: str, *, empty: bool = False, of: str = "") -> str:
     if value is None and empty:
         return ""
     if not isinstance(value, str):
-        raise BadRow(f"{named} is {'null' if value is None else 'a ' + kind(value)}, not text", f'"{key}": "..."')
+        raise BadRow(f"{named} is {shown(value)}, not text", f'"{key}": "..."')
     if not empty and not value.strip():
         raise BadRow(f"{named} is empty", "fill it in, or delete the row")
     if "\0" in value:

@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from .bad_rows import BadRow
-from .conversations import Talk
+from .conversations import Talk, functions
 from .errors import UsageError
 from .tokenizer import Document
 
@@ -25,8 +25,36 @@ def fingerprint(tokenizer) -> str | None:
 def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
     """The conversation as text; with `generation`, up to where the assistant begins to speak.
 
+    Arguments of tool calls are objects to most templates; DeepSeek's and others join them to text, and get them as JSON text.
     Raises UsageError without a chat template, BadRow where the template refuses the conversation.
     """
+    objects, texts = list(messages), [_with_text(message) for message in messages]
+    if objects == texts:
+        return _applied(tokenizer, objects, tools, generation)
+    try:
+        said = _applied(tokenizer, objects, tools, generation)
+    except BadRow:
+        return _applied(tokenizer, texts, tools, generation)
+    return _applied(tokenizer, texts, tools, generation) if _shows_python(said, objects) else said
+
+
+def _with_text(message: dict) -> dict:
+    """The message with the arguments of its tool calls as JSON text."""
+    def call(found: dict) -> dict:
+        if "function" in found:
+            return {**found, "function": call(found["function"])}
+        return {**found, "arguments": json.dumps(found["arguments"], ensure_ascii=False)} if "arguments" in found else found
+
+    return {**message, "tool_calls": [call(found) for found in message["tool_calls"]]} if "tool_calls" in message else message
+
+
+def _shows_python(said: str, messages: list[dict]) -> bool:
+    """Whether the template has written arguments as Python prints an object, of its own accord."""
+    shown = [str(function["arguments"]) for message in messages for function in functions(message) if function.get("arguments")]
+    return any(form in said and not any(form in message["content"] for message in messages) for form in shown)
+
+
+def _applied(tokenizer, messages: list[dict], tools, generation: bool) -> str:
     from jinja2 import TemplateError, TemplateSyntaxError
 
     if not tokenizer.chat_template:
@@ -36,7 +64,7 @@ def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
     if "strftime_now" in template:
         template = _PINNED + template
     try:
-        return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, chat_template=template,
+        return tokenizer.apply_chat_template(messages, tools=list(tools) if tools else None, chat_template=template,
                                              tokenize=False, add_generation_prompt=generation)
     except TemplateSyntaxError as error:
         raise UsageError(f"the chat template is no template: {error}", where=str(tokenizer.name_or_path)) from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .bad_rows import BadRow, kind, text
+from . import strict_json
+from .bad_rows import BadRow, kind, shown, text
 from .tables import nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -52,14 +53,46 @@ def _message(turn: object, number: int) -> dict:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
-                shown = part.get("type") if isinstance(part, dict) else part
-                raise BadRow(f"'content'{of} has a part that is no text: {shown!r}", "text parts only; images and sound cannot be trained on")
+                found = part.get("type") if isinstance(part, dict) else part
+                raise BadRow(f"'content'{of} has a part that is no text: {found!r}", "text parts only; images and sound cannot be trained on")
         turn = {**turn, "content": "".join(text(part, "text", empty=True, of=of) for part in content)}
-    if role == "assistant" and turn.get("tool_calls"):
-        text(turn, "content", empty=True, of=of)
-    else:
-        text(turn, "content", of=of, empty=role == "tool")
-    return {key: value for key, value in turn.items() if key != "weight" and value is not None}
+    said = {key: value for key, value in turn.items() if key not in ("weight", "tool_calls") and value is not None}
+    calls = turn.get("tool_calls") or []  # an empty list is none, and templates ask whether there is one
+    said["content"] = text(turn, "content", of=of, empty=role == "tool" or role == "assistant" and bool(calls))
+    return {**said, "tool_calls": _tool_calls(calls, of)} if calls else said
+
+
+def _tool_calls(calls: object, of: str) -> list[dict]:
+    """The calls of a message as templates expect them: arguments are an object, which OpenAI writes as JSON text."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRow(f"'tool_calls'{of} is no list of objects", '[{"function": {"name": "...", "arguments": {...}}}]')
+    return [_tool_call(call, f" of tool call {number}{of}") for number, call in enumerate(calls, 1)]
+
+
+def _tool_call(call: dict, of: str) -> dict:
+    function = call.get("function", call)  # some sets leave the object between out, as templates allow
+    if not isinstance(function, dict):
+        raise BadRow(f"'function'{of} is {shown(function)}, not an object", '{"name": "...", "arguments": {...}}')
+    text(function, "name", of=of)
+    if "arguments" in function:
+        function = {**function, "arguments": _arguments(function["arguments"], of)}
+    return {**call, "function": function} if "function" in call else function
+
+
+def functions(message: dict) -> list[dict]:
+    """The functions that a message calls: name, and arguments as an object."""
+    return [call.get("function", call) for call in message.get("tool_calls", ())]
+
+
+def _arguments(value: object, of: str) -> dict:
+    if isinstance(value, str):
+        try:
+            value = strict_json.value(value)
+        except BadRow as bad:
+            raise BadRow(f"'arguments'{of} is text that is no JSON object: {bad.reason}", bad.cure) from None
+    if not isinstance(value, dict):
+        raise BadRow(f"'arguments'{of} is {shown(value)}, not an object", '"arguments": {"city": "Rome"}')
+    return value
 
 
 def _check_order(roles: list[str]) -> None:

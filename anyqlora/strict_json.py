@@ -46,6 +46,14 @@ def _line(raw: bytes, name: str, number: int) -> dict:
     return _object(value, f"{name}:{number}:{start + 1}")
 
 
+def value(text: str) -> object:
+    """The one JSON value that `text` is. Raises BadRow, of which nobody knows the place."""
+    found, end = _decoded(text, _SPACE.match(text).end(), lambda position: "", "")
+    if _SPACE.match(text, end).end() < len(text):
+        raise BadRow("more than one JSON value", "one value")
+    return found
+
+
 def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
     """("file:line", row) of a file that is one JSON list; a BadRow instead of a row that is none. Nothing follows a break."""
     try:

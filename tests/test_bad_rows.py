@@ -77,6 +77,28 @@ TALKS = {
     "nothing learned": (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}', "no assistant turn is learned"),
     "tools are text": (b'{"tools": "x", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "'tools' is a string"),
 }
+
+
+def calls(raw):
+    return b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": %s}]}' % raw
+
+
+def arguments(raw):
+    return calls(b'[{"function": {"name": "w", "arguments": %s}}]' % raw)
+
+
+TALKS |= {
+    "tool calls are text": (calls(b'"w"'), "'tool_calls' of message 2 is no list of objects"),
+    "a tool call that is text": (calls(b'["w"]'), "'tool_calls' of message 2 is no list of objects"),
+    "a function that is text": (calls(b'[{"function": "w"}]'), "'function' of tool call 1 of message 2 is a string, not an object"),
+    "a tool call without a name": (calls(b'[{"function": {"arguments": {}}}]'), "no 'name' of tool call 1 of message 2"),
+    "arguments that break off": (arguments(b'"{"'), "'arguments' of tool call 1 of message 2 is text that is no JSON object: the JSON breaks off"),
+    "arguments that are no JSON": (arguments(b'"city=Rome"'), "is text that is no JSON object: not JSON: Expecting value"),
+    "arguments with more behind": (arguments(b'"{} {}"'), "is text that is no JSON object: more than one JSON value"),
+    "arguments with NaN": (arguments(b'"{\\"n\\": NaN}"'), "is text that is no JSON object: NaN is not JSON"),
+    "arguments that are a list": (arguments(b'"[1]"'), "'arguments' of tool call 1 of message 2 is a list, not an object"),
+    "arguments that are a number": (arguments(b"4"), "is a number, not an object"),
+}
 FILES = {
     "empty": ("a.jsonl", b"", "a.jsonl: no rows: the file is empty"),
     "only blank lines": ("a.jsonl", b"\n\n \n", "no rows"),
