@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .bad_rows import BadRow
-from .examples import Example
+from .examples import LEFT_OUT, Example
 from .terminal import printable
 from .tokenizer import marks, spell
 
@@ -79,7 +79,13 @@ def findings(report: dict) -> list[str]:
         found[f"{kind} cut to {report['context_length']} tokens"] = report.get(part, {}).get("truncated")
         found[f"{kind} of which nothing is learned"] = report.get(part, {}).get("fully_masked")
     found |= {"duplicate rows": report.get("duplicates"), "held-out rows that are trained on": report.get("overlap")}
-    return [f"{what}: {some['count']}, the first is {some['first'][0]}" for what, some in found.items() if some and some["count"]]
+    counted = [f"{what}: {some['count']}, the first is {some['first'][0]}" for what, some in found.items() if some and some["count"]]
+    return counted + [line for source in report.get("sources", []) + report.get("eval_sources", []) for line in _of_source(source)]
+
+
+def _of_source(source: dict) -> list[str]:
+    left_out = {name.removesuffix(LEFT_OUT).replace("_", " "): count for name, count in source.items() if name.endswith(LEFT_OUT)}
+    return [f"{what} that the chat template leaves out: {count}, in {source['name']}" for what, count in left_out.items()]
 
 
 def runs(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 
 from .bad_rows import BadRow
-from .conversations import Talk, functions
+from .conversations import Talk, functions, tool_name
 from .errors import UsageError
 from .tokenizer import Document
 
+REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes one for the other
 # Llama 3's template and others write today's date into the system turn: a run that is resumed tomorrow would read other tokens.
 _PINNED = ("{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | "
            "replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') | replace('%a', 'Fri') | "
@@ -77,7 +79,7 @@ def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:
     takes the reasoning out of them). `marks` are the tokens that may end a turn.
 
     What is rendered up to a turn must be the beginning of what is rendered with it: then the model is trained on what it sees
-    when it is asked. Raises UsageError for a template where it is not.
+    when it is asked. Raises UsageError for a template where it is not, BadRow for a learned tool call that the template does not write.
     """
     turns = []
     for number in sorted(talk.learned):
@@ -86,6 +88,7 @@ def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:
         if not whole.startswith(prompt):
             raise UsageError(_not_a_prefix(tokenizer, prompt, whole), where=str(tokenizer.name_or_path),
                              cure="another chat template (tokenizer_config.json or chat_template.jinja), or rows with prompt and completion")
+        _check_calls(talk.messages[number], number + 1, whole[len(prompt):])
         turns.append((prompt, *_until_end(whole[len(prompt):], marks)))
     parts, done = [], ""
     for prompt, said, rest, _ in turns:
@@ -101,9 +104,49 @@ def _document(parts: tuple[tuple[str, bool], ...], end: str) -> Document:
     return Document(parts if end and parts[-1][0] else parts[:-1], rendered=True, end=end)
 
 
-def lost(talk: Talk, rendered: str) -> list[str]:
-    """Roles whose words the template left out."""
-    return [m["role"] for m in talk.messages[:max(talk.learned)] if m["role"] != "assistant" and m.get("content", "").strip() not in rendered]
+def _check_calls(message: dict, number: int, said: str) -> None:
+    """Raises BadRow for a call that is not in what is said: the model would learn to say nothing."""
+    for function in functions(message):
+        if function["name"] not in said:
+            raise BadRow(f"the chat template does not write the call of {function['name']!r} in message {number}",
+                         "the template of a model that calls tools, or rows without tool calls")
+
+
+def lost(talk: Talk, documents: list[Document]) -> list[str]:
+    """What the template left out of what the model sees and learns, one name for each message.
+
+    Of the assistant only learned turns count: templates take the reasoning out of earlier ones on purpose.
+    """
+    seen = _squeezed("".join(part for part, _ in documents[-1].parts))
+    before = talk.messages[:max(talk.learned)]
+    found = [f"{m['role']}_messages" for m in before if m["role"] != "assistant" and not _is_in(m["content"], seen)]
+    if not all(_is_in(tool_name(tool), seen) for tool in talk.tools or ()):
+        found.append("tools")
+    found += ["tool_calls" for message in before if not all(_is_in(function["name"], seen) for function in functions(message))]
+    for number, (prompt, said) in zip(sorted(talk.learned), _learned(documents), strict=True):
+        message = talk.messages[number]
+        words = {"assistant_messages": message["content"], "reasoning": next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")}
+        found += [name for name, text in words.items() if text not in said and not _is_in(text, _squeezed(prompt + said), _squeezed(prompt))]
+    return found
+
+
+def _learned(documents: list[Document]) -> Iterator[tuple[str, str]]:
+    """(the text before it, what is said) of each learned turn."""
+    for document in documents:
+        for number, (part, learned) in enumerate(document.parts):
+            if learned:
+                yield "".join(text for text, _ in document.parts[:number]), part
+
+
+def _is_in(words: str, text: str, before: str = "") -> bool:
+    """Whether a template has written words, as they are or inside of JSON, in squeezed `text` once more than in `before`."""
+    forms = (_squeezed(words), _squeezed(json.dumps(words, ensure_ascii=False)[1:-1]))
+    return not forms[0] or any(text.count(form) > before.count(form) for form in forms)
+
+
+def _squeezed(text: str) -> str:
+    """Without white space, which templates add and take away."""
+    return "".join(text.split())
 
 
 def _until_end(turn: str, marks: tuple[str, ...]) -> tuple[str, str, str]:

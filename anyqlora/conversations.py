@@ -79,6 +79,12 @@ def _tool_call(call: dict, of: str) -> dict:
     return {**call, "function": function} if "function" in call else function
 
 
+def tool_name(tool: dict) -> str:
+    """What a tool's JSON schema calls it; "" where it has no name."""
+    function = tool.get("function", tool)
+    return str(function.get("name") or "") if isinstance(function, dict) else ""
+
+
 def functions(message: dict) -> list[dict]:
     """The functions that a message calls: name, and arguments as an object."""
     return [call.get("function", call) for call in message.get("tool_calls", ())]

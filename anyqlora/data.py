@@ -197,7 +197,8 @@ def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Examp
     part = examples.read(config, spec, tokenizer, held_out=True)
     bad = examples.skipped(config, part, can_skip=False)
     rows = [example for example, _ in part.found]
-    return rows, {"context_length": config.context_length, "skipped": audit.skipped(bad), "held_out": audit.survey(rows, tokenizer)}
+    return rows, {"context_length": config.context_length, "sources": part.sources, "skipped": audit.skipped(bad),
+                  "held_out": audit.survey(rows, tokenizer)}
 
 
 def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[int], str]]) -> None:

@@ -18,6 +18,7 @@ from .terminal import printable
 from .tokenizer import WHOLE, Document, Tokens, marks, tokenize
 
 LISTED = 20  # bad rows in one message
+LEFT_OUT = "_not_in_template"  # ends the count of what a chat template has not written
 DIALOGUES = "rows_of_human_and_assistant"  # of raw text
 _CHUNK = 1000  # rows tokenised at a time: enough for the tokenizer's threads
 _CHARACTERS = 64  # per token of context: no text that people write has more, and a line of 10 MB costs no time
@@ -135,8 +136,7 @@ def _documents(tokenizer, meant: formats.Text | Talk, added: dict[str, bool], co
         return [Document(meant.parts, end=eos if meant.parts[-1][0].endswith(eos) else "")]
     documents = chat_template.documents(tokenizer, meant, tuple(added))
     counts["conversations_split_by_turn"] += len(documents) > 1
-    for role in chat_template.lost(meant, "".join(part for part, _ in documents[-1].parts)):
-        counts[f"{role}_messages_not_in_template"] += 1
+    counts.update(f"{what}{LEFT_OUT}" for what in chat_template.lost(meant, documents))
     return documents
 
 

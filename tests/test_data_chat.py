@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from data_fixtures import CHATML, DATED, LLAMA3, NO_PREFIX, STRICT, THINK, byte_level, metaspace, settings, write
+from data_fixtures import CHATML, DATED, LLAMA3, NO_PREFIX, STRICT, THINK, TOOLS, byte_level, metaspace, settings, write
 
-from anyqlora import data, errors
+from anyqlora import audit, data, errors
 from anyqlora.examples import prompt_ids
 
 WORDS = ["Hello", " there", "\n", "four", " is", " it", "?", "日本", " 2", "quick", "."]
@@ -99,12 +99,12 @@ def test_roles_the_template_refuses_are_bad_rows(tmp_path):
 
 
 def test_system_and_tool_turns_are_never_learned(tmp_path):
-    tokens = byte_level(CHATML)
+    tokens = byte_level(TOOLS)
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"},
-                    {"role": "assistant", "content": "I ask.", "tool_calls": [{"function": {"name": "add"}}]},
+                    {"role": "assistant", "content": "I ask.", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
                     {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}]
     read = prepared(tmp_path, tokens, conversation)
-    assert learned(read.train[0], tokens) == ["I ask.<|im_end|>", "It is 4.<|im_end|>"]
+    assert learned(read.train[0], tokens) == ['I ask.<tool_call>{"name": "add", "arguments": {}}</tool_call><|im_end|>', "It is 4.<|im_end|>"]
 
 
 def test_a_turn_of_weight_zero_is_not_learned(tmp_path):
@@ -144,6 +144,7 @@ def test_a_template_that_leaves_the_system_turn_out_is_counted(tmp_path):
     tokens = byte_level("{% for m in messages if m.role != 'system' %}" + CHATML.split("%}", 1)[1])
     read = prepared(tmp_path, tokens, talk(random.Random(8), 1, system=True), talk(random.Random(8), 1))
     assert read.report["sources"][0]["system_messages_not_in_template"] == 1
+    assert audit.findings(read.report) == [f"system messages that the chat template leaves out: 1, in {tmp_path / 'rows.jsonl'}"]
 
 
 def test_sharegpt_and_openai_rows_mean_the_same(tmp_path):

@@ -1,8 +1,12 @@
 """Tool calls through the tokenizer's own template: what is learned is what the model has to write."""
 
 import pytest
-from data_fixtures import TOOLS, byte_level
+from data_fixtures import CHATML, NO_PREFIX, THINK, TOOLS, byte_level, settings, write
 from test_data_chat import learned, prepared
+
+from anyqlora import audit, data, errors
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "What it is like.", "parameters": {}}}
 
 
 def call(arguments, content=None, **more):
@@ -45,3 +49,38 @@ def test_a_call_without_an_object_around_its_function(tmp_path):
     tokens = byte_level(TOOLS.replace("call.function.", "call."))
     turns = [{"role": "user", "content": "And now?"}, {"role": "assistant", "tool_calls": [{"name": "weather", "arguments": "{\"n\": 2}"}]}]
     assert learned(prepared(tmp_path, tokens, turns).train[0], tokens) == ['<tool_call>{"name": "weather", "arguments": {"n": 2}}</tool_call><|im_end|>']
+
+
+def test_a_learned_call_that_the_template_does_not_write_is_a_bad_row(tmp_path):
+    """Nothing but the end of the turn would be learned."""
+    with pytest.raises(errors.UsageError, match="rows.jsonl:1: the chat template does not write the call of 'weather' in message 2"):
+        prepared(tmp_path, byte_level(CHATML), call("{}"))
+    with pytest.raises(errors.UsageError, match="does not write the call of 'other'"):
+        two = call("{}")
+        two[1]["tool_calls"] += [{"function": {"name": "other", "arguments": "{}"}}]
+        prepared(tmp_path, byte_level(TOOLS.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")), two)
+
+
+REASONS = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1", "reasoning_content": "so"},
+           {"role": "user", "content": "two"}, {"role": "assistant", "content": "<think>hm</think>2"}]
+ASKED = [*call("{}", weight=0), {"role": "tool", "content": '{"sky": "gr\u00e4y"}\n'}, {"role": "assistant", "content": "It rains."}]
+
+
+@pytest.mark.parametrize(("template", "turns", "tools", "expected"), [
+    (TOOLS, ASKED, [WEATHER], {}),
+    (TOOLS.replace("{{ m.content }}", "{{ m.content | tojson if m.role == 'tool' else m.content }}"), ASKED, None, {}),  # Llama 3.1
+    (CHATML, ASKED, [WEATHER], {"tools": 1, "tool_calls": 1}),
+    (CHATML, REASONS, None, {"reasoning": 1}),
+    (THINK, REASONS, None, {}),
+    (NO_PREFIX, [REASONS[0], {"role": "assistant", "content": "<think>\nso</think>1"}], None, {}),  # what is asked has the answer's beginning
+    (THINK.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"), REASONS[2:], None, {"assistant_messages": 1}),
+    (TOOLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), call("{}", "And now?"), None, {"assistant_messages": 1}),
+])
+def test_what_a_template_leaves_out_is_counted_and_told(template, turns, tools, expected, tmp_path):
+    """Of the assistant only what is learned: reasoning that is taken out of earlier turns, and stands in their own examples, is not lost."""
+    path = write(tmp_path / "rows.jsonl", {"messages": turns, "tools": tools})
+    tokens = byte_level(template)
+    report = data.prepare(settings(path), tokens).report
+    assert {name: count for name, count in report["sources"][0].items() if "not_in" in name} == {f"{name}_not_in_template": n for name, n in expected.items()}
+    told = [f"{name.replace('_', ' ')} that the chat template leaves out: {n}, in {path}" for name, n in expected.items()]
+    assert audit.findings(report) == audit.findings(data.read_held_out(settings(path), str(path), tokens)[1]) == told
