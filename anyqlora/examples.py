@@ -35,7 +35,7 @@ class Example:
     prompt: str
     answer: str | None  # text of the last answer; None for raw text
     truncated: bool = False
-    key: str = ""  # hash of the row's content: equal for duplicates
+    key: str = ""  # hash of the row's text: equal for duplicates
 
 
 @dataclass
@@ -113,7 +113,8 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
             try:
                 meant = formats.understand(row.value, name, config.prompt_format)
                 counts[DIALOGUES] += name == "text" and len(meant.parts) > 1
-                documents += [(row.where, _key(meant), document) for document in _documents(tokenizer, meant, added, counts)]
+                said = _documents(tokenizer, meant, added, counts)
+                documents += [(row.where, _key(said), document) for document in said]
             except BadRow as bad:
                 source.bad.append(BadRow(bad.reason, bad.cure, row.where))
         limit = _CHARACTERS * config.context_length
@@ -140,9 +141,9 @@ def _documents(tokenizer, meant: formats.Text | Talk, added: dict[str, bool], co
     return documents
 
 
-def _key(meant: formats.Text | Talk) -> str:
-    content = meant.parts if isinstance(meant, formats.Text) else [meant.messages, meant.tools]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _key(documents: list[Document]) -> str:
+    """The same for rows that the model sees as the same text, whatever else they carry: ids, other columns."""
+    return hashlib.sha256(json.dumps(["".join(part for part, _ in document.parts) for document in documents]).encode()).hexdigest()
 
 
 def _shortened(document: Document, limit: int) -> Document:

@@ -1,6 +1,7 @@
 """Files, directories, the hub and weights; each format as every kind of file."""
 
 import csv
+import datetime
 import json
 import subprocess
 import sys
@@ -183,6 +184,24 @@ def test_held_out_rows_that_are_trained_on_are_found(tmp_path):
     write(tmp_path / "test.jsonl", {"prompt": "new", "completion": " x"}, {**ROWS[4], "id": 3})
     read = data.prepare(settings(tmp_path / "train.jsonl", eval_dataset=str(tmp_path / "test.jsonl")), byte_level())
     assert read.report["overlap"] == {"count": 1, "first": [f"{tmp_path / 'test.jsonl'}:2"]}
+
+
+def test_what_messages_carry_beside_their_words_hides_no_duplicate(tmp_path):
+    """Ids and times of messages, which chat logs have and Parquet keeps as times."""
+    def row(number):
+        turns = [{"role": "user", "content": f"q{number % 20}"}, {"role": "assistant", "content": f"a{number % 20}"}]
+        return {"messages": [{**turn, "id": number, "at": datetime.datetime(2026, 1, 1 + number % 28, number // 28)} for turn in turns]}
+
+    read = data.prepare(settings(as_file(tmp_path / "a.parquet", [row(i) for i in range(80)]), eval_fraction=0.25), byte_level())
+    assert len(read.held_out) == 20 and len(read.train) == 60 and not {e.prompt for e in read.train} & {e.prompt for e in read.held_out}
+    assert read.report["duplicates"]["count"] == 45 and read.report["overlap"]["count"] == 0
+
+
+def test_the_same_text_is_a_duplicate_wherever_its_answer_begins(tmp_path):
+    write(tmp_path / "train.jsonl", {"prompt": "2 + 2", "completion": " = 4"}, {"prompt": "3 + 3", "completion": " = 6"})
+    write(tmp_path / "test.jsonl", {"text": "2 + 2 = 4"})
+    read = data.prepare(settings(tmp_path / "train.jsonl", eval_dataset=str(tmp_path / "test.jsonl")), byte_level())
+    assert read.report["overlap"]["count"] == 1 and read.report["duplicates"]["count"] == 0
 
 
 def test_dummy_is_made_here():
