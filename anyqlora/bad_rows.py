@@ -10,6 +10,14 @@ class BadRow(Exception):
         super().__init__(reason)
         self.reason, self.cure, self.where = reason, cure, where
 
+    def at(self, where: str) -> BadRow:
+        """The same, of a row whose place is known now."""
+        return type(self)(self.reason, self.cure, where)
+
+
+class LongRow(BadRow):
+    """A row that is longer than the context: on_long_row says what becomes of it, on_bad_row of the others."""
+
 
 def kind(value: object) -> str:
     """The JSON name of a value's type."""

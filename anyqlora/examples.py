@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import chat_template, formats, sources
-from .bad_rows import BadRow
+from .bad_rows import BadRow, LongRow
 from .config import AUTO, TrainConfig
 from .conversations import Talk
 from .errors import UsageError
@@ -65,11 +65,13 @@ def read(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> Part:
 def skipped(config: TrainConfig, *parts: Part, can_skip: bool = True) -> list[BadRow]:
     """The bad rows of all parts, which are passed over. Raises UsageError where they are not to be, and for a part that has no others.
 
-    `can_skip` is whether the one who reads the error has --on_bad_row.
+    `can_skip` is whether the one who reads the error has --on_bad_row and --on_long_row.
     """
     bad = [row for part in parts for row in part.bad]
-    if bad and config.on_bad_row == "error":
-        raise refusal(bad, "; or --on_bad_row skip" if can_skip else "")
+    refused = [row for row in bad if (config.on_long_row if isinstance(row, LongRow) else config.on_bad_row) == "error"]
+    if refused:
+        flags = dict.fromkeys("--on_long_row skip" if isinstance(row, LongRow) else "--on_bad_row skip" for row in refused)
+        raise refusal(refused, f"; or {' and '.join(flags)}" if can_skip else "")
     for part in parts:
         if part.spec and not part.found:
             raise UsageError("no row can be used", where=part.spec,
@@ -116,7 +118,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
                 said = _documents(tokenizer, meant, added, counts)
                 documents += [(row.where, _key(said), document) for document in said]
             except BadRow as bad:
-                source.bad.append(BadRow(bad.reason, bad.cure, row.where))
+                source.bad.append(bad.at(row.where))
         limit = _CHARACTERS * config.context_length
         short = [_shortened(document, limit) for _, _, document in documents]
         for (where, key, document), shortened, tokens in zip(documents, short, tokenize(tokenizer, short), strict=True):
@@ -124,7 +126,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
                 found.append(_example(config, where, key, document, tokens, document is not shortened))
                 counts[tokens.way] += 1
             except BadRow as bad:
-                source.bad.append(BadRow(bad.reason, bad.cure, where))
+                source.bad.append(bad.at(where))
     del counts[WHOLE]
     return found, {"format": name, **+counts}
 
@@ -165,7 +167,7 @@ def _example(config: TrainConfig, where: str, key: str, document: Document, toke
     truncated = kept < length
     size = f"more than {length}" if shortened else str(length)
     if truncated and config.on_long_row != "truncate":
-        raise BadRow(f"{size} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate")
+        raise LongRow(f"{size} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate")
     learned = np.array(tokens.learned[:kept], bool)
     if not learned[1:].any():
         why = f"the prompt ({tokens.prompt} tokens) fills the context of {context}" if truncated else "there is no token to learn"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from data_fixtures import byte_level, composing, metaspace, settings, write
 
-from anyqlora import data, errors, tokenizer
+from anyqlora import audit, data, errors, tokenizer
 from anyqlora.formats import ALPACA
 
 PIECES = ["The", " quick", "\n", "\n\n", " ", "  ", "Answer:", "é", "日本", "😀", "four", ".", " it", "1", "2", "'s", "\t", "sleeps", "a" * 9]
@@ -91,10 +91,26 @@ def test_a_row_that_fits_exactly_is_not_cut(tmp_path):
         one(row, tmp_path, byte_level(), context_length=len(whole.ids) - 1, on_long_row="error")
 
 
-def test_on_long_row_skip_lists_the_row(tmp_path):
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 600}]
-    with pytest.raises(errors.UsageError, match=r"rows.jsonl:2: 1\d+ tokens"):
-        data.prepare(settings(write(tmp_path / "rows.jsonl", *rows), on_long_row="skip"), byte_level())
+LONG = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " * 600}]
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_on_long_row_says_what_becomes_of_long_rows_alone(on_bad_row, tmp_path):
+    path = write(tmp_path / "rows.jsonl", *LONG)
+    read = data.prepare(settings(path, on_long_row="skip", on_bad_row=on_bad_row), byte_level())
+    assert [example.where for example in read.train] == [f"{path}:1"] and [bad["where"] for bad in read.report["skipped"]] == [f"{path}:2"]
+    assert "1202 tokens, over the context of 512" in audit.findings(read.report)[0]
+    with pytest.raises(errors.UsageError, match=r"rows.jsonl:2: 1202 tokens.*\n.*--on_long_row truncate; or --on_long_row skip$"):
+        data.prepare(settings(path, on_long_row="error", on_bad_row=on_bad_row), byte_level())
+
+
+@pytest.mark.parametrize("on_long_row", ["truncate", "skip"])
+def test_on_bad_row_says_what_becomes_of_the_others(on_long_row, tmp_path):
+    path = write(tmp_path / "rows.jsonl", *LONG, {"prompt": "a", "completion": ""})
+    with pytest.raises(errors.UsageError, match=r"rows.jsonl:3: 'completion' is empty\n.*; or --on_bad_row skip$"):
+        data.prepare(settings(path, on_long_row=on_long_row), byte_level())
+    with pytest.raises(errors.UsageError, match="(?s)2 rows cannot be used.*jsonl:3.*jsonl:2.*; or --on_bad_row skip and --on_long_row skip$"):
+        data.prepare(settings(path, on_long_row="error"), byte_level())
 
 
 def test_alpaca_text_is_the_published_one(tmp_path):

@@ -398,7 +398,7 @@ def test_what_becomes_of_the_rows(tmp_path):
     assert longer["train"]["truncated"]["count"] == 0 and 96 < longer["train"]["longest"] < report("alpaca", on_bad_row="skip", context_length=400)["train"]["longest"]
     assert report("short", prompt_format="plain", on_bad_row="skip", on_long_row="skip")["train"]["examples"] == 1
     with pytest.raises(UsageError, match="rows.jsonl:2: .*over the context of 96"):
-        report("long", prompt_format="plain", on_long_row="error")
+        report("long", prompt_format="plain", on_bad_row="skip", on_long_row="error")
 
 
 @shows("dataset_samples", "num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "packing", "log_every_n_steps", "save_steps", "keep")
