@@ -44,6 +44,11 @@ def text(row: dict, key: str, *, empty: bool = False, of: str = "") -> str:
         raise BadRow(f"{named} is {shown(value)}, not text", f'"{key}": "..."')
     if not empty and not value.strip():
         raise BadRow(f"{named} is empty", "fill it in, or delete the row")
+    return writable(value, named)
+
+
+def writable(value: str, named: str) -> str:
+    """The text itself. Raises BadRow where a tokenizer cannot have it."""
     if "\0" in value:
         raise BadRow(f"{named} holds a NUL character", "delete the character")
     try:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 
-from .bad_rows import BadRow
+from .bad_rows import BadRow, writable
 from .conversations import Talk, functions, tool_name
 from .errors import UsageError
 from .tokenizer import Document
@@ -59,19 +59,29 @@ def _shows_python(said: str, messages: list[dict]) -> bool:
 def _applied(tokenizer, messages: list[dict], tools, generation: bool) -> str:
     from jinja2 import TemplateError, TemplateSyntaxError
 
-    if not tokenizer.chat_template:
-        raise UsageError("the tokenizer has no chat template, and the rows are conversations", where=str(tokenizer.name_or_path),
-                         cure="an instruct model's tokenizer, or rows with prompt and completion")
-    template = tokenizer.get_chat_template(tools=tools)
+    template = _template(tokenizer, tools)
     if "strftime_now" in template:
         template = _PINNED + template
     try:
-        return tokenizer.apply_chat_template(messages, tools=list(tools) if tools else None, chat_template=template,
+        said = tokenizer.apply_chat_template(messages, tools=list(tools) if tools else None, chat_template=template,
                                              tokenize=False, add_generation_prompt=generation)
     except TemplateSyntaxError as error:
         raise UsageError(f"the chat template is no template: {error}", where=str(tokenizer.name_or_path)) from None
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise BadRow(f"the chat template refuses it: {error}", "roles and keys that the model's template knows") from None
+    return writable(said, "what the chat template writes")
+
+
+def _template(tokenizer, tools) -> str:
+    """The tokenizer's template, of several that for tools or the default one. Raises UsageError where there is none such."""
+    found = tokenizer.chat_template
+    if not found:
+        raise UsageError("the tokenizer has no chat template, and the rows are conversations", where=str(tokenizer.name_or_path),
+                         cure="an instruct model's tokenizer, or rows with prompt and completion")
+    if isinstance(found, dict) and not {"default", *(["tool_use"] if tools else [])} & found.keys():
+        raise UsageError(f"the tokenizer has several chat templates ({', '.join(sorted(found))}), and none is called 'default'",
+                         where=str(tokenizer.name_or_path), cure="name the one to take 'default' in tokenizer_config.json")
+    return tokenizer.get_chat_template(tools=tools)
 
 
 def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:

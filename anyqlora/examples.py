@@ -82,11 +82,15 @@ def skipped(config: TrainConfig, *parts: Part, can_skip: bool = True) -> list[Ba
 def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
     """The tokens with which a model is asked that was trained on rows of this style (chat, alpaca or plain).
 
-    `asked` is a question, or for chat perhaps the messages so far. Raises UsageError without a chat template.
+    `asked` is a question, or for chat perhaps the messages so far. Raises UsageError without a chat template, and for what it refuses.
     """
     if style == "chat":
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        document = Document(((chat_template.render(tokenizer, messages, generation=True), False), ("", True)), rendered=True)
+        try:
+            prompt = chat_template.render(tokenizer, messages, generation=True)
+        except BadRow as bad:
+            raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
+        document = Document(((prompt, False), ("", True)), rendered=True)
     else:
         document = Document(((formats.ALPACA.format(instruction=asked) if style == "alpaca" else asked, False), ("", True)))
     found = tokenize(tokenizer, [document])[0]

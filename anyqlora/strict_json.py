@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from .bad_rows import BadRow, kind
 
-_CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(-?\b(?:NaN|Infinity)\b)')
+_CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(-?(?:NaN|Infinity))')
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 

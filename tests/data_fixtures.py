@@ -46,7 +46,7 @@ DATED = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
 STRICT = ("{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML)
 
 
-def _wrapped(tokenizer: Tokenizer, template: str | None):
+def wrapped(tokenizer: Tokenizer, template: str | dict | None):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
                                                 additional_special_tokens=SPECIALS[3:], chat_template=template)
 
@@ -59,7 +59,7 @@ def byte_level(template: str | None = CHATML):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False))
-    return _wrapped(tokenizer, template)
+    return wrapped(tokenizer, template)
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def metaspace(template: str | None = None):
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(SPECIALS)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return _wrapped(tokenizer, template)
+    return wrapped(tokenizer, template)
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def composing():
     """A byte-level BPE that composes characters (NFC): prompt and answer can share one."""
     tokenizer = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
     tokenizer.normalizer = normalizers.NFC()
-    return _wrapped(tokenizer, None)
+    return wrapped(tokenizer, None)
 
 
 def settings(dataset, **more) -> config.TrainConfig:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from data_fixtures import CHATML, DATED, LLAMA3, NO_PREFIX, STRICT, THINK, TOOLS, byte_level, metaspace, settings, write
+from data_fixtures import CHATML, DATED, LLAMA3, NO_PREFIX, STRICT, THINK, TOOLS, byte_level, metaspace, settings, wrapped, write
 
 from anyqlora import audit, data, errors
 from anyqlora.examples import prompt_ids
@@ -178,3 +178,22 @@ def test_a_question_has_the_tokens_that_the_rows_had(style, tmp_path):
     assert prompt_ids(tokens, "What is 2?", style) == read.train[0].prompt_ids.tolist()
     if style == "chat":
         assert prompt_ids(tokens, [{"role": "user", "content": "What is 2?"}], style) == read.train[0].prompt_ids.tolist()
+
+
+def test_of_several_templates_the_one_for_tools_or_the_default_one_is_taken(tmp_path):
+    tokens, conversation = byte_level().backend_tokenizer, talk(random.Random(12), 1)
+    row = {"messages": conversation, "tools": [{"name": "add"}]}
+    for templates, fits, refused in (({"default": CHATML, "tool_use": TOOLS}, [row, {"messages": conversation}], []),
+                                     ({"tool_use": TOOLS}, [row], [{"messages": conversation}]), ({"rag": CHATML}, [], [row, {"messages": conversation}])):
+        several = wrapped(tokens, templates)
+        for wanted in fits:
+            example = data.prepare(settings(write(tmp_path / "rows.jsonl", wanted)), several).train[0]
+            assert ("system" in example.prompt) == ("tools" in wanted)
+        for wanted in refused:
+            with pytest.raises(errors.UsageError, match=r"several chat templates \((tool_use|rag)\), and none is called 'default'"):
+                data.prepare(settings(write(tmp_path / "rows.jsonl", wanted)), several)
+
+
+def test_a_question_that_the_template_cannot_write_is_refused():
+    with pytest.raises(errors.UsageError, match="this cannot be asked: what the chat template writes holds half of a surrogate pair at character 22"):
+        prompt_ids(byte_level(CHATML), "What\udcff", "chat")
