@@ -253,11 +253,50 @@ def _parquet(path: Path, source: Source) -> None:
     from pyarrow import parquet
 
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            source.rows += [Row(value, f"{path}:{number}") for number, value in enumerate(batch.to_pylist(), len(source.rows) + 1)]
+        with parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise UsageError(f"a column is there twice: {', '.join(map(repr, names))}", where=str(path), cure="one name for each column")
+            for batch in table.iter_batches():
+                _add_batch(batch, path, source)
     except pyarrow.ArrowException as error:
         raise UsageError(f"not Parquet: {str(error).splitlines()[0]}", where=str(path),
                          cure="write it anew, or name it by what it is") from None
+
+
+def _add_batch(batch, path: Path, source: Source) -> None:
+    before = len(source.rows) + len(source.bad)
+    try:
+        values = batch.to_pylist()
+    except (ValueError, OverflowError):  # one that Python cannot have, of which the error does not say the row
+        values = [_alone(batch.slice(number, 1)) for number in range(batch.num_rows)]
+    for number, value in enumerate(values, before + 1):
+        where = f"{path}:{number}"
+        if isinstance(value, BadRow):
+            source.bad.append(value.at(where))
+        else:
+            source.rows.append(Row(_without_nulls(value), where))
+
+
+def _alone(batch) -> dict | BadRow:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return BadRow(f"text that is not UTF-8: byte 0x{error.object[error.start]:02x}", "write the file anew from UTF-8 text")
+    except (ValueError, OverflowError) as error:
+        return BadRow(f"a value that cannot be read: {error}", "a value that fits, or leave the column out")
+
+
+def _without_nulls(value: object, inside: bool = False) -> object:
+    """Without the nulls that Parquet puts into tools and tool calls: all of a column have the keys of each.
+
+    A null that somebody wrote there looks the same, and is left out, too.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(item, inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(item, inside or key in ("tools", "tool_calls")) for key, item in value.items() if not inside or item is not None}
 
 
 READERS = {".jsonl": _json, ".json": _json, ".ndjson": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}

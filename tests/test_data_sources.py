@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 
 import local_hub
+import numpy
 import pyarrow
 import pytest
 from data_fixtures import byte_level, settings, write
@@ -41,6 +42,42 @@ def test_the_same_rows_from_any_kind_of_file(name, tmp_path):
     assert read.identity == reference.identity
     first = {"a.json": 2, "a.csv": 2, "a.tsv": 2}.get(name, 1)
     assert read.train[0].where == f"{tmp_path / name}:{first}"
+
+
+def not_utf8(*values):
+    """A column of text with these bytes, which pyarrow does not look at."""
+    ends = numpy.cumsum([0, *map(len, values)], dtype=numpy.int32)
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(values), [None, pyarrow.py_buffer(ends.tobytes()), pyarrow.py_buffer(b"".join(values))])
+
+
+@pytest.mark.parametrize(("bad", "reason"), [
+    (lambda: not_utf8(b"a", b"caf\xe9", b"c"), "text that is not UTF-8: byte 0xe9"),
+    (lambda: pyarrow.array([1, 2**30, 3], pyarrow.int32()).cast(pyarrow.date32()), "a value that cannot be read: "),
+])
+def test_a_value_of_parquet_that_cannot_be_read_is_a_bad_row(bad, reason, tmp_path):
+    columns = {"prompt": ["What", "is", "it?"], "completion": ["a", "b", "c"], "other": bad()}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(errors.UsageError, match=f"a.parquet:2: {reason}"):
+        data.prepare(settings(tmp_path / "a.parquet"), byte_level())
+    read = data.prepare(settings(tmp_path / "a.parquet", on_bad_row="skip"), byte_level())
+    assert [example.where.rpartition(":")[2] for example in read.train] == ["1", "3"]
+
+
+def test_rows_of_parquet_are_counted_over_its_batches(tmp_path):
+    """pyarrow reads 65,536 rows at a time."""
+    texts = [b"a"] * 65_540
+    texts[10] = texts[65_537] = b"\xe9"
+    parquet.write_table(pyarrow.table({"text": not_utf8(*texts)}), tmp_path / "a.parquet")
+    source = sources.file(tmp_path / "a.parquet")
+    numbers = [[int(row.where.rpartition(":")[2]) for row in found] for found in (source.rows, source.bad)]
+    assert numbers[1] == [11, 65_538] and sorted(numbers[0] + numbers[1]) == list(range(1, 65_541))
+
+
+def test_a_column_that_is_twice_in_parquet_is_refused(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array([text]) for text in "abc"], names=["prompt", "completion", "prompt"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(errors.UsageError, match="a.parquet: a column is there twice: 'prompt', 'completion', 'prompt'"):
+        data.prepare(settings(tmp_path / "a.parquet"), byte_level())
 
 
 def test_lines_are_those_of_an_editor(tmp_path):

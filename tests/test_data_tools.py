@@ -1,12 +1,14 @@
 """Tool calls through the tokenizer's own template: what is learned is what the model has to write."""
 
+import pyarrow
 import pytest
 from data_fixtures import CHATML, NO_PREFIX, THINK, TOOLS, byte_level, settings, write
+from pyarrow import parquet
 from test_data_chat import learned, prepared
 
 from anyqlora import audit, data, errors
 
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "What it is like.", "parameters": {}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "What it is like.", "parameters": {"city": {"type": "string"}}}}
 
 
 def call(arguments, content=None, **more):
@@ -84,3 +86,22 @@ def test_what_a_template_leaves_out_is_counted_and_told(template, turns, tools, 
     assert {name: count for name, count in report["sources"][0].items() if "not_in" in name} == {f"{name}_not_in_template": n for name, n in expected.items()}
     told = [f"{name.replace('_', ' ')} that the chat template leaves out: {n}, in {path}" for name, n in expected.items()]
     assert audit.findings(report) == audit.findings(data.read_held_out(settings(path), str(path), tokens)[1]) == told
+
+
+@pytest.mark.parametrize(("template", "bad"), [(THINK, [REASONS[0], {**REASONS[1], "reasoning_content": "x\ud800"}]), (TOOLS, call('{"city": "x\\ud800"}'))])
+def test_half_a_surrogate_pair_is_found_wherever_the_template_writes_it(template, bad, tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"messages": REASONS[2:]}, {"messages": bad})
+    read = data.prepare(settings(path, on_bad_row="skip"), byte_level(template))
+    assert len(read.train) == 1 and [row["where"] for row in read.report["skipped"]] == [f"{path}:2"]
+    assert "what the chat template writes holds half of a surrogate pair" in read.report["skipped"][0]["reason"]
+
+
+def test_parquet_adds_no_argument_to_a_call(tmp_path):
+    """The reference is the same row as JSON. A column of Parquet has one set of keys for all."""
+    two = call({"city": "Rome"})
+    two[1]["tool_calls"].append({"id": "2", "type": "function", "function": {"name": "other", "arguments": {"n": 2, "at": [{"x": 1}, {"y": 2}]}}})
+    row = {"messages": two, "tools": [WEATHER, {"type": "function", "function": {"name": "other", "parameters": {"n": {"type": "number"}}}}]}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    read = data.prepare(settings(tmp_path / "a.parquet"), byte_level(TOOLS))
+    reference = data.prepare(settings(write(tmp_path / "a.jsonl", row)), byte_level(TOOLS))
+    assert read.identity == reference.identity
