@@ -7,12 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from . import formats
 from .bad_rows import BadRow
 from .examples import LEFT_OUT, Example
+from .tables import nearest
 from .terminal import printable
 from .tokenizer import marks, spell
 
 FIRST = 20  # rows named for each finding
+COLUMNS = 5  # named where they are not used
 
 
 def survey(examples: list[Example], tokenizer) -> dict:
@@ -85,7 +88,18 @@ def findings(report: dict) -> list[str]:
 
 def _of_source(source: dict) -> list[str]:
     left_out = {name.removesuffix(LEFT_OUT).replace("_", " "): count for name, count in source.items() if name.endswith(LEFT_OUT)}
-    return [f"{what} that the chat template leaves out: {count}, in {source['name']}" for what, count in left_out.items()]
+    lines = [f"{what} that the chat template leaves out: {count}, in {source['name']}" for what, count in left_out.items()]
+    columns = unused(source)
+    return [*lines, f"columns that are not used: {columns}, in {source['name']}"] if columns else lines
+
+
+def unused(source: dict) -> str:
+    """The columns that are not used, those first that may be misspelt, then by their rows; "" where all are used."""
+    optional = formats.OPTIONAL.get(source.get("format"), ())
+    columns = [(nearest(name, optional), count, name) for name, count in source.get("unused_columns", {}).items()]
+    columns.sort(key=lambda column: (not column[0], -column[1]))
+    named = [f"{name!r} ({count} rows{meant})" for meant, count, name in columns[:COLUMNS]]
+    return ", ".join(named + [f"{len(columns) - COLUMNS} more"] * (len(columns) > COLUMNS))
 
 
 def runs(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:

@@ -20,8 +20,14 @@ class Talk:
     tools: tuple[dict, ...] | None = None
 
 
+BESIDE = ("system", "tools")  # what a row may have beside its conversation
+
+
 def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
-    """The conversation in `turns`, of which assistant turns from number `first` on are learned. Raises BadRow for disorder."""
+    """The conversation in `turns`, of which assistant turns from number `first` on are learned; the row's "system" stands before it.
+
+    Raises BadRow for disorder.
+    """
     if style in ("alpaca", "plain"):
         raise BadRow(f"a conversation has no {style} form", "--prompt_format chat")
     if not isinstance(turns, list) or not turns:
@@ -38,7 +44,20 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
     tools = row.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow(f"'tools' is a {kind(tools)}, not a list of objects", "tools as JSON schemas")
-    return Talk(tuple(said), frozenset(learned), tuple(tools) if tools else None)
+    before = _system(row, said[0])
+    return Talk((*before, *said), frozenset(number + len(before) for number in learned), tuple(tools) if tools else None)
+
+
+def _system(row: dict, first: dict) -> list[dict]:
+    """The system message that the row has beside its conversation, unless that begins with it."""
+    words = text(row, "system", empty=True)
+    if not words.strip():
+        return []
+    if first["role"] == "user":
+        return [{"role": "system", "content": words}]
+    if first["content"].strip() != words.strip():
+        raise BadRow(f"'system' says something else than the {first['role']} message", "one of the two")
+    return []
 
 
 def _message(turn: object, number: int) -> dict:

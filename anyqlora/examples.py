@@ -112,13 +112,14 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
         return [], {}
     values = [row.value for row in source.rows]
     name = formats.choose(values, source.rows[0].where) if config.dataset_format == AUTO else config.dataset_format
-    found, counts, added = [], Counter(), marks(tokenizer)
+    found, counts, unused, added = [], Counter(), Counter(), marks(tokenizer)
     for start in range(0, len(source.rows), _CHUNK):
         documents = []
         for row in source.rows[start:start + _CHUNK]:
             try:
                 meant = formats.understand(row.value, name, config.prompt_format)
                 counts[DIALOGUES] += name == "text" and len(meant.parts) > 1
+                unused.update(formats.unused(row.value, name, meant))
                 said = _documents(tokenizer, meant, added, counts)
                 documents += [(row.where, _key(said), document) for document in said]
             except BadRow as bad:
@@ -132,7 +133,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
             except BadRow as bad:
                 source.bad.append(bad.at(where))
     del counts[WHOLE]
-    return found, {"format": name, **+counts}
+    return found, {"format": name, **+counts, "unused_columns": dict(unused)}
 
 
 def _documents(tokenizer, meant: formats.Text | Talk, added: dict[str, bool], counts: Counter) -> list[Document]:

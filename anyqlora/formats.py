@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .bad_rows import BadRow, kind, text
-from .conversations import Talk, conversation
+from .conversations import BESIDE, Talk, conversation
 from .errors import UsageError
 from .tables import nearest
 
@@ -30,10 +30,10 @@ class Text:
     parts: tuple[tuple[str, bool], ...]
 
 
-def exchange(prompt: str, answer: str, style: str, question: str) -> Text | Talk:
+def exchange(prompt: str, answer: str, row: dict, style: str, question: str) -> Text | Talk:
     """One prompt and its answer; in chat style `question` is the user's turn instead."""
     if style == "chat":
-        return Talk(({"role": "user", "content": question}, {"role": "assistant", "content": answer}), frozenset([1]))
+        return conversation([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], row, style)
     return Text(((prompt, False), (answer, True)))
 
 
@@ -45,9 +45,9 @@ def alpaca(row: dict, style: str) -> Text | Talk:
     instruction, extra, answer = text(row, "instruction"), text(row, "input", empty=True), text(row, "output")
     question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
     if style == "plain":
-        return exchange(question + "\n\n", answer, style, question)
+        return exchange(question + "\n\n", answer, row, style, question)
     words = ALPACA_INPUT if extra.strip() else ALPACA
-    return exchange(words.format(instruction=instruction, input=extra), answer, style, question)
+    return exchange(words.format(instruction=instruction, input=extra), answer, row, style, question)
 
 
 def prompt_completion(row: dict, style: str) -> Text | Talk:
@@ -57,7 +57,7 @@ def prompt_completion(row: dict, style: str) -> Text | Talk:
             raise BadRow("'prompt' is a list of messages and 'completion' is not", "messages in both, or text in both")
         return conversation([*row["prompt"], *row["completion"]], row, style, first=len(row["prompt"]))
     prompt = text(row, "prompt")
-    return exchange(ALPACA.format(instruction=prompt) if style == "alpaca" else prompt, text(row, "completion"), style, prompt)
+    return exchange(ALPACA.format(instruction=prompt) if style == "alpaca" else prompt, text(row, "completion"), row, style, prompt)
 
 
 def question_answer(row: dict, style: str) -> Text | Talk:
@@ -70,7 +70,7 @@ def question_answer(row: dict, style: str) -> Text | Talk:
         words = joined + "\n\n"
     else:
         words = (QUESTION_CONTEXT if context.strip() else QUESTION).format(question=question, context=context)
-    return exchange(words, answer, style, joined)
+    return exchange(words, answer, row, style, joined)
 
 
 def messages(row: dict, style: str) -> Talk:
@@ -83,7 +83,7 @@ def sharegpt(row: dict, style: str) -> Talk:
     turns = row["conversations"]
     if not isinstance(turns, list):
         raise BadRow(f"'conversations' is a {kind(turns)}, not a list", '[{"from": "human", "value": "..."}, ...]')
-    said = [{"role": "system", "content": text(row, "system")}] if row.get("system") else []
+    said = []
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise BadRow(f"turn {number} is a {kind(turn)}, not an object", '{"from": "human", "value": "..."}')
@@ -129,8 +129,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict, str], Text | Talk]]] =
     "question_answer": (("question", "answer"), question_answer),
     "text": (("text",), raw_text),
 }
-OPTIONAL = {"messages": ("tools",), "sharegpt": ("system", "tools"), "alpaca": ("input",), "prompt_completion": ("tools",),
-            "question_answer": ("context",)}
+OPTIONAL = {"messages": BESIDE, "sharegpt": BESIDE, "alpaca": ("input",), "question_answer": ("context",)}
 
 
 def detect(row: dict) -> str | None:
@@ -158,3 +157,9 @@ def understand(row: dict, name: str, style: str) -> Text | Talk:
         near = nearest(missing[0], row)
         raise BadRow(f"no {', '.join(map(repr, missing))} (format {name}){near}", f"it has {', '.join(map(repr, row)) or 'nothing'}")
     return function(row, style)
+
+
+def unused(row: dict, name: str, meant: Text | Talk) -> list[str]:
+    """The columns of the row that hold something and are neither seen nor learned."""
+    used = FORMATS[name][0] + OPTIONAL.get(name, ()) + (BESIDE if isinstance(meant, Talk) else ())
+    return [key for key, value in row.items() if key not in used and value not in (None, "", [])]

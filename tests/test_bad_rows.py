@@ -90,6 +90,10 @@ def arguments(raw):
 
 
 TALKS |= {
+    "two system messages": (b'{"system": "x", "messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+                            "'system' says something else than the system message"),
+    "disorder under a system column": (b'{"system": "x", ' + chat(("user", "a"), ("user", "b"), ("assistant", "c"))[1:], "message 2 (user) comes after user"),
+    "a system column that is no text": (b'{"system": 4, ' + chat(("user", "a"), ("assistant", "c"))[1:], "'system' is a number, not text"),
     "tool calls are text": (calls(b'"w"'), "'tool_calls' of message 2 is no list of objects"),
     "a tool call that is text": (calls(b'["w"]'), "'tool_calls' of message 2 is no list of objects"),
     "a function that is text": (calls(b'[{"function": "w"}]'), "'function' of tool call 1 of message 2 is a string, not an object"),

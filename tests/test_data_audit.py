@@ -77,6 +77,32 @@ def test_a_file_that_is_named_twice_is_full_of_duplicates(tmp_path):
     assert found == [8, 8, 0, 0]
 
 
+def test_columns_that_are_not_used_are_told_in_one_line(model, tmp_path, capsys):
+    """Those first that may be misspelt; what is empty is not missed."""
+    rows = [{"instruction": "Translate", "inputs": "Guten Tag", "output": "Good day", "id": 0, "source": None, "system": "Be polite.", "history": []},
+            {"instruction": "Add", "input": "2 and 2", "output": "4", "id": 1, "\u001b[31m": 1}]
+    path = write(tmp_path / "a.jsonl", *rows)
+    report = data.prepare(settings(path), byte_level()).report
+    assert report["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "system": 1, "\u001b[31m": 1}
+    told = r"columns that are not used: 'inputs' (1 rows; did you mean 'input'?), 'id' (2 rows), 'system' (1 rows), '\x1b[31m' (1 rows)"
+    assert audit.findings(report) == [f"{told}, in {path}"]
+    assert f"\n  {told}\n" in shown(capsys, "--model_name", model, "--dataset", str(path))[1]
+    chat = data.prepare(settings(path, prompt_format="chat"), byte_level()).report
+    assert chat["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "\u001b[31m": 1}
+
+
+@pytest.mark.parametrize("row", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{"name": "x"}]},
+                                 {"context": "c", "question": "a", "answer": "b"}, {"instruction": "a", "input": "c", "output": "b"}, {"text": "a"}])
+def test_columns_that_are_used_are_not_told(row, tmp_path):
+    report = data.prepare(settings(write(tmp_path / "a.jsonl", row)), byte_level()).report
+    assert report["sources"][0]["unused_columns"] == {} and not any(line.startswith("columns") for line in audit.findings(report))
+
+
+def test_of_many_columns_five_are_named(tmp_path):
+    report = data.prepare(settings(write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", **{f"column{i}": i for i in range(9)}})), byte_level()).report
+    assert audit.findings(report)[0].count("'column") == 5 and "'column4' (1 rows), 4 more, in " in audit.findings(report)[0]
+
+
 def test_double_begin_tokens_and_masked_rows_are_found():
     """On examples made by hand, for nothing that the data layer makes has them."""
     import numpy as np

@@ -169,6 +169,24 @@ def test_prompt_format_chat_puts_any_pair_through_the_template(row, tmp_path):
     tokens = byte_level(CHATML)
     read = data.prepare(settings(write(tmp_path / "rows.jsonl", row), prompt_format="chat"), tokens)
     assert tokens.decode(read.train[0].ids) == "<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    write(tmp_path / "rows.jsonl", {**row, "system": "Be brief."})
+    said = data.prepare(settings(tmp_path / "rows.jsonl", prompt_format="chat"), tokens).train[0]
+    assert tokens.decode(said.ids) == "<|im_start|>system\nBe brief.<|im_end|>\n" + tokens.decode(read.train[0].ids)
+    assert learned(said, tokens) == ["4<|im_end|>"]
+
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(("row", "answers"), [
+    ({"messages": TURNS}, ["b", "d"]), ({"messages": [BRIEF, *TURNS]}, ["b", "d"]), ({"prompt": TURNS[:3], "completion": TURNS[3:]}, ["d"]),
+    ({"conversations": [{"from": m["role"], "value": m["content"]} for m in TURNS]}, ["b", "d"]), ({"conversations": TURNS}, ["b", "d"])])
+def test_a_system_column_stands_before_any_conversation_once(row, answers, tmp_path):
+    tokens = byte_level(CHATML)
+    read = data.prepare(settings(write(tmp_path / "rows.jsonl", {**row, "system": "Be brief."})), tokens)
+    assert tokens.decode(read.train[0].ids) == tokens.apply_chat_template([BRIEF, *TURNS], tokenize=False)
+    assert learned(read.train[0], tokens) == [f"{answer}<|im_end|>" for answer in answers] and audit.findings(read.report) == []
 
 
 @pytest.mark.parametrize("style", ["chat", "alpaca", "plain"])

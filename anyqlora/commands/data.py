@@ -70,7 +70,8 @@ def report(found: dict) -> list[str]:
     for source in found["sources"] + found["eval_sources"]:
         counted = "".join(f", {count} {name.replace('_', ' ')}" for name, count in source.items() if isinstance(count, int) and name != "rows")
         lines.append(f"{source['name']}: {source['rows']} rows, format {source.get('format', 'unknown')}, weight {source['weight']:g}{counted}")
-        lines += [f"  {note}" for note in source["notes"]]
+        unused = audit.unused(source)
+        lines += [f"  {note}" for note in source["notes"] + [f"columns that are not used: {unused}"] * bool(unused)]
     for name in ("train", "held_out"):
         lines += _part(name.replace("_", " "), found[name]) if found[name]["examples"] else []
     lines += _finding("duplicates", found["duplicates"]) + _finding("held-out rows that are trained on", found["overlap"])
