@@ -35,8 +35,8 @@ _SIGNATURES = {  # first bytes -> (what the file is instead of text, cure)
 }
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")  # what Hugging Face's datasets writes beside the rows
 _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
-_TRAIN_SPLIT = re.compile(r"(^|[^a-z])train([^a-z]|$)", re.IGNORECASE)
-_OTHER_SPLIT = re.compile(r"(^|[^a-z])(test|valid|validation|val|dev|eval|heldout|held_out)([^a-z]|$)", re.IGNORECASE)
+_TRAIN_SPLIT = re.compile(r"(^|[^a-z])train(ing)?(set)?([^a-z]|$)", re.IGNORECASE)
+_OTHER_SPLIT = re.compile(r"(^|[^a-z])(test(ing)?|valid(ation)?|val|dev(elopment)?|eval(uation)?|h[eo]ld[ _-]?out)(set|s)?([^a-z]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,29 @@ def test_a_directory_gives_its_train_split_and_says_what_it_left_out(tmp_path):
     assert "test.jsonl" in read.report["sources"][0]["notes"][0]
 
 
+@pytest.mark.parametrize("train", ["train", "training", "training_set", "trainset", "Train-00000-of-00001", "my_train_v2", "data/train/part1"])
+@pytest.mark.parametrize("other", ["test", "testing", "test_set", "testset", "tests", "valid", "validation", "val", "valset", "dev", "devset", "development", "eval",
+                                   "evaluation", "evalset", "heldout", "held_out", "held-out", "holdout", "hold_out", "hold-out-2", "Testing", "data/val/part1"])
+def test_a_split_is_known_by_its_name(train, other, tmp_path):
+    paths = [tmp_path / f"{name}.jsonl" for name in (train, other)]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert sources.split(tmp_path) == (paths[:1], paths[1:]) and sources.split(tmp_path, held_out=True) == (paths[1:], paths[:1])
+    paths[0].unlink()
+    other_name = tmp_path / "rows.jsonl"
+    other_name.touch()
+    assert sources.split(tmp_path) == ([other_name], paths[1:])
+
+
+@pytest.mark.parametrize("name", ["contest", "latest", "trainers", "restraining", "devices", "values", "medieval", "evaluator", "household"])
+def test_other_words_name_no_split(name, tmp_path):
+    paths = [tmp_path / f"{name}.jsonl", tmp_path / "rows.jsonl"]
+    for path in paths:
+        path.touch()
+    assert sources.split(tmp_path) == (sorted(paths), []) == sources.split(tmp_path, held_out=True)
+
+
 def test_a_directory_of_the_hub_has_descriptions_beside_its_rows(tmp_path):
     """Left out where there are rows beside them; a directory in which nothing else is has rows of such a name."""
     write(tmp_path / "data.jsonl", *ROWS)
