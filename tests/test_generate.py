@@ -1,7 +1,9 @@
 """Where an answer ends, and that padding does not matter: real generations of the embedded base."""
 
+import io
 import json
 import shutil
+import sys
 
 import pytest
 import runs
@@ -10,25 +12,27 @@ import torch
 import transformers
 from data_fixtures import write
 
+from anyqlora import __main__ as program
 from anyqlora.layouts import COUNTED_FROM_PAD, DEMO_BASE, POSITION_TABLES, position_table
 from anyqlora.on_torch.generate import answers, learned_ends, stop_ids
 
-END = "<|im_end|>"
+END, CALL = "<|im_end|>", "<|python_tag|>"
 CHAT = ("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}: {% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}")
 
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """The embedded base with a chat template that ends turns with a token which nothing but the template names."""
+    """The embedded base with a chat template that ends turns with a token which nothing but the template names, and a special token for calls."""
     base = shutil.copytree(DEMO_BASE, tmp_path_factory.mktemp("chatty") / "base")
     words = transformers.AutoTokenizer.from_pretrained(base)
-    unused = max(words.get_vocab(), key=words.get_vocab().get)  # its row of the embedding becomes the end token's
+    unused = ("Ġkettles", "Ġblue")  # whose rows of the embedding become these tokens'
     text = (base / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = json.loads(text)
-    number = tokenizer["model"]["vocab"].pop(unused)
-    tokenizer["model"]["vocab"][END] = number
-    tokenizer["model"]["merges"] = [merge for merge in tokenizer["model"]["merges"] if "".join(merge) != unused]
-    tokenizer["added_tokens"].append({"id": number, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True})
+    for word, name in zip(unused, (CALL, END), strict=True):
+        number = tokenizer["model"]["vocab"].pop(word)
+        tokenizer["model"]["vocab"][name] = number
+        tokenizer["added_tokens"].append({"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True})
+    tokenizer["model"]["merges"] = [merge for merge in tokenizer["model"]["merges"] if not {"".join(merge), *merge} & set(unused)]
     (base / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     words = transformers.AutoTokenizer.from_pretrained(base)
     words.chat_template = CHAT
@@ -41,7 +45,7 @@ def chatty(tmp_path_factory):
 def said(chatty, tmp_path_factory):
     """The samples after learning to answer everything with one word."""
     place = tmp_path_factory.mktemp("said")
-    rows = [{"messages": [{"role": "user", "content": who}, {"role": "assistant", "content": "Monday"}]} for who in ("Bren", "Tam", "Sam", "Hal")]
+    rows = [{"messages": [{"role": "user", "content": who}, {"role": "assistant", "content": f"{CALL}Monday"}]} for who in ("Bren", "Tam", "Sam", "Hal")]
     directory = runs.run(place, model_name=str(chatty), dataset=str(write(place / "train.jsonl", *rows)), eval_dataset=str(place / "train.jsonl"),
                          context_length=64, batch_size=4, max_steps=25, lr=0.01, lora_dropout=0, precision="fp32", save_steps=0, samples=2,
                          max_new_tokens=12, lr_scheduler="constant")
@@ -51,7 +55,7 @@ def said(chatty, tmp_path_factory):
 def test_an_answer_ends_with_the_token_that_the_template_trained(said):
     directory, samples = said
     assert json.loads((directory / "data_report.json").read_text())["train"]["end_tokens"] == {END: 4}
-    assert [sample["answer"] for sample in samples if sample["step"] > 0] == ["Monday", "Monday"]
+    assert [sample["answer"] for sample in samples if sample["step"] > 0] == [f"{CALL}Monday"] * 2
     assert runs.result(directory)["eval"]["after"]["exact_match"] == 1.0
 
 
@@ -59,8 +63,14 @@ def test_the_verbs_end_answers_there_too(said):
     from anyqlora import finished
     from anyqlora.on_torch import tuned
     model = tuned.load(finished.find(str(said[0])), {})
-    assert model.answer([[{"role": "user", "content": "Tam"}]]) == ["Monday"]
+    assert model.answer([[{"role": "user", "content": "Tam"}]]) == [f"{CALL}Monday"]
     assert model.evaluate(model.run.held_out(model.tokenizer))["exact_match"] == 1.0
+
+
+def test_a_chat_shows_what_the_model_says_without_its_end(said, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tam\n"))
+    assert program.main(["chat", str(said[0])]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"{CALL}Monday"
 
 
 def test_ends_that_are_rare_are_chance():
@@ -166,7 +176,7 @@ def test_answers_end_where_the_positions_do(name):
     torch.manual_seed(0)
     model, words = tiny(name), tiny_models.words()
     prompts = [[5 + i % 7 for i in range(n)] for n in (PLACES - 3, 2, PLACES, PLACES + 4, PLACES - 3, PLACES - 6)]
-    expected = [words.decode(greedy(model, prompt, min(8, PLACES - len(prompt))), skip_special_tokens=True) for prompt in prompts]
+    expected = [words.decode(greedy(model, prompt, min(8, PLACES - len(prompt)))) for prompt in prompts]
     together = name != "bart"  # bart counts positions from the first column, padding or not
     assert answers(model, words, prompts, max_new_tokens=8, batch_size=16 if together else 1) == expected
     assert expected[2] == expected[3] == "" and all(expected[n] for n in (0, 1, 4, 5))

@@ -12,11 +12,15 @@ mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' m
 import runs
 import tiny_models
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from anyqlora import memory
 from anyqlora.config import resolve
 from anyqlora.errors import NonFinite, NotBuilt, Stopped, UsageError
+from anyqlora.layouts import DEMO_BASE
+from anyqlora.on_mlx import zoo
+from anyqlora.on_mlx.generate import answers
 from anyqlora.on_mlx.memory import is_out_of_memory
 from anyqlora.on_mlx.runtime import Runtime
 from backend_manager import BackendManager
@@ -144,6 +148,16 @@ def test_an_evaluation_says_what_torchs_says(tmp_path):
         near = 1e-5 if one["step"] else 1e-6  # adapters that were trained differ by up to 1e-4 of the way they moved
         assert one["loss"] == pytest.approx(other["loss"], rel=near) and one["exact_match"] == other["exact_match"]
     assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
+
+
+def test_special_tokens_are_part_of_an_answer():
+    """The reference is the same answer when its words were no special tokens."""
+    words, model = transformers.AutoTokenizer.from_pretrained(DEMO_BASE), zoo.read(DEMO_BASE, longest=64)
+    prompt = words.encode("Bren bought two red lamps in Ashford on Monday. Repeat:")
+    expected = answers(model, words, DEMO_BASE, [prompt], max_new_tokens=8)
+    said = [token for token in words.tokenize(expected[0]) if token.isascii()]
+    words.add_special_tokens({"additional_special_tokens": said})
+    assert said and answers(model, words, DEMO_BASE, [prompt], max_new_tokens=8) == expected
 
 
 PRECISIONS = {"bf16": ("bf16", 0.02), "fp16": ("fp16_autocast", 0.02), "bf16_autocast": ("bf16", 0.02)}

@@ -85,4 +85,4 @@ def streamer(tokenizer):
         def on_finalized_text(self, text: str, stream_end: bool = False):
             super().on_finalized_text(printable(text), stream_end)
 
-    return Printable(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    return Printable(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)

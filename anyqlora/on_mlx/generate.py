@@ -13,6 +13,7 @@ import numpy as np
 
 from ..evaluation import PAD, alike, room, stops
 from ..layouts import read_config
+from ..tokenizer import spell
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def answers(model: nn.Module, tokenizer, directory: Path, prompts: list, *, max_
             between=lambda: None, temperature: float = 0.0, seed: int = 0, streamer=None) -> list[str]:
     """The text that follows each prompt (a list of token ids), greedily unless `temperature` is above 0.
 
-    A prompt that leaves no room has no answer. A `streamer` is told the tokens of one prompt as they come.
+    Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no room has no answer. A `streamer` is told the tokens of one prompt as they come.
     """
     texts: list[str] = [""] * len(prompts)
     left = list(map(room(read_config(directory), max_new_tokens), prompts))
@@ -67,7 +68,7 @@ def answers(model: nn.Module, tokenizer, directory: Path, prompts: list, *, max_
                 between()
                 key, own = mx.random.split(key)
                 for i, tokens in zip(group, continued(model, [prompts[i] for i in group], left[group[0]], ending, temperature, own, streamer), strict=True):
-                    texts[i] = tokenizer.decode(tokens, skip_special_tokens=True)
+                    texts[i] = spell(tokenizer, tokens)
     return texts
 
 

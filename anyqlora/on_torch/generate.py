@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from .. import evaluation
 from ..evaluation import PAD, alike, learned_ends, stops
+from ..tokenizer import spell
 
 __all__ = ["answers", "evaluating", "learned_ends", "room", "stop_ids"]
 
@@ -50,11 +51,27 @@ def room(model: nn.Module, max_new_tokens: int) -> Callable[[Sequence[int]], int
     return evaluation.room(model.config.to_dict(), max_new_tokens)
 
 
+class Unended:
+    """A streamer that is not told the token which ends an answer."""
+
+    def __init__(self, streamer, ending: list[int]):
+        self.streamer, self.ending, self.asked = streamer, ending, False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """The prompt, `[1, T]`, and then one token at a time, `[1]`."""
+        if not (self.asked and int(tokens) in self.ending):
+            self.streamer.put(tokens)
+        self.asked = True
+
+    def end(self) -> None:
+        self.streamer.end()
+
+
 def answers(model: nn.Module, tokenizer, prompts: list, *, max_new_tokens: int, batch_size: int = 16, ends: Sequence[str] = (),
             between=lambda: None, streamer=None, **sampling) -> list[str]:
     """The text that follows each prompt (a list of token ids), greedily unless `sampling` says otherwise. `ends`: see learned_ends.
 
-    A prompt that leaves no `room` has no answer. A `streamer` is told the tokens of one prompt as they come.
+    Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no `room` has no answer. A `streamer` is told the tokens of one prompt as they come.
     """
     texts: list[str] = [""] * len(prompts)
     left = list(map(room(model, max_new_tokens), prompts))
@@ -70,10 +87,10 @@ def answers(model: nn.Module, tokenizer, prompts: list, *, max_new_tokens: int, 
             for row, i in enumerate(some):  # on the left, so that all answers begin in one column
                 ids[row, width - len(prompts[i]) :] = torch.as_tensor(prompts[i], dtype=torch.long)
                 mask[row, width - len(prompts[i]) :] = 1
-            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), streamer=streamer,
+            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), streamer=streamer and Unended(streamer, ending),
                                  generation_config=GenerationConfig(max_new_tokens=left[some[0]], **asked))
             for row, i in enumerate(some):
                 new = out[row, width:].tolist()
                 end = next((k for k, token in enumerate(new) if token in ending), len(new))
-                texts[i] = tokenizer.decode(new[:end], skip_special_tokens=True)
+                texts[i] = spell(tokenizer, new[:end])
     return texts
