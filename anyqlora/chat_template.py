@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -36,7 +37,9 @@ def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
     try:
         said = _applied(tokenizer, objects, tools, generation)
     except BadRow:
-        return _applied(tokenizer, texts, tools, generation)
+        with contextlib.suppress(BadRow):  # where neither fits, the first reason is told
+            return _applied(tokenizer, texts, tools, generation)
+        raise
     return _applied(tokenizer, texts, tools, generation) if _shows_python(said, objects) else said
 
 

@@ -38,6 +38,12 @@ def test_words_that_look_like_python_do_not_make_text_of_arguments(tmp_path):
     assert learned(read.train[0], tokens) == ["With {'n': 2}.<tool_call>{\"name\": \"weather\", \"arguments\": {\"n\": 2}}</tool_call><|im_end|>"]
 
 
+def test_a_template_that_takes_neither_gives_its_first_reason(tmp_path):
+    items = TOOLS.replace("arguments | tojson", "arguments | items | join") + "{{ raise_exception('No tools') if messages[-1].tool_calls }}"
+    with pytest.raises(errors.UsageError, match="the chat template refuses it: No tools"):
+        prepared(tmp_path, byte_level(items), call("{}"))
+
+
 def test_a_call_has_words_beside_it_or_none(tmp_path):
     """Qwen3's template joins content, so null has to be empty text; Llama's asks whether there are calls, so an empty list has to be none."""
     tokens = byte_level(TOOLS.replace("m.content }}", "'' + m.content }}{{ '!' if 'tool_calls' in m }}"))
