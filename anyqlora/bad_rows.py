@@ -27,7 +27,7 @@ def kind(value: object) -> str:
 
 def shown(value: object) -> str:
     """What a value is, in a sentence: "null", "a list"."""
-    return "null" if value is None else f"a {kind(value)}"
+    return "null" if value is None else f"{'an' if isinstance(value, dict) else 'a'} {kind(value)}"
 
 
 def text(row: dict, key: str, *, empty: bool = False, of: str = "") -> str:

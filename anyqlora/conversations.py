@@ -41,11 +41,16 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
     learned = [i for i, message in enumerate(said) if message["role"] == "assistant" and i >= first and weights[i] != 0]
     if not learned:
         raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
-    tools = row.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow(f"'tools' is a {kind(tools)}, not a list of objects", "tools as JSON schemas")
     before = _system(row, said[0])
-    return Talk((*before, *said), frozenset(number + len(before) for number in learned), tuple(tools) if tools else None)
+    return Talk((*before, *said), frozenset(number + len(before) for number in learned), _tools(row))
+
+
+def _tools(row: dict) -> tuple[dict, ...] | None:
+    """The row's tools, a list of JSON schemas or the text of one, as columns of CSV and Parquet have it; None without any."""
+    tools = _parsed(row.get("tools") or None, "'tools'", "list")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow(f"'tools' is {shown(tools)}, not a list of objects", "tools as JSON schemas")
+    return tuple(tools) if tools else None
 
 
 def _system(row: dict, first: dict) -> list[dict]:
@@ -110,14 +115,20 @@ def functions(message: dict) -> list[dict]:
 
 
 def _arguments(value: object, of: str) -> dict:
-    if isinstance(value, str):
-        try:
-            value = strict_json.value(value)
-        except BadRow as bad:
-            raise BadRow(f"'arguments'{of} is text that is no JSON object: {bad.reason}", bad.cure) from None
+    value = _parsed(value, f"'arguments'{of}", "object")
     if not isinstance(value, dict):
         raise BadRow(f"'arguments'{of} is {shown(value)}, not an object", '"arguments": {"city": "Rome"}')
     return value
+
+
+def _parsed(value: object, named: str, wanted: str) -> object:
+    """What JSON text says; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return strict_json.value(value)
+    except BadRow as bad:
+        raise BadRow(f"{named} is text that is no JSON {wanted}: {bad.reason}", bad.cure) from None
 
 
 def _check_order(roles: list[str]) -> None:

@@ -77,7 +77,8 @@ TALKS = {
     "user last": (chat(("user", "a"), ("assistant", "b"), ("user", "c")), "the last message is the user's"),
     "a weight between": (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}', "'weight' of message 2 is 0.5"),
     "nothing learned": (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}', "no assistant turn is learned"),
-    "tools are text": (b'{"tools": "x", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "'tools' is a string"),
+    "tools are text": (b'{"tools": "x", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "'tools' is text that is no JSON list"),
+    "tools are an object": (b'{"tools": "{}", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "'tools' is an object, not a list of objects"),
 }
 
 

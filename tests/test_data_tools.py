@@ -1,5 +1,7 @@
 """Tool calls through the tokenizer's own template: what is learned is what the model has to write."""
 
+import json
+
 import pyarrow
 import pytest
 from data_fixtures import CHATML, NO_PREFIX, THINK, TOOLS, byte_level, settings, write
@@ -110,4 +112,12 @@ def test_parquet_adds_no_argument_to_a_call(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
     read = data.prepare(settings(tmp_path / "a.parquet"), byte_level(TOOLS))
     reference = data.prepare(settings(write(tmp_path / "a.jsonl", row)), byte_level(TOOLS))
+    assert read.identity == reference.identity
+
+
+def test_tools_may_be_json_text(tmp_path):
+    """A cell of CSV is text, and an empty one is no tools."""
+    rows = [{"messages": call("{}"), "tools": [WEATHER]}, {"messages": REASONS, "tools": None}]
+    texts = [{"messages": call("{}"), "tools": json.dumps([WEATHER])}, {"messages": REASONS, "tools": ""}]
+    read, reference = (data.prepare(settings(write(tmp_path / name, *given)), byte_level(TOOLS)) for name, given in (("a.jsonl", texts), ("b.jsonl", rows)))
     assert read.identity == reference.identity
