@@ -290,6 +290,8 @@ class Run:
             file.sync()
         best = progress.best["step"] if progress.best else None
         self.saves.write(step, progress.to_state(), best, self.signals.stop is not None, snapshot)
+        if self.signals.stop is not None:
+            self.ranks.wait()  # a process that ended before the first one has written would have it ended in the middle of that
         self.signals.save = False
 
     def write_finished(self, folder: str, files: dict[str, Content], weights: str) -> str:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from .errors import UsageError
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}  # kind of torch device -> torch's name for what its processes talk by
+LONG = timedelta(days=2)  # that processes wait for one which reads a large model or writes a checkpoint; one that is killed is noticed at once
 PORTS = 20000  # SLURM's jobs meet at port 20000 + job % 20000, so that two of them on one node do not
 
 
@@ -139,6 +141,9 @@ class Alone:
     def total(self, *values: float) -> list[float]:
         """Each value summed over all processes, in float64."""
         return list(values)
+
+    def wait(self) -> None:
+        """Until all processes are here, however long one of them takes."""
 
 
 class Several(Alone):

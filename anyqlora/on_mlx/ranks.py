@@ -64,6 +64,9 @@ class Ranks(Several):
     def total(self, *values):
         return [sum(column) for column in zip(*self.every(list(values)), strict=True)]  # MLX's devices have no float64
 
+    def wait(self):
+        self.every(None)
+
     def summed(self, gradients: dict[str, mx.array]) -> dict[str, mx.array]:
         """Each float32 gradient, summed over the processes: one message for all of them."""
         names, values = list(gradients), list(gradients.values())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..config import TrainConfig
 from ..errors import PeerLost, UsageError
-from ..world import Several, World, collectives, environment
+from ..world import LONG, Several, World, collectives, environment
 
 MEETING = timedelta(hours=2)  # that processes wait for one another to start: the first may be downloading a model
 POLLED = 0.1  # seconds between two looks at the store: one long wait in it would keep signals out
@@ -34,13 +34,16 @@ class Ranks(Several):
             RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank), MASTER_ADDR=world.address, MASTER_PORT=world.port))
         self.stacks = None
         self.has_formed = not dist.is_initialized()
-        if not self.has_formed:  # Ray has, or whoever calls train()
-            return
         with self.noticing():
-            store = dist.PrefixStore("anyqlora", meeting_place(plan.config, world))
-            store = dist.PrefixStore(meet(store, world), store)  # from here on the short timeout holds: all are there
-            dist.init_process_group(collectives(torch.device(plan.device).type), store=store, rank=world.rank, world_size=world.size,
-                                    timeout=timedelta(seconds=plan.config.dist_timeout))
+            if self.has_formed:  # else Ray has, or whoever calls train()
+                self._form(plan, world)
+            self.patient = dist.new_group(backend="gloo", timeout=LONG)
+
+    def _form(self, plan, world: World) -> None:
+        store = dist.PrefixStore("anyqlora", meeting_place(plan.config, world))
+        store = dist.PrefixStore(meet(store, world), store)  # from here on the short timeout holds: all are there
+        dist.init_process_group(collectives(torch.device(plan.device).type), store=store, rank=world.rank, world_size=world.size,
+                                timeout=timedelta(seconds=plan.config.dist_timeout))
 
     def told(self, value):
         return json.loads(self._bytes(json.dumps(value).encode() if self.is_first else b""))
@@ -62,6 +65,9 @@ class Ranks(Several):
         summed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(summed)
         return summed.tolist()
+
+    def wait(self):
+        dist.barrier(group=self.patient)
 
     def _bytes(self, mine: bytes) -> bytes:
         """The first process's bytes, on all."""

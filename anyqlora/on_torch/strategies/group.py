@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import RunError, UsageError
-from ...world import COLLECTIVES, OF_TORCHRUN, collectives
+from ...world import COLLECTIVES, LONG, OF_TORCHRUN, collectives
 from .share import Link, share
 from .single import Strategy
-
-LONG = timedelta(days=2)  # that ranks wait for the one which reads and quantizes; one that is killed is noticed at once
 
 
 def join(device: torch.device) -> bool:
