@@ -74,6 +74,13 @@ class Stopped(RunError):
 
     exit_code = 75
 
+    @classmethod
+    def by(cls, number: int, saved: str = "") -> Stopped:
+        """Of the signal `number`; `saved` says what is on disk."""
+        stopped = cls("; ".join(filter(None, [f"stopped by {signal.Signals(number).name}", saved])), cure="the same command continues the run")
+        stopped.exit_code = 130 if number == signal.SIGINT else cls.exit_code
+        return stopped
+
 
 @contextlib.contextmanager
 def explained(program: str):
@@ -121,12 +128,14 @@ def _has_been_in_a_group() -> bool:
 
 @contextlib.contextmanager
 def stoppable():
-    """Where nothing has to be saved, SIGTERM is a Stopped."""
+    """Where nothing has to be saved, SIGTERM is a Stopped, and SIGUSR1, which asks to save, is nothing."""
     def stop(_number, _frame):
         raise Stopped("stopped by SIGTERM", cure="the same command starts it again")
 
-    before = signal.signal(signal.SIGTERM, stop)
+    handlers = {signal.SIGTERM: stop, **({signal.SIGUSR1: signal.SIG_IGN} if hasattr(signal, "SIGUSR1") else {})}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

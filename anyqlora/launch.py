@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .config import TrainConfig
 from .describe import cores
-from .errors import OutOfMemory, PeerLost
+from .errors import OutOfMemory, PeerLost, Stopped
 from .terminal import printable
 
 WATCHED = 0.05  # seconds between two looks at the processes
@@ -34,6 +34,7 @@ class Processes:
     running: dict[int, subprocess.Popen] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)  # ranks that had to be ended, because they did not answer
+    stop: int | None = None  # the signal that asked the run to stop
     interrupts: int = 0
 
     def start(self, size: int, address: str, port: str) -> None:
@@ -82,6 +83,7 @@ class Processes:
     def forward(self, number: int, _frame) -> None:
         """What is asked of the run is asked of every process; a second SIGINT ends them where they are."""
         self.interrupts += number == signal.SIGINT
+        self.stop = number if number in (signal.SIGTERM, signal.SIGINT) else self.stop
         self.send(signal.SIGKILL if self.interrupts > 1 else number)
 
     def has_explained(self, rank: int) -> bool:
@@ -103,7 +105,7 @@ def launch(config: TrainConfig, plan) -> dict:
 
     Exits as the process that failed, once what it said is shown. Raises PeerLost for one that was killed or does not answer, unless the
     run can be started again from its last checkpoint, as it is up to `max_restarts` times. One that ran out of memory makes all start
-    again with half the rows at a time.
+    again with half the rows at a time. Raises Stopped for those that a signal ended before they could say so: none is started again.
     """
     config, left = config.with_(world_size=plan.world_size), config.max_restarts
     rows, steps = plan.batch_size, plan.gradient_accumulation_steps
@@ -118,6 +120,9 @@ def launch(config: TrainConfig, plan) -> dict:
                 return json.loads((processes.folder / "result.json").read_bytes())
             rank, said = processes.culprit, processes.said(processes.culprit).read_text(errors="replace") if processes.culprit else ""
             print(printable(said), end="", file=sys.stderr)
+            has_explained = processes.has_explained(rank)
+            if processes.stop is not None and (not has_explained or processes.ends[rank] == OutOfMemory.exit_code):
+                raise Stopped.by(processes.stop)
             if processes.ends[rank] == OutOfMemory.exit_code and rows > 1:
                 from .data import halved
 
@@ -125,7 +130,7 @@ def launch(config: TrainConfig, plan) -> dict:
                 config = config.with_(batch_size=rows, gradient_accumulation_steps=steps)
                 print(f"train.py: micro-batches of {rows} rows from here on, and from the last checkpoint", file=sys.stderr, flush=True)
                 continue
-            if processes.has_explained(rank):
+            if has_explained:
                 sys.exit(processes.ends[rank])
             how = ("did not answer any more and was ended" if rank in processes.silent else "lost the others" if processes.ends[rank] > 0
                    else f"was killed by {signal.Signals(-processes.ends[rank]).name}")
@@ -136,11 +141,15 @@ def launch(config: TrainConfig, plan) -> dict:
 
 
 def attend(processes: Processes, config: TrainConfig) -> None:
-    """Start the processes and see them through, handing on the signals that come meanwhile."""
+    """Start the processes and see them through, handing on the signals that come meanwhile.
+
+    A signal that asks to stop before all are started ends them at once: `stoppable`, and Python for SIGINT, raise it here.
+    """
     port = config.master_port if config.asked("master_port") else free_port()
-    before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
+    before = {}
     try:
         processes.start(config.world_size, config.master_addr, port)
+        before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
         processes.wait()
     finally:
         processes.send(signal.SIGKILL)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from .errors import Stopped
 
 NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+SAVE = getattr(signal, "SIGUSR1", None)
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -37,9 +38,7 @@ class Signals:
     def check(self) -> None:
         """Raises Stopped if a stop was asked for."""
         if self.stop is not None:
-            stopped = Stopped(f"stopped by {signal.Signals(self.stop).name}; {self.saved()}", cure="the same command continues the run")
-            stopped.exit_code = 130 if self.stop == signal.SIGINT else 75
-            raise stopped
+            raise Stopped.by(self.stop, self.saved())
 
     def interrupt(self) -> None:
         """Raises Interrupted if a stop was asked for."""
@@ -67,13 +66,13 @@ class Signals:
         self.handlers, self.pipe = {}, ()
 
     def _on_signal(self, number: int, _frame) -> None:
-        if self.is_alone or not self.in_loop:
+        if self.is_alone or not (self.in_loop or number == SAVE):
             self._take(number)
         else:
             self.asked[number] = True
 
     def _take(self, number: int) -> None:
-        if number == getattr(signal, "SIGUSR1", None):
+        if number == SAVE:
             self.save = True
             return
         self.stop = number

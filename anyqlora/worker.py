@@ -9,8 +9,6 @@ import signal
 import sys
 from pathlib import Path
 
-from .checkpoint import finite
-from .config import TrainConfig
 from .errors import explained
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
@@ -26,7 +24,10 @@ def end_with(parent: int) -> None:
 
 def main(folder: Path) -> None:
     with explained("train.py"):
-        from train import train
+        from train import train  # in here, where signals that come while it is imported are answered
+
+        from .checkpoint import finite
+        from .config import TrainConfig
 
         said = json.loads((folder / "config.json").read_bytes())
         result = train(TrainConfig(**said["settings"], sources=said["sources"]))

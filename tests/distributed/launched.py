@@ -82,4 +82,4 @@ class Launched:
         return time.monotonic() - began
 
 
-INT, KILL, STOP, TERM = signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+INT, KILL, STOP, TERM, USR1 = signal.SIGINT, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGUSR1

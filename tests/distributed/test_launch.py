@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 import runs
-from launched import INT, JOB, KILL, STOP, TERM, Launched, command, environment
+from launched import INT, JOB, KILL, STOP, TERM, USR1, Launched, command, environment
 
 from anyqlora.launch import free_port
 from anyqlora.sources import DEMO
@@ -88,6 +88,30 @@ def test_a_signal_to_one_rank_stops_all_of_them(whole, tmp_path):
     again = subprocess.run(command(tmp_path), capture_output=True, text=True, env=environment())
     assert again.returncode == 0, again.stderr
     assert sha256(run.directory) == sha256(whole)
+
+
+SLOW_TO_START = """
+import os, time
+if "RANK" in os.environ:
+    time.sleep(20)
+"""
+
+
+def test_a_signal_that_comes_while_the_processes_start_is_answered(tmp_path, monkeypatch):
+    """The interpreter itself dies of it there, and is not started again. One that asks to save finds nothing to save."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_START)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Launched(tmp_path / "runs", max_restarts=1) as run:
+        until = time.monotonic() + 60
+        while len(run.ranks()) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.1)  # the launcher is about to hand on what comes
+        run.process.send_signal(USR1)
+        time.sleep(0.3)
+        assert len(run.ranks()) == 2 and run.process.poll() is None, run.said()
+        run.process.send_signal(TERM)
+        assert run.end(within=10) == 75, run.said()
+    assert "stopped by SIGTERM" in run.said() and "starting again" not in run.said()
 
 
 def refused(output, *different: dict, places=(None, None)) -> str:

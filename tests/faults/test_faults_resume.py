@@ -161,6 +161,12 @@ def test_signals_before_the_run_are_answered_too(job, tmp_path, moment):
     assert trial.wait().code == 130 and "Traceback" not in trial.said
 
 
+@pytest.mark.parametrize("moment", ["while it is imported", "while data is read"])
+def test_a_save_that_is_asked_for_before_there_is_anything_to_save(job, tmp_path, moment):
+    trial = Trial(tmp_path, job, faults.signal_before, moment, signal.SIGUSR1, max_steps=1)
+    assert trial.wait().code == 0, trial.said
+
+
 def test_two_processes_do_not_share_a_run_directory(job, whole, tmp_path):
     """The second is refused while the first trains, and by kill -9 the directory is free again."""
     first = Trial(tmp_path, job)
