@@ -11,8 +11,11 @@ from anyqlora.config import TrainConfig, flags_of, resolve, spelled
 from anyqlora.errors import explained
 
 
-def train(config: TrainConfig) -> dict:
-    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns the content of result.json."""
+def train(config: TrainConfig, name: str = "") -> dict:
+    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns the content of result.json.
+
+    `name` is the directory that was found for a run without a `run_name`, where another process has found it.
+    """
     from anyqlora import place, trackers
     from anyqlora.launch import launch
     from anyqlora.world import World
@@ -21,13 +24,14 @@ def train(config: TrainConfig) -> dict:
     trackers.check(config)
     world = World.here(config)
     config = world.stated(config)
-    with place.find(config) if world.is_first else place.elsewhere() as found:  # refuses before anything heavy is imported
+    with place.find(config, name) if world.is_first else place.elsewhere() as found:  # refuses before anything heavy is imported
         manager = BackendManager(config.backend, verbose=config.verbose)
         plan = manager.plan(config)
         plan = manager.plan(found.planned_before(config, plan))  # a run that goes on keeps what it chose
         if plan.world_size == world.size:
             return work(found, plan, world)
-    return launch(config, plan)
+        with found.lent():
+            return launch(config, plan, found.directory.name)
 
 
 def work(found, plan, world) -> dict:

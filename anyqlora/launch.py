@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .config import TrainConfig
+from .config import AUTO, TrainConfig
 from .describe import cores
 from .errors import OutOfMemory, PeerLost, Stopped
 from .terminal import printable
@@ -100,8 +100,8 @@ class Processes:
         return next(iter(self.silent or failed), None)
 
 
-def launch(config: TrainConfig, plan) -> dict:
-    """Train in as many processes of this machine as the plan of `config` says. Returns the content of result.json.
+def launch(config: TrainConfig, plan, name: str) -> dict:
+    """Train in as many processes of this machine as the plan of `config` says, in the directory `name`. Returns the content of result.json.
 
     Exits as the process that failed, once what it said is shown. Raises PeerLost for one that was killed or does not answer, unless the
     run can be started again from its last checkpoint, as it is up to `max_restarts` times. One that ran out of memory makes all start
@@ -112,8 +112,10 @@ def launch(config: TrainConfig, plan) -> dict:
     while True:
         with tempfile.TemporaryDirectory(prefix="anyqlora-") as folder:
             processes = Processes(Path(folder))
-            (processes.folder / "config.json").write_text(json.dumps({"settings": config.settings(), "sources": dict(config.sources)}))
+            (processes.folder / "config.json").write_text(json.dumps({"settings": config.settings(), "sources": dict(config.sources), "name": name}))
             attend(processes, config)
+            if config.resume == "never":
+                config = config.with_(resume=AUTO)  # it has begun anew, and goes on from there
             if processes.interrupts > 1:
                 sys.exit(130)
             if processes.culprit is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +22,7 @@ except ImportError:  # not a Unix
 from . import fingerprint, sources
 from .checkpoint import Checkpoints, Loaded, sweep, to_json
 from .config import TrainConfig
-from .errors import NoCheckpoint, Stopped, UsageError
+from .errors import DiskFull, NoCheckpoint, Stopped, UsageError
 from .fit import global_batch
 from .hub import base_directory
 from .world import Alone
@@ -43,7 +46,7 @@ class Place:
     """A run directory, which no other process trains in until this one leaves it.
 
     `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that took. `is_empty` is
-    whether this process made the directory and no step was trained in it yet.
+    whether nothing was in it when this process took it, and no step was trained in it yet.
     """
 
     directory: Path
@@ -57,6 +60,10 @@ class Place:
 
     def claim(self) -> None:
         """Take the directory, which is there by now. Raises UsageError when another process has it; the system gives it back when that ends."""
+        self._lock()
+        self.is_empty = not any(self.directory.iterdir())
+
+    def _lock(self) -> None:
         if self.handle is None and fcntl is not None:
             self.handle = os.open(self.directory, os.O_RDONLY)
             try:
@@ -103,6 +110,17 @@ class Place:
             os.close(self.handle)
             self.handle = None
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Other processes take the directory now. It goes when they have left it empty."""
+        self.leave()
+        self.is_empty = False
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # where something is in it
+                self.directory.rmdir()
+
     def __enter__(self) -> Place:
         return self
 
@@ -114,16 +132,18 @@ class Place:
         self.leave()
 
 
-def find(config: TrainConfig) -> Place:
+def find(config: TrainConfig, name: str = "") -> Place:
     """The directory of the run that `config` asks for.
 
-    `run_name` names it; else the newest unfinished run of the same identity is continued; else a new name is made. Raises UsageError when
-    the named directory holds another run, NoCheckpoint when it holds checkpoints and none can be used.
+    `run_name` names it, or `name`, which was found for it before; else the newest unfinished run of the same identity is continued; else
+    a new directory is made. Raises UsageError when the named directory holds another run, NoCheckpoint when it holds checkpoints and none
+    can be used, DiskFull when nothing can be made there.
     """
     began = time.perf_counter()
     identity = identify(config)
     root = Path(config.output_dir)
-    directory = _named(config, root, identity) if config.run_name else _unfinished(config, root, identity) or _new(config, root)
+    name = config.run_name or name
+    directory = _named(config, root / name, identity) if name else _unfinished(config, root, identity) or _new(config, root)
     identity = _as_many_processes(config, identity, read_json(directory / IDENTITY) or {})
     found = Place(directory, identity, finished=read_json(directory / RESULT) is not None)
     if directory.exists() and not found.finished:
@@ -161,8 +181,8 @@ def _stays_inside(directory: Path) -> None:
             raise UsageError("a link, where a run writes", where=str(path), cure="another --run_name, or remove the link")
 
 
-def _named(config: TrainConfig, root: Path, identity: dict) -> Path:
-    directory, where = root / config.run_name, config.sources.get("run_name", "")
+def _named(config: TrainConfig, directory: Path, identity: dict) -> Path:
+    root, where = Path(config.output_dir), config.sources.get("run_name", "")
     if directory.resolve().parent != root.resolve():
         raise UsageError(f"{directory} leads out of {root}", where=where, cure="another --run_name, or remove the link")
     old = read_json(directory / IDENTITY)
@@ -206,10 +226,25 @@ def may_have_several_gpus() -> bool:
 def _new(config: TrainConfig, root: Path) -> Path:
     model = re.sub(r"[^\w.-]+", "-", Path(config.model_name).name).strip(".-") or "model"
     base = root / f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
-    directory, again = base, 1
-    while directory.exists():
-        directory, again = base.with_name(f"{base.name}-{again}"), again + 1
-    return directory
+    names = itertools.chain([base.name], (f"{base.name}-{again}" for again in itertools.count(1)))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        return next(path for path in map(root.joinpath, names) if _made(path))
+    except OSError as error:
+        raise unwritable(base, error) from None
+
+
+def _made(directory: Path) -> bool:
+    """Make a directory that was not there; false for one that was, such as that of another run which began in the same second."""
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def unwritable(directory: Path, error: OSError) -> DiskFull:
+    return DiskFull(f"cannot be written: {error.strerror or error}", where=str(directory), cure="another --output_dir")
 
 
 # ------------------------------------------------------------------------------------------------------- the identity

@@ -18,7 +18,7 @@ from .data import Batch, Data, Stream, halved
 from .describe import described, environment
 from .errors import DiskFull, NonFinite, OutOfMemory, RunError
 from .log import JsonLines, Metrics
-from .place import IDENTITY, RESULT, Place, read_json
+from .place import IDENTITY, RESULT, Place, read_json, unwritable
 from .progress import Progress
 from .redaction import redacted
 from .saves import Saves
@@ -108,15 +108,13 @@ class Run:
     def _describe(self) -> None:
         """Write what was asked, what was planned, and where it runs."""
         files = {IDENTITY: to_json(self.place.identity), **described(self.plan, self.machine, self.data.report)}  # by the first one it is found again
-        is_new = not self.directory.exists()
         try:
             self.disk.make_directory(self.directory)
             self.place.claim()
-            self.place.is_empty = is_new
             for name, content in files.items():
                 replace(self.directory / name, content, self.disk)
         except OSError as error:
-            raise DiskFull(f"cannot be written: {error.strerror or error}", where=str(self.directory), cure="another --output_dir") from None
+            raise unwritable(self.directory, error) from None
 
     @property
     def last_step(self) -> int:

@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
         from .config import TrainConfig
 
         said = json.loads((folder / "config.json").read_bytes())
-        result = train(TrainConfig(**said["settings"], sources=said["sources"]))
+        result = train(TrainConfig(**said["settings"], sources=said["sources"]), said["name"])
         if result:  # the first process has it
             (folder / "result.json").write_text(json.dumps(finite(result)))
 

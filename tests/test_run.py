@@ -1,9 +1,11 @@
 """Runs that stop and go on, evaluate, stop early, keep the best: real runs on the embedded base."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from safetensors.numpy import load, save
 from safetensors.torch import load_file, save_file
 
 import train
+from anyqlora import place
 from anyqlora.checkpoint import Checkpoints, Disk, tensors_to_bytes
 from anyqlora.config import resolve
 from anyqlora.errors import DiskFull, NoCheckpoint, NonFinite, RunError, Stopped, UsageError
@@ -104,6 +107,34 @@ def test_a_directory_that_cannot_be_described_is_not_left_half_written(tmp_path,
     with pytest.raises(DiskFull):
         runs.run(tmp_path, **SMALL)
     assert list(tmp_path.iterdir()) == []
+
+
+class Now(datetime):
+    """A clock that stands."""
+
+    @classmethod
+    def now(cls):
+        return cls(2026, 1, 2, 3, 4, 5)
+
+
+def test_runs_that_start_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "datetime", Now)
+    configs = [resolve({**SMALL, "output_dir": str(tmp_path), "lr": rate}, environ={}) for rate in (1e-3, 2e-3, 3e-3)]
+    with contextlib.ExitStack() as opened:
+        directories = [opened.enter_context(place.find(config)).directory for config in configs]
+        assert [directory.name for directory in directories] == [f"20260102-030405-demo{end}" for end in ("", "-1", "-2")]
+        assert all(directory.is_dir() for directory in directories)  # each is taken
+    for directory in directories:
+        directory.rmdir()
+    with pytest.raises(ZeroDivisionError), place.find(configs[0]):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskFull, match="cannot be written"):
+        runs.run(tmp_path / "file", name="", **SMALL)
 
 
 def test_a_directory_that_was_there_stays(tmp_path, monkeypatch):

@@ -15,12 +15,12 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent.parent
 JOB = {"backend": "cpu", "strategy": "ddp", "world_size": 2, "precision": "fp32", "batch_size": 2, "gradient_accumulation_steps": 2, "context_length": 128,
        "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "lora_target_modules": "q_proj,v_proj", "max_steps": 30, "save_steps": 3, "eval_dataset": "",
-       "log_to": "stdout", "model_name": "demo", "dataset": "demo"}
+       "log_to": "stdout", "model_name": "demo", "dataset": "demo", "run_name": "run"}
 
 
 def command(output, **settings) -> list[str]:
     flags = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in {**JOB, **settings}.items() if value != ""]
-    return [sys.executable, str(ROOT / "train.py"), f"--output_dir={output}", "--run_name=run", *flags]
+    return [sys.executable, str(ROOT / "train.py"), f"--output_dir={output}", *flags]
 
 
 def environment() -> dict[str, str]:
@@ -33,7 +33,7 @@ class Launched:
 
     def __init__(self, output: Path, **settings):
         output.mkdir(parents=True, exist_ok=True)
-        self.directory, self.paths = output / "run", (output / "out.txt", output / "err.txt")
+        self.output, self.paths = output, (output / "out.txt", output / "err.txt")
         with open(self.paths[0], "w") as out, open(self.paths[1], "w") as err:
             self.process = subprocess.Popen(command(output, **settings), stdout=out, stderr=err, env=environment(), cwd=ROOT)
 
@@ -46,6 +46,11 @@ class Launched:
                 child.kill()
         self.process.kill()
         self.process.wait()
+
+    @property
+    def directory(self) -> Path:
+        """The only one that the run has made, whatever its name; it may not have yet."""
+        return next((path for path in self.output.iterdir() if path.is_dir()), self.output / "run")
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the run, in the order of their ranks."""

@@ -44,10 +44,12 @@ def test_train_py_starts_the_processes_and_one_of_them_writes(whole):
 
 
 def test_a_killed_rank_is_named_and_the_run_starts_again_by_itself(whole, tmp_path):
-    with Launched(tmp_path, max_restarts=1) as run:
+    """Started again it goes on, though it was told to begin anew and was not given a name."""
+    with Launched(tmp_path, max_restarts=1, resume="never", run_name="") as run:
         assert killed(run, 1, 8) < 5
         assert "starting again from the last checkpoint" in run.said()
         assert run.end() == 0, run.said()
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [run.directory]
     assert sha256(run.directory) == sha256(whole)
     assert [line["step"] for line in runs.metrics(run.directory)] == list(range(1, 31))
 
@@ -228,7 +230,7 @@ def test_collectives_of_ddp_are_at_boundaries_only(tmp_path):
     trace = json.loads((run.directory / "trace.json").read_text())
     counts = trace["otherData"]["collectives"]
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
-    assert set(counts) <= {"backward", "step", "between"} and counts["between"] == {"allreduce": 3}  # what all agree on, once a step
+    assert set(counts) <= {"backward", "step", "between"} and counts["between"] == {"allreduce": 4}  # what all agree on, once a step and after the last
     assert sum(counts.get("backward", {}).values()) + sum(counts.get("step", {}).values()) == 3
 
 
