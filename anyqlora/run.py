@@ -144,6 +144,7 @@ class Run:
             self.step_started = time.perf_counter()
             yield step, learning_rate(step, self.total_steps, self.config)
         self.signals.in_loop = False  # from here on a stop is raised at once; one that came before is raised now
+        self._all_hear()
         self.signals.check()
 
     def batches(self, step: int) -> list[Batch]:
@@ -160,9 +161,14 @@ class Run:
         The processes also agree here on the signals that came to any of them.
         """
         share = self.plan.data_processes / self.plan.world_size  # processes with the same rows have the same sum
-        sums = self.ranks.total(total or 0.0, float(total is None), *self.signals.asked_numbers())
-        self.signals.agree(sums[2:])
+        sums = self._all_hear(total or 0.0, float(total is None))
         return None if sums[1] else sums[0] * share / self.trained(step)
+
+    def _all_hear(self, *values: float) -> list[float]:
+        """Each value summed over all processes, which learn on the way of the signals that came to any of them."""
+        sums = self.ranks.total(*values, *self.signals.asked_numbers())
+        self.signals.agree(sums[len(values):])
+        return sums[:len(values)]
 
     def out_of_memory(self, step: int) -> None:
         """Raises OutOfMemory where there are other processes: they are in the middle of the step, and wait for this one."""
@@ -274,7 +280,8 @@ class Run:
                 self.console.say(f"stopping early: {progress.without_improvement} evaluations without improvement")
 
     def interruptible(self) -> None:
-        """Called between batches of an evaluation. Raises Interrupted after a signal."""
+        """Called between batches of an evaluation, of which all processes have the same. Raises Interrupted after a signal."""
+        self._all_hear()
         self.signals.interrupt()
 
     # ------------------------------------------------------------------------------------------------ what is kept

@@ -64,3 +64,42 @@ def asked_to_save_early(output):
 def test_a_save_that_one_process_was_asked_for_is_made_by_all(tmp_path):
     assert world(2, asked_to_save_early, tmp_path) == [0, 0]
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [1, 3]
+
+
+def stopped_in_an_evaluation(output):
+    """SIGTERM comes to the second process in the third batch of the evaluation after step 2. Returns the exit code and the batches begun there."""
+    begun, between = [], Run.interruptible
+
+    def counted(self):
+        if self.last_step == 2:
+            begun.append(self.last_step)
+            if own_rank() == 1 and len(begun) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+        between(self)
+
+    Run.interruptible = counted
+    code, _ = stopped(output, {**SHORT, "eval_fraction": 0.02, "eval_steps": 2, "eval_batch_size": 1}, None)
+    return code, len(begun)
+
+
+def test_an_evaluation_is_left_by_all_at_the_same_batch(tmp_path):
+    assert world(2, stopped_in_an_evaluation, tmp_path) == [(75, 3), (75, 3)]
+    saved = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert saved.steps() == [2] and saved.read(2).state["pending_evaluation"]
+
+
+def stopped_in_the_last_save(output):
+    save = Run.save
+
+    def signalled(self, step, snapshot):
+        if own_rank() == 1 and step == self.total_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        save(self, step, snapshot)
+
+    Run.save = signalled
+    return stopped(output, {**SHORT, "max_steps": 2}, None)[0]
+
+
+def test_a_stop_that_comes_after_the_last_agreement_is_answered(tmp_path):
+    assert world(2, stopped_in_the_last_save, tmp_path) == [75, 75]
+    assert not (tmp_path / "run" / "result.json").exists()
