@@ -46,7 +46,7 @@ def work(found, plan, world) -> dict:
         views.announce(plan, ranks)
         words = tokenizer.load(str(base_directory(plan.config)), plan.config.trust_remote_code)
         rows = data.prepare(plan.config, words)
-        meeting.same_rows(ranks, found, rows)
+        meeting.same_rows(ranks, rows)
         kind = Run if ranks.is_first else Follower
         with kind(found, plan, rows, data.stream_of(plan, rows.train, ranks.rank), words, ranks) as run:
             return run.already_finished() if run.finished else LOOPS[plan.framework](run)

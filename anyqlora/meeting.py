@@ -49,14 +49,12 @@ def agreed(ranks: Alone, found: Place, plan):
     return replace(plan, config=plan.config.with_(**ranks.told(plan.config.settings())))
 
 
-def same_rows(ranks: Alone, found: Place, rows: Data) -> None:
-    """Raises UsageError when a process has read other rows. From here on, stacks of a run that hangs go into its directory."""
+def same_rows(ranks: Alone, rows: Data) -> None:
+    """Raises UsageError when a process has read other rows."""
     first, *others = ranks.every(rows.identity)
     for rank, identity in enumerate(others, 1):
         if identity != first:
             _refuse(ranks, f"rank {rank} has read other rows than rank 0", "the same files on every machine")
-    if others:
-        ranks.write_stacks(found.directory / "stacks")
 
 
 def _refuse(ranks: Alone, why: str, cure: str) -> None:

@@ -60,6 +60,8 @@ class Run:
         self.machine = environment(plan)
         self._compare()
         self._describe()
+        if self.ranks.size > 1:
+            self._write_stacks()
         for finding in findings(data.report):
             self.console.warn(finding)
         self._open()
@@ -115,6 +117,14 @@ class Run:
                 replace(self.directory / name, content, self.disk)
         except OSError as error:
             raise unwritable(self.directory, error) from None
+
+    def _write_stacks(self) -> None:
+        """From here on, where the processes of a run that hangs are goes into its directory."""
+        self.ranks.told(None)  # the first one has made the directory and taken it
+        try:
+            self.ranks.write_stacks(self.directory / "stacks")
+        except OSError as error:  # the first one's disk is full, or another's machine has none for it: that ends no run
+            self.console.warn(f"where processes that hang are will not be told: {self.directory / 'stacks'}: {error.strerror or error}")
 
     @property
     def last_step(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -147,7 +149,18 @@ class Alone:
 
 
 class Several(Alone):
-    """The same among several processes. A framework's own says how JSON and bytes travel."""
+    """The same among several processes. A framework's own says how JSON and bytes travel.
+
+    `stacks` is the open file that tells where the threads of this process are, when another one is lost or SIGUSR2 comes; None: nowhere.
+    """
+
+    stacks = None
+
+    def write_stacks(self, directory: Path) -> None:
+        """From now on they are written, to rank-N.txt in `directory`. Raises OSError where that cannot be made."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.stacks = open(directory / f"rank-{self.rank}.txt", "w")  # noqa: SIM115 - a signal handler writes to it while the process lives
+        faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
 
     def told_arrays(self, arrays):
         shapes = self.told({name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()} if arrays is not None and self.is_first else None)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
-import signal
 import tempfile
 from pathlib import Path
 
@@ -28,7 +26,6 @@ class Ranks(Several):
     def __init__(self, plan, world: World):
         """Meet the others: at the addresses that mlx.launch has written, or on this machine at `world.port` and those after it."""
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
-        self.stacks = None
         with tempfile.TemporaryDirectory() as folder, self.noticing():
             if "MLX_HOSTFILE" not in os.environ:
                 path = Path(folder, "hosts.json")
@@ -73,12 +70,6 @@ class Ranks(Several):
         flat = mx.distributed.all_sum(mx.concatenate([value.reshape(-1) for value in values]), group=self.group)
         parts = mx.split(flat, np.cumsum([value.size for value in values])[:-1].tolist())
         return {name: part.reshape(value.shape) for name, part, value in zip(names, parts, values, strict=True)}
-
-    def write_stacks(self, directory: Path) -> None:
-        """From now on SIGUSR2 writes where each thread of this process is, to stacks/rank-N.txt."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.stacks = open(directory / f"rank-{self.rank}.txt", "w")  # noqa: SIM115 - a signal handler writes to it while the process lives
-        faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
 
     @contextlib.contextmanager
     def noticing(self):

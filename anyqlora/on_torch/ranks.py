@@ -6,11 +6,9 @@ import contextlib
 import faulthandler
 import json
 import secrets
-import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,6 @@ class Ranks(Several):
         self.environment = contextlib.ExitStack()
         self.environment.enter_context(environment(  # DeepSpeed reads it
             RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank), MASTER_ADDR=world.address, MASTER_PORT=world.port))
-        self.stacks = None
         self.has_formed = not dist.is_initialized()
         with self.noticing():
             if self.has_formed:  # else Ray has, or whoever calls train()
@@ -76,12 +73,6 @@ class Ranks(Several):
         content = torch.tensor(list(mine), dtype=torch.uint8) if self.is_first else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(content, src=0)
         return bytes(content.tolist())
-
-    def write_stacks(self, directory: Path) -> None:
-        """From now on SIGUSR2, and the loss of another process, write where each thread of this one is, to stacks/rank-N.txt."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.stacks = open(directory / f"rank-{self.rank}.txt", "w")  # noqa: SIM115 - a signal handler writes to it while the process lives
-        faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
 
     def noticing(self):
         """A context in which an error of the group becomes a PeerLost, after the stacks are written."""

@@ -128,6 +128,12 @@ def refused(output, *different: dict, places=(None, None)) -> str:
     return ended[0][1]
 
 
+def test_what_the_first_one_finds_wrong_with_the_model_is_said_once(tmp_path):
+    done = subprocess.run(command(tmp_path, lora_target_modules="nosuch"), capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == 2 and done.stderr.count("train.py: ") == 1 and "no linear layer is called nosuch" in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_one_rank_was_asked_for_is_compared_before_the_first_step(tmp_path):
     assert "rank 1 has lr 0.002, rank 0 0.001" in refused(tmp_path, {"lr": 1e-3}, {"lr": 2e-3})
 

@@ -80,6 +80,18 @@ def test_a_model_that_was_trained_whole_under_fsdp(tmp_path):
         np.testing.assert_allclose(ours[name].float().numpy(), value.float().numpy(), rtol=1e-2, atol=1e-3)
 
 
+def test_an_output_directory_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorldFailed, match="DiskFull: .* cannot be written"):
+        world(2, trained, tmp_path / "file", {**STRATEGIES["ddp"], "batch_size": 4})
+
+
+def test_what_fails_before_its_first_step_leaves_no_directory(tmp_path):
+    with pytest.raises(WorldFailed, match="UsageError"):
+        world(2, trained, tmp_path, {**STRATEGIES["ddp"], "batch_size": 4, "lora_target_modules": "nosuch"})
+    assert list(tmp_path.iterdir()) == []
+
+
 def whole(output, settings):
     runs.run(output, **settings)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import RunError, UsageError
+from ...errors import PeerLost, UsageError
 from ...world import COLLECTIVES, LONG, OF_TORCHRUN, collectives
 from .share import Link, share
 from .single import Strategy
@@ -69,7 +69,7 @@ class Group(Strategy):
                 raise
         said = self.link.told(said)
         if "failed" in said:
-            raise RunError(f"rank {self.rank} ends: rank 0 could not read the model ({said['failed']})")
+            raise PeerLost(f"rank {self.rank} ends: rank 0 could not read the model ({said['failed']})")
         return build.outlined(said) if model is None else model
 
     def _on_the_device(self, quantise: Callable) -> Callable:
