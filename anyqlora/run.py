@@ -56,6 +56,7 @@ class Run:
             return
         self.progress = Progress.from_state(self.restored.state) if self.restored else Progress()
         self.first_step, self.after = self.progress.step, None
+        self.saved_step = self.first_step  # or as near to it as the disk allows
         self.spikes = Spikes(self.config.spike_guard, self.progress.recent_losses)
         self.machine = environment(plan)
         self._compare()
@@ -145,10 +146,11 @@ class Run:
     # ------------------------------------------------------------------------------------------------ the steps
 
     def steps(self) -> Iterator[tuple[int, float]]:
-        """(step, learning rate) of every optimizer step that is left. Raises Stopped between two steps after a signal."""
+        """(step, learning rate) of every optimizer step that is left. Raises Stopped after a signal, as soon as what was trained is saved."""
         self.signals.in_loop = True
         for step in range(self.first_step, self.total_steps):
-            self.signals.check()
+            if step == self.saved_step:  # else the signal came when it was decided not to save, and the next step will be saved
+                self.signals.check()
             if self.stops_early:
                 break
             self.step_started = time.perf_counter()
@@ -307,7 +309,7 @@ class Run:
         self.saves.write(step, progress.to_state(), best, self.signals.stop is not None, snapshot)
         if self.signals.stop is not None:
             self.ranks.wait()  # a process that ended before the first one has written would have it ended in the middle of that
-        self.signals.save = False
+        self.signals.save, self.saved_step = False, step
 
     def write_finished(self, folder: str, files: dict[str, Content], weights: str) -> str:
         """Write what was learned as `folder` of the run directory. Returns the sha256 of the file `weights`."""

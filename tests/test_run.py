@@ -22,6 +22,7 @@ from anyqlora.config import resolve
 from anyqlora.errors import DiskFull, NoCheckpoint, NonFinite, RunError, Stopped, UsageError
 from anyqlora.layouts import DEMO_BASE
 from anyqlora.place import IDENTITY
+from anyqlora.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 2, "gradient_accumulation_steps": 2, "precision": "fp32",
@@ -82,6 +83,24 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bytes(whole, tmp_path):
     assert steps == list(range(1, 9))
     same = ("step", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "epoch")
     assert [[m[k] for k in same] for m in runs.metrics(directory)] == [[m[k] for k in same] for m in runs.metrics(whole)]
+
+
+@pytest.mark.parametrize(("method", "left"), [("due", [3, 5]), ("save", [3])])
+def test_a_stop_loses_no_step_whenever_it_comes(method, left, tmp_path, monkeypatch):
+    """One that comes when it is decided not to save step 4 waits for step 5, one that comes while step 3 is saved for nothing."""
+    original, at = getattr(Run, method), {"due": ("save", 3), "save": (3,)}[method]
+
+    def signalled(self, *asked):
+        found = original(self, *asked)
+        if asked[:len(at)] == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    monkeypatch.setattr(Run, method, signalled)
+    with pytest.raises(Stopped, match=f"step {left[-1]} is saved\n"):
+        runs.run(tmp_path, **SMALL)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == left
+    assert len(runs.metrics(tmp_path / "run")) == left[-1]
 
 
 def loop_of(monkeypatch, act):
