@@ -112,9 +112,9 @@ class Place:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Other processes take the directory now. It goes when they have left it empty."""
+        """Other processes take the directory now, and read what is in it themselves. It goes when they have left it empty."""
         self.leave()
-        self.is_empty = False
+        self.is_empty, self.restored = False, None
         try:
             yield
         finally:
