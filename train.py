@@ -122,9 +122,9 @@ def torch_loop(run) -> dict:
         if run.due("save", step):
             run.save(step + 1, lambda: snapshot(runtime, built))
 
-    restore_best(runtime, run)
     if run.data.held_out:
         run.evaluate(run.last_step, evaluation)
+    restore_best(runtime, run)
     sha256 = run.write_finished(*finished(runtime, built, run))
     return run.finish(sha256, memory.peak())
 
@@ -178,9 +178,9 @@ def mlx_loop(run) -> dict:
         if run.due("save", step):
             run.save(step + 1, lambda: snapshot(runtime, built))
 
-    restore_best(runtime, run)
     if run.data.held_out:
         run.evaluate(run.last_step, evaluation)
+    restore_best(runtime, run)
     sha256 = run.write_finished(*finished(runtime, built, run))
     return run.finish(sha256, memory.peak())
 

@@ -57,9 +57,9 @@ def card(run) -> str:
     return CARD.format(
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()), title=config.run_name or ("Model" if full else "Adapter"),
         what="Full fine-tune" if full else "Adapter", base=base, dataset=", ".join(map(public, config.dataset.split(","))),
-        quantizer=plan.quantizer, adapter=plan.adapter, steps=run.last_step, rows=plan.global_batch, lr=config.lr,
+        quantizer=plan.quantizer, adapter=plan.adapter, steps=run.learned.step, rows=plan.global_batch, lr=config.lr,
         lora="none" if full else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public(config.lora_target_modules))}",
-        schedule=config.lr_scheduler, optimizer=config.optimizer, precision=plan.precision, backend=plan.backend, tokens=run.progress.tokens_trained,
+        schedule=config.lr_scheduler, optimizer=config.optimizer, precision=plan.precision, backend=plan.backend, tokens=run.learned.tokens_trained,
         evaluation=evaluation(run.progress.before, run.after), usage=(WHOLE if full else PEFT).format(base=json.dumps(base), place=place),
     )
 

@@ -29,7 +29,7 @@ def show(directory: Path, console: Console | None = None) -> None:
         console = Console(file=console.file, width=WIDTH)
     result = read_json(directory / "result.json")
     console.print()
-    for table in (evaluations(result), samples(directory)):
+    for table in (evaluations(result), samples(directory, result)):
         if table:
             console.print(table)
             console.print()
@@ -63,7 +63,7 @@ def evaluations(result: dict) -> Table | None:
         return None
     table = Table(box=box.SIMPLE_HEAD, title=None)
     table.add_column("held-out rows")
-    for name in ("before", "after"):
+    for name in ("before", "after" if learned_at(result) == result["steps"] else f"after step {learned_at(result)}"):
         table.add_column(name, justify="right")
     for name, form in HELD_OUT.items():
         values = [(found[side] or {}).get(name) for side in ("before", "after")]
@@ -72,7 +72,12 @@ def evaluations(result: dict) -> Table | None:
     return table
 
 
-def samples(directory: Path) -> Table | None:
+def learned_at(result: dict) -> int:
+    """The step whose weights were written: with keep best it may be an earlier one than the last."""
+    return ((result.get("eval") or {}).get("after") or {}).get("step", result["steps"])
+
+
+def samples(directory: Path, result: dict) -> Table | None:
     """The same held-out prompts before and after, side by side."""
     answers: dict[str, dict[int, dict]] = {}
     for line in read_lines(directory / "samples.jsonl"):
@@ -83,7 +88,7 @@ def samples(directory: Path) -> Table | None:
     for name in ("prompt", "before", "after", "expected"):
         table.add_column(name, ratio=1, overflow="fold")
     for prompt, by_step in answers.items():
-        after = by_step[max(by_step)]
+        after = by_step.get(learned_at(result)) or by_step[max(by_step)]
         right = after["answer"].strip() == after["expected"].strip()
         before = by_step[0]["answer"] if 0 in by_step else ""
         answer = Text(cell(after["answer"]).plain, style="green" if right else "red")

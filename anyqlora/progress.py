@@ -13,13 +13,20 @@ class Progress:
     tokens_trained: int = 0
     tokens_seen: int = 0
     before: dict | None = None  # the evaluation before the first step
-    best: dict | None = None  # {"step", "loss"} of the best evaluation since
+    best: dict | None = None  # the best evaluation since: {"step", "loss", ...}
     without_improvement: int = 0  # evaluations since the best one
     pending_evaluation: bool = False  # a signal dropped the evaluation after `step`: it comes first
     non_finite: int = 0  # steps in a row, up to `step`, that could not be used
     recent_losses: list[float] = field(default_factory=list)  # what the spike guard compares with
     batch_size: int = 0  # rows of a micro-batch, which a step that ran out of memory halves; 0: as planned
     lines: dict[str, int] = field(default_factory=dict)  # {file: lines of it that belong to the run up to here}
+
+    def evaluated(self, found: dict) -> None:
+        """Take up an evaluation after the first step: {"step", "loss", ...}."""
+        if self.best is None or found["loss"] < self.best["loss"]:
+            self.best, self.without_improvement = found, 0
+        else:
+            self.without_improvement += 1
 
     @classmethod
     def from_state(cls, state: dict) -> Progress:

@@ -57,6 +57,7 @@ class Run:
         self.progress = Progress.from_state(self.restored.state) if self.restored else Progress()
         self.first_step, self.after = self.progress.step, None
         self.saved_step = self.first_step  # or as near to it as the disk allows
+        self.learned = self.progress  # of the step whose weights are written in the end
         self.spikes = Spikes(self.config.spike_guard, self.progress.recent_losses)
         self.machine = environment(plan)
         self._compare()
@@ -283,13 +284,10 @@ class Run:
         if step == 0:
             progress.before = without_samples(found)
             return
-        self.after = without_samples(found)
-        if progress.best is None or found["loss"] < progress.best["loss"]:
-            progress.best, progress.without_improvement = {"step": step, "loss": found["loss"]}, 0
-        else:
-            progress.without_improvement += 1
-            if self.stops_early:
-                self.console.say(f"stopping early: {progress.without_improvement} evaluations without improvement")
+        self.after = {"step": step, **without_samples(found)}
+        progress.evaluated(self.after)
+        if self.stops_early:
+            self.console.say(f"stopping early: {progress.without_improvement} evaluations without improvement")
 
     def interruptible(self) -> None:
         """Called between batches of an evaluation, of which all processes have the same. Raises Interrupted after a signal."""
@@ -330,6 +328,10 @@ class Run:
         if self.config.keep != "best" or not best or best["step"] == self.last_step:
             return None
         loaded = self.saves.best(best["step"])
+        if loaded:
+            self.console.say(f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step {self.last_step} is "
+                             f"{self.after['loss']:.4f}; what it had learned is written")
+            self.learned, self.after = Progress.from_state(loaded.state), best
         return self.ranks.told_arrays(loaded and loaded.adapter)
 
     def already_finished(self) -> dict:

@@ -130,7 +130,7 @@ class TrainConfig:
     samples: int = setting(0, "held-out prompts answered and shown at each evaluation", low=0)
     exact_match: bool | str = setting(AUTO, "evaluate by generated answers too; auto: when the held-out answers are short", choices=(AUTO, True, False))
     save_steps: int = setting(100, "optimizer steps between checkpoints; 0: at the end only", low=0)
-    keep: str = setting("2", "checkpoints kept: a number >= 2, or best (the two newest and the best)", also=("save_total_limit",))
+    keep: str = setting("2", "checkpoints kept: a number >= 2, or best (the two newest, and the best, which the run ends with)", also=("save_total_limit",))
     resume: str = setting(AUTO, "auto: continue what can be continued; never: start anew; force: other settings too", choices=(AUTO, "never", "force"))
     on_disk_full: str = setting("continue", "a checkpoint that does not fit: go on without it, or stop", choices=("continue", "stop"))
     save_model: bool = setting(True, "write the adapter at the end")

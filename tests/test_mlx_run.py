@@ -55,6 +55,18 @@ def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, more):
     assert same(whole, cut, ADAPTER, f"{LAST}/optimizer.safetensors", f"{LAST}/state.json")
 
 
+@pytest.mark.parametrize(("more", "is_last"), [({}, True), ({"lr": 0.03, "lr_scheduler": "constant", "grad_norm": 100}, False)], ids=["last", "earlier"])
+def test_keep_best_ends_with_the_best_step(tmp_path, more, is_last):
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(tiny_models.TASK.read_text().splitlines(keepends=True)[:6]))
+    directory = runs.run(tmp_path, **{**MLX, "eval_dataset": str(held_out), "eval_steps": 2, "exact_match": False, "samples": 0, "keep": "best", "save_steps": 0, **more})
+    losses = {e["step"]: e["loss"] for e in runs.evaluations(directory) if e["step"] > 0}
+    best, after = min(losses, key=losses.get), runs.result(directory)["eval"]["after"]
+    assert list(losses) == [2, 4, 6] and (best == 6) is is_last
+    assert (after["step"], after["loss"]) == (best, losses[best])
+    assert (directory / ADAPTER).read_bytes() == (directory / f"checkpoints/step-{best:06d}/adapter_model.safetensors").read_bytes()
+
+
 def test_torch_to_mlx_to_torch(tmp_path):
     settings = {**SMALL, "max_steps": 20, "save_steps": 0, "lora_dropout": 0}
     whole, start = runs.run(tmp_path, "whole", **settings), runs.run(tmp_path, "start", **{**settings, "max_steps": 1, "lr": 0})

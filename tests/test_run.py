@@ -242,18 +242,6 @@ def test_evaluation_equals_a_plain_forward_over_each_row(tmp_path):
     assert runs.evaluations(directory)[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_keep_best_ends_with_the_best_adapter(tmp_path):
-    """A rate that wrecks the model after its best step: what is written is the best step's adapter."""
-    directory = runs.run(tmp_path, **{**HELD_OUT, "lr": 0.3, "lr_scheduler": "constant", "keep": "best", "max_steps": 8, "wd": 0, "warmup_steps": 6})
-    seen = {e["step"]: e["loss"] for e in runs.evaluations(directory) if e["step"] > 0}
-    best = min((s for s in seen if s != 8), key=seen.get)
-    assert runs.result(directory)["eval"]["after"]["loss"] == pytest.approx(seen[best], abs=0)
-    kept = Checkpoints(directory / "checkpoints")
-    assert best in kept.steps() and best != 8
-    loaded = kept.read(best).adapter
-    assert all((runs.adapter(directory)[name].numpy() == loaded[name]).all() for name in loaded)
-
-
 def test_early_stopping(tmp_path):
     directory = runs.run(tmp_path, **{**HELD_OUT, "lr": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "early_stopping": 2, "max_steps": 40,
                                       "save_steps": 0, "grad_norm": 100})
