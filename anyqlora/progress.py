@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 
 
@@ -14,6 +15,7 @@ class Progress:
     tokens_seen: int = 0
     before: dict | None = None  # the evaluation before the first step
     best: dict | None = None  # the best evaluation since: {"step", "loss", ...}
+    kept: dict | None = None  # the best one whose step has a checkpoint
     without_improvement: int = 0  # evaluations since the best one
     pending_evaluation: bool = False  # a signal dropped the evaluation after `step`: it comes first
     non_finite: int = 0  # steps in a row, up to `step`, that could not be used
@@ -23,7 +25,7 @@ class Progress:
 
     def evaluated(self, found: dict) -> None:
         """Take up an evaluation after the first step: {"step", "loss", ...}."""
-        if self.best is None or found["loss"] < self.best["loss"]:
+        if is_better(found, self.best):
             self.best, self.without_improvement = found, 0
         else:
             self.without_improvement += 1
@@ -31,9 +33,18 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict) -> Progress:
         found = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
-        if found.before:  # JSON has no number for what is not finite
-            found.before = {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in found.before.items()}
+        found.before, found.best, found.kept = map(with_numbers, (found.before, found.best, state.get("kept", found.best)))
         return found
 
     def to_state(self) -> dict:
         return asdict(self)
+
+
+def with_numbers(evaluation: dict | None) -> dict | None:
+    """An evaluation as it was before it was JSON, which has no number for what is not finite."""
+    return evaluation and {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in evaluation.items()}
+
+
+def is_better(found: dict, than: dict | None) -> bool:
+    """Whether an evaluation is better than another one, if there is one. A loss that is not finite is worse than any other."""
+    return math.isfinite(found["loss"]) and (than is None or not found["loss"] >= than["loss"])

@@ -19,7 +19,7 @@ from .describe import described, environment
 from .errors import DiskFull, NonFinite, OutOfMemory, RunError
 from .log import JsonLines, Metrics
 from .place import IDENTITY, RESULT, Place, read_json, unwritable
-from .progress import Progress
+from .progress import Progress, is_better
 from .redaction import redacted
 from .saves import Saves
 from .schedule import learning_rate, seed_at
@@ -95,6 +95,14 @@ class Run:
         self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
         self.metrics = self.closing(Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn))
         self.saves = Saves(self.place, self.config, self.machine, self.disk, warn)
+        self._forget_lost_best()
+
+    def _forget_lost_best(self) -> None:
+        """A best step without a checkpoint, since `keep` was a number before or it was damaged, is none that `keep best` can end with."""
+        progress = self.progress
+        if self.config.keep == "best" and progress.best and not self.saves.has(progress.kept):
+            self.console.warn(f"the best step so far, {(progress.kept or progress.best)['step']}, has no checkpoint: keep best looks for another one from here on")
+            progress.kept = None
 
     def _compare(self) -> None:
         """Say what was passed over to find the checkpoint that the run goes on from, and what ends byte-identity with it."""
@@ -286,6 +294,8 @@ class Run:
             return
         self.after = {"step": step, **without_samples(found)}
         progress.evaluated(self.after)
+        if step == self.first_step:  # its checkpoint is what the run goes on from
+            progress.kept = self._kept(step)
         if self.stops_early:
             self.console.say(f"stopping early: {progress.without_improvement} evaluations without improvement")
 
@@ -303,11 +313,17 @@ class Run:
         progress.lines = {file.path.name: file.count for file in (self.metrics, self.samples)}
         for file in (self.metrics, self.samples):
             file.sync()
-        best = progress.best["step"] if progress.best else None
-        self.saves.write(step, progress.to_state(), best, self.signals.stop is not None, snapshot)
+        before, progress.kept = progress.kept, self._kept(step)  # which is so once it is written, and stands in it
+        if not self.saves.write(step, progress.to_state(), progress.kept, self.signals.stop is not None, snapshot):
+            progress.kept = before
         if self.signals.stop is not None:
             self.ranks.wait()  # a process that ended before the first one has written would have it ended in the middle of that
         self.signals.save, self.saved_step = False, step
+
+    def _kept(self, step: int) -> dict | None:
+        """The best evaluation whose step has a checkpoint, if `step` has one."""
+        is_best = self.after and self.after["step"] == step and is_better(self.after, self.progress.kept)
+        return self.after if is_best else self.progress.kept
 
     def write_finished(self, folder: str, files: dict[str, Content], weights: str) -> str:
         """Write what was learned as `folder` of the run directory. Returns the sha256 of the file `weights`."""
@@ -324,15 +340,16 @@ class Run:
 
     def best_adapter(self) -> dict | None:
         """What was learned at the step that `keep best` ends with, {name: array}; None where that is the last step anyway."""
-        best = self.progress.best
-        if self.config.keep != "best" or not best or best["step"] == self.last_step:
+        if self.config.keep != "best":
             return None
-        loaded = self.saves.best(best["step"])
+        best = self.progress.kept
+        is_earlier = best and best["step"] != self.last_step and not is_better(self.after, best)
+        loaded = self.saves.best(best["step"]) if is_earlier else None
         if loaded:
             self.console.say(f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step {self.last_step} is "
                              f"{self.after['loss']:.4f}; what it had learned is written")
             self.learned, self.after = Progress.from_state(loaded.state), best
-        return self.ranks.told_arrays(loaded and loaded.adapter)
+        return self.ranks.told_arrays(loaded and loaded.adapter)  # only the first process can say
 
     def already_finished(self) -> dict:
         """A finished run is reported and left as it is."""

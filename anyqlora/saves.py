@@ -10,7 +10,7 @@ import numpy as np
 
 from .checkpoint import Checkpoints, Disk, Loaded, Rejected
 from .config import TrainConfig
-from .errors import DiskFull, NoCheckpoint, NonFinite
+from .errors import DiskFull, NonFinite
 from .memory import shown
 from .place import Place
 
@@ -37,8 +37,13 @@ class Saves:
             raise DiskFull(f"{most} checkpoints and the result need {shown(needed)}, {shown(free + there)} are free",
                            where=str(directory.parent), cure="another --output_dir, or make room")
 
-    def write(self, step: int, state: dict, best: int | None, is_last_chance: bool, snapshot: Callable[[], tuple]) -> None:
-        """Write the checkpoint of `step` finished steps. `snapshot()` gives adapter, moments, adapter_config, loop state.
+    def has(self, evaluation: dict | None) -> bool:
+        """Whether there is an evaluation, and its step has a checkpoint."""
+        return evaluation is not None and evaluation["step"] in self.checkpoints.steps()
+
+    def write(self, step: int, state: dict, best: dict | None, is_last_chance: bool, snapshot: Callable[[], tuple]) -> bool:
+        """Write the checkpoint of `step` finished steps. Returns whether it stands. `snapshot()` gives adapter, moments, adapter_config, loop
+        state; `best` is the evaluation whose checkpoint `keep best` keeps, once this one is written.
 
         A full disk is told once and training goes on, or ends with DiskFull where on_disk_full says so or where it is the
         last chance to keep anything; older checkpoints stay as they are.
@@ -53,9 +58,12 @@ class Saves:
             self.told_full = False
         except OSError as error:
             self._not_saved(step, error, is_last_chance)
+            return False
         else:
-            self._prune(step, best if self.best_kept else None)
-        self.seconds += time.perf_counter() - began
+            self._prune(step, best["step"] if self.best_kept and best else None)
+            return True
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def _not_saved(self, step: int, error: OSError, is_last_chance: bool) -> None:
         good = self.checkpoints.steps()
@@ -80,10 +88,10 @@ class Saves:
             return "nothing is saved yet"
         return f"step {good[-1]} is saved" + (f" of {step}" if good[-1] < step else "")
 
-    def best(self, step: int) -> Loaded:
-        """The checkpoint of the best step. Raises NoCheckpoint when it is damaged."""
+    def best(self, step: int) -> Loaded | None:
+        """The checkpoint of the best step; None when it is damaged."""
         try:
             return self.checkpoints.read(step)
         except Rejected as reason:
-            raise NoCheckpoint(f"the best step was {step}, and its checkpoint is not usable: {reason}", where=str(self.checkpoints.path(step)),
-                               cure="the same command with --keep 2 ends with the last step instead") from None
+            self.warn(f"{self.checkpoints.path(step)} is the best step's and cannot be used: {reason}; what the last step had learned is written")
+            return None
