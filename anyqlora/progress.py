@@ -13,6 +13,9 @@ class Progress:
     step: int = 0  # optimizer steps that are finished
     tokens_trained: int = 0
     tokens_seen: int = 0
+    seconds: float = 0.0  # that the run took, in all the processes that went on with it
+    loop_seconds: float = 0.0  # of these in steps
+    saving_seconds: float = 0.0
     before: dict | None = None  # the evaluation before the first step
     best: dict | None = None  # the best evaluation since: {"step", "loss", ...}
     kept: dict | None = None  # the best one whose step has a checkpoint

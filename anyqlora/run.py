@@ -67,9 +67,9 @@ class Run:
         for finding in findings(data.report):
             self.console.warn(finding)
         self._open()
-        self.started = self.step_started = time.perf_counter()
+        self.step_started = time.perf_counter()
+        self.started = self.step_started - self.progress.seconds  # as if one process had done it all
         self.recent_seconds: deque[float] = deque(maxlen=20)
-        self.loop_seconds = 0.0
         self.first_step_at: float | None = None
         self.spiked = self.gradients_shown = False
         self.signals = self.closing(Signals(lambda: self.saves.said(self.last_step), is_alone=self.ranks.size == 1))
@@ -94,7 +94,7 @@ class Run:
         trackers = Trackers(self.config, self.directory, self.restored is not None, warn)
         self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
         self.metrics = self.closing(Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn))
-        self.saves = Saves(self.place, self.config, self.machine, self.disk, warn)
+        self.saves = Saves(self.place, self.config, self.machine, self.disk, warn, self.progress.saving_seconds)
         self._forget_lost_best()
 
     def _forget_lost_best(self) -> None:
@@ -245,7 +245,6 @@ class Run:
         trained, seen = self.stream.counts(step)
         seconds = time.perf_counter() - self.step_started
         self.recent_seconds.append(seconds)
-        self.loop_seconds += seconds
         if self.first_step_at is None:
             self.first_step_at = seconds_since_process_start()
         scaler_mends = result.skipped and result.loss_scale > 1 and math.isfinite(loss) and not self.spiked
@@ -255,6 +254,7 @@ class Run:
         progress.non_finite = progress.non_finite + 1 if result.skipped and not scaler_mends and not self.spiked else 0
         progress.tokens_trained += 0 if result.skipped else trained
         progress.tokens_seen += seen
+        progress.loop_seconds += seconds
         record = {
             "step": step + 1, "epoch": round(self.stream.epoch(step + 1), 4), "loss": loss, "grad_norm": result.grad_norm, "lr": lr,
             "skipped": result.skipped, "loss_scale": result.loss_scale, "tokens": seen, "trained_tokens": trained, "seconds": seconds,
@@ -310,6 +310,7 @@ class Run:
         """Write the checkpoint of `step` finished steps. `snapshot()` gives adapter, moments, adapter_config, loop state."""
         progress = self.progress
         progress.recent_losses, progress.batch_size = list(self.spikes.recent), self.stream.batch_size
+        progress.seconds, progress.saving_seconds = time.perf_counter() - self.started, self.saves.seconds
         progress.lines = {file.path.name: file.count for file in (self.metrics, self.samples)}
         for file in (self.metrics, self.samples):
             file.sync()
@@ -362,7 +363,7 @@ class Run:
 
     def finish(self, adapter_sha256: str, peak_memory_bytes: int) -> dict:
         """Write result.json, last of all. Returns it."""
-        progress, plan, spent = self.progress, self.plan, self.loop_seconds or math.inf
+        progress, plan, spent = self.progress, self.plan, self.progress.loop_seconds or math.inf
         result = {
             "status": "finished", "backend": str(plan.backend), "strategy": plan.strategy, "quantizer": plan.quantizer,
             "adapter": plan.adapter, "world_size": plan.world_size, "steps": self.last_step,

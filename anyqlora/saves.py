@@ -18,8 +18,8 @@ from .place import Place
 class Saves:
     """`seconds` is the time that saving took so far."""
 
-    def __init__(self, place: Place, config: TrainConfig, machine: dict, disk: Disk, warn: Callable[[str], None]):
-        self.config, self.warn, self.seconds = config, warn, 0.0
+    def __init__(self, place: Place, config: TrainConfig, machine: dict, disk: Disk, warn: Callable[[str], None], seconds: float = 0.0):
+        self.config, self.warn, self.seconds = config, warn, seconds
         self.marks = {"identity": place.identity, "machine": machine}
         self.checkpoints = Checkpoints(place.directory / "checkpoints", disk)
         self.best_kept = config.keep == "best"

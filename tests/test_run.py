@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -183,6 +184,30 @@ def test_a_failure_after_steps_leaves_what_was_trained(tmp_path):
     with pytest.raises(ZeroDivisionError):
         runs.run(tmp_path, during=lambda step: fail(ZeroDivisionError()), **SMALL)
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3]
+
+
+def test_the_speed_of_a_run_that_went_on_is_that_of_all_its_steps(tmp_path):
+    """The reference is metrics.jsonl, which has the seconds of each step. A checkpoint from before times were kept is read, too."""
+    def be_slow_and_fail(step):
+        time.sleep(0.15)
+        if step == 6:
+            fail(ZeroDivisionError())
+
+    with pytest.raises(ZeroDivisionError):
+        runs.run(tmp_path, during=be_slow_and_fail, **SMALL)
+    shutil.copytree(tmp_path / "run", tmp_path / "older" / "run")
+    lines, found = runs.metrics(runs.run(tmp_path, **SMALL)), runs.result(tmp_path / "run")
+    seconds = sum(line["seconds"] for line in lines)
+    assert found["tokens_per_second"] == pytest.approx(sum(line["tokens"] for line in lines) / seconds, rel=1e-6)
+    assert found["trained_tokens_per_second"] == pytest.approx(sum(line["trained_tokens"] for line in lines) / seconds, rel=1e-6)
+    assert found["seconds"] > seconds + found["saving_seconds"] and seconds > 0.9
+    checkpoints = Checkpoints(tmp_path / "older" / "run" / "checkpoints")
+    loaded = checkpoints.read(6)
+    state = {name: value for name, value in loaded.state.items() if "seconds" not in name}
+    about = json.loads((loaded.path / "manifest.json").read_text())
+    checkpoints.save(6, loaded.adapter, loaded.moments, adapter_config=json.loads((loaded.path / "adapter_config.json").read_text()), state=state,
+                     identity=about["identity"], machine=about["machine"])
+    assert adapter_bytes(runs.run(tmp_path / "older", **SMALL)) == adapter_bytes(tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_path, capfd):
