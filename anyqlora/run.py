@@ -119,7 +119,9 @@ class Run:
 
     def _describe(self) -> None:
         """Write what was asked, what was planned, and where it runs."""
-        files = {IDENTITY: to_json(self.place.identity), **described(self.plan, self.machine, self.data.report)}  # by the first one it is found again
+        files = described(self.plan, self.machine, self.data.report)
+        if not (self.restored and self.config.resume == "force"):  # else the checkpoints there are of another identity, until one is saved
+            files = {IDENTITY: to_json(self.place.identity), **files}  # by which the run is found again
         try:
             self.disk.make_directory(self.directory)
             self.place.claim()

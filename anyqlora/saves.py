@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .checkpoint import Checkpoints, Disk, Loaded, Rejected
+from .checkpoint import Checkpoints, Disk, Loaded, Rejected, replace, to_json
 from .config import TrainConfig
 from .errors import DiskFull, NonFinite
 from .memory import shown
-from .place import Place
+from .place import IDENTITY, Place
 
 
 class Saves:
@@ -21,6 +21,7 @@ class Saves:
     def __init__(self, place: Place, config: TrainConfig, machine: dict, disk: Disk, warn: Callable[[str], None], seconds: float = 0.0):
         self.config, self.warn, self.seconds = config, warn, seconds
         self.marks = {"identity": place.identity, "machine": machine}
+        self.identity = place.directory / IDENTITY
         self.checkpoints = Checkpoints(place.directory / "checkpoints", disk)
         self.best_kept = config.keep == "best"
         self.keep = 2 if self.best_kept else int(config.keep)
@@ -55,6 +56,7 @@ class Saves:
             raise NonFinite(f"{broken[0]} is not finite after step {step}; it is not saved", cure="the newest checkpoint is from before")
         try:
             self.checkpoints.save(step, adapter, moments, adapter_config=adapter_config, state={**state, "loop": loop}, **self.marks)
+            replace(self.identity, to_json(self.marks["identity"]), self.checkpoints.disk)  # another one with --resume force: before what has the old one goes
             self.told_full = False
         except OSError as error:
             self._not_saved(step, error, is_last_chance)

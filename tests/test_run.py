@@ -210,6 +210,27 @@ def test_the_speed_of_a_run_that_went_on_is_that_of_all_its_steps(tmp_path):
     assert adapter_bytes(runs.run(tmp_path / "older", **SMALL)) == adapter_bytes(tmp_path / "run")
 
 
+def test_a_forced_run_that_is_killed_before_it_saves_leaves_the_one_before_as_it_was(whole, tmp_path):
+    """Neither its first steps nor a crash between its checkpoint and its identity take the run away from its own command."""
+    forced = {**SMALL, "lr": 1e-3, "resume": "force"}
+    with pytest.raises(ZeroDivisionError):
+        runs.run(tmp_path, during=lambda step: step == 4 and fail(ZeroDivisionError()), **SMALL)
+    with pytest.raises(ZeroDivisionError):
+        runs.run(tmp_path, during=lambda step: step == 4 and fail(ZeroDivisionError()), **forced)
+    shutil.copytree(tmp_path / "run", tmp_path / "forced" / "run")
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(ZeroDivisionError):
+        rename = Disk.rename
+        patched.setattr(Disk, "rename", lambda self, old, new: fail(ZeroDivisionError()) if new.name == IDENTITY else rename(self, old, new))
+        runs.run(tmp_path, **forced)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3, 6]
+    runs.run(tmp_path, **SMALL)
+    assert adapter_bytes(tmp_path / "run") == adapter_bytes(whole)
+    with pytest.raises(ZeroDivisionError):
+        runs.run(tmp_path / "forced", during=lambda step: step == 7 and fail(ZeroDivisionError()), **forced)
+    finished = runs.run(tmp_path / "forced", **{**SMALL, "lr": 1e-3})  # its first checkpoint made it the run of this command
+    assert [m["lr"] for m in runs.metrics(finished)][-1] == [m["lr"] for m in runs.metrics(whole)][-1] / 2
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_path, capfd):
     with pytest.raises(Stopped):
         runs.run(tmp_path, during=lambda step: step == 6 and os.kill(os.getpid(), signal.SIGTERM), **SMALL)
