@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"
 STAGED, OLD, REMOVED = ".staged", ".old", ".removed"
+PRETRAINED = f"pretrained{STAGED}"  # what transformers has written of a finished run, before it goes where it belongs
 
 
 Content = bytes | list  # of a file: bytes, or pieces of bytes that lie elsewhere, such as a model's own tensors
@@ -86,11 +86,25 @@ def tensors_to_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, s
     return [len(text).to_bytes(8, "little") + text, *(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data for _, value in ordered)]
 
 
-def saved_by(thing, **options) -> dict[str, bytes]:
-    """{name: content} of what `thing.save_pretrained` writes."""
-    with tempfile.TemporaryDirectory() as directory:
-        thing.save_pretrained(directory, **options)
-        return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+def saved_by(thing, directory: Path, disk: Disk, **options) -> dict[str, bytes]:
+    """{name: content} of what `thing.save_pretrained` writes: into a stage in `directory`, since the system's place for temporary files may
+    be memory. Raises OSError."""
+    staged = directory / PRETRAINED
+    try:
+        disk.make_directory(staged)
+        thing.save_pretrained(staged, **options)
+        return {str(path.relative_to(staged)): path.read_bytes() for path in sorted(staged.rglob("*")) if path.is_file()}
+    except Exception as error:
+        raise as_os_error(error) from None
+    finally:
+        _clear(staged, disk)
+
+
+def as_os_error(error: Exception) -> Exception:
+    """The OSError that `error` tells of. Rust's libraries give the system's number in words alone: safetensors in a SafetensorError,
+    tokenizers in a bare Exception. Anything else stays what it is."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found and not isinstance(error, OSError) else error
 
 
 def size_and_hash(content: Content) -> dict:

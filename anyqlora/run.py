@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .audit import findings
 from .card import card
-from .checkpoint import Content, Disk, replace, size_and_hash, to_json, write_directory
+from .checkpoint import Content, Disk, replace, saved_by, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream, halved
 from .describe import described, environment
 from .errors import DiskFull, NonFinite, OutOfMemory, RunError
@@ -336,6 +336,13 @@ class Run:
             except OSError as error:
                 raise self._unfinished(folder, error) from None
         return size_and_hash(files[weights])["sha256"]
+
+    def files_of(self, name: str, thing, **options) -> dict[str, Content]:
+        """{file: content} of what `thing.save_pretrained` writes; nothing on a process that is not the first. Raises DiskFull."""
+        try:
+            return saved_by(thing, self.directory, self.disk, **options)
+        except OSError as error:
+            raise self._unfinished(name, error) from None
 
     def _unfinished(self, name: str, error: OSError) -> DiskFull:
         return DiskFull(f"{name} cannot be written: {error.strerror or error}", where=str(self.directory),

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
+import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
@@ -229,6 +231,29 @@ def test_a_forced_run_that_is_killed_before_it_saves_leaves_the_one_before_as_it
         runs.run(tmp_path / "forced", during=lambda step: step == 7 and fail(ZeroDivisionError()), **forced)
     finished = runs.run(tmp_path / "forced", **{**SMALL, "lr": 1e-3})  # its first checkpoint made it the run of this command
     assert [m["lr"] for m in runs.metrics(finished)][-1] == [m["lr"] for m in runs.metrics(whole)][-1] / 2
+
+
+@contextlib.contextmanager
+def files_up_to(size):
+    """No file grows beyond `size` bytes: what the kernel says then differs from a full disk in its number alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("size", "more", "what"), [(500_000, {"train_type": "full"}, "model"), (15_000, {"adapter": "lora"}, "tokenizer")], ids=["model", "tokenizer"])
+def test_no_room_for_what_transformers_writes_of_a_finished_run(size, more, what, tmp_path, monkeypatch):
+    """Exit code 5 and nothing left; then the same command completes the run, wherever temporary files go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "there is no such directory"))
+    settings = {name: value for name, value in {**SMALL, "max_steps": 2, "save_steps": 1, **more}.items() if what == "tokenizer" or "lora" not in name}
+    with pytest.raises(DiskFull, match=f"{what} cannot be written: File too large") as full, contextlib.ExitStack() as limited:
+        runs.run(tmp_path, during=lambda step: step == 1 and limited.enter_context(files_up_to(size)), **settings)
+    assert full.value.exit_code == 5 and not list((tmp_path / "run").glob("*.staged"))
+    directory = runs.run(tmp_path, **settings)
+    assert runs.result(directory)["steps"] == 2 and not list(directory.glob("*.staged"))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_path, capfd):

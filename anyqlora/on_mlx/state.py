@@ -7,7 +7,7 @@ import json
 import mlx.core as mx
 import numpy as np
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, saved_by, tensors_to_bytes, to_json
+from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, tensors_to_bytes, to_json
 from ..errors import NotBuilt, UsageError
 from ..hub import base_directory
 from ..layouts import read_config
@@ -61,7 +61,7 @@ def restore_best(runtime: Runtime, run) -> None:
 
 def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
-    files = saved_by(run.tokenizer)
+    files = run.files_of("tokenizer", run.tokenizer)
     if built.adapter.folder == "model":
         files |= model_files(runtime, run)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, saved_by, tensors_to_bytes, to_json
+from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, tensors_to_bytes, to_json
 from ..errors import UsageError
 from ._compat import quietly
 from .build import Built
@@ -51,9 +51,9 @@ def restore_best(runtime: Runtime, run) -> None:
 def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
     with quietly():
-        files = saved_by(run.tokenizer)
+        files = run.files_of("tokenizer", run.tokenizer)
     if built.adapter.folder == "model":
-        files |= whole_model(runtime)
+        files |= whole_model(runtime, run)
     else:
         tensors = built.adapter.tensors(runtime.strategy.gather_trainable())
         files[ADAPTER] = tensors_to_bytes({name: t.numpy() for name, t in tensors.items()}, {"format": "pt"})
@@ -62,18 +62,18 @@ def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Conten
     return built.adapter.folder, files, WEIGHTS[built.adapter.folder]
 
 
-def whole_model(runtime: Runtime) -> dict[str, bytes]:
+def whole_model(runtime: Runtime, run) -> dict[str, Content]:
     """The files of a model that was trained whole, in the base's own type; the run is over. Nothing on a process that is not the first."""
     strategy, options = runtime.strategy, {"max_shard_size": "1000GB"}
     model = strategy.unwrap()
     dtype = getattr(torch, str(model.config.to_dict().get("dtype") or "float32"))
     if strategy.keeps_whole:
-        return _files(model.to(dtype), **options) if runtime.is_main_process else {}
+        return _files(run, model.to(dtype), **options) if runtime.is_main_process else {}
     learned = strategy.gather_trainable()
     values = {name: tensor.to(dtype) for name, tensor in learned.items()}
-    return _files(model, **options, state_dict=values) if runtime.is_main_process else {}
+    return _files(run, model, **options, state_dict=values) if runtime.is_main_process else {}
 
 
-def _files(model, **options) -> dict[str, bytes]:
+def _files(run, model, **options) -> dict[str, Content]:
     with quietly():
-        return saved_by(model, **options)
+        return run.files_of("model", model, **options)
