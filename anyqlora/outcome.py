@@ -46,8 +46,8 @@ def read_json(path: Path):
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file; none where there is no file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """The objects of a JSON-lines file; none where there is no file. Lines of bytes: text has more line ends, which may stand in an answer."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 def cell(text: str) -> Text:

@@ -18,10 +18,11 @@ from rich.console import Console
 
 import train
 from anyqlora import config, terminal, views
+from anyqlora.commands import generate, verify
 from anyqlora.errors import RunError, UsageError
-from anyqlora.log import Lines, Metrics, Silent
+from anyqlora.log import JsonLines, Lines, Metrics, Silent
 from anyqlora.memory import shown
-from anyqlora.outcome import next_commands, show
+from anyqlora.outcome import next_commands, read_lines, show
 from anyqlora.panel import Bar, Panel
 from anyqlora.plan import Adjustment
 from anyqlora.trackers import Trackers
@@ -273,6 +274,22 @@ def test_the_end_report_says_what_the_run_directory_says(finished):
     for command in next_commands(finished):
         assert command in text
     assert [command.split(" -m anyqlora ")[1].split()[0] for command in next_commands(finished)] == ["chat", "eval", "generate"]
+
+
+ENDS = "a\u2028b\u2029c\u0085d\x0be\x1cf"  # all of these end a line of text
+
+
+def test_answers_that_hold_ends_of_lines_are_read_back(tmp_path):
+    samples = JsonLines(tmp_path / "samples.jsonl", 0, None)
+    written = [{"step": step, "prompt": ENDS, "answer": ENDS} for step in (0, 3)]
+    for record in written:
+        samples.write(record)
+    samples.close()
+    assert read_lines(tmp_path / "samples.jsonl") == written
+    (tmp_path / "metrics.jsonl").write_bytes((tmp_path / "samples.jsonl").read_bytes())
+    assert verify.records(tmp_path) == written
+    (tmp_path / "prompts.txt").write_text(f"{ENDS}\n\nanother\n", encoding="utf-8")
+    assert generate._prompts(None, str(tmp_path / "prompts.txt")) == [ENDS, "another"]
 
 
 def test_samples_stand_side_by_side_and_cannot_steer(finished, tmp_path):

@@ -50,7 +50,7 @@ def _prompts(prompt: str | None, file: str | None) -> list[str]:
         prompts = [prompt]
     else:
         try:
-            prompts = [line for line in Path(file).read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+            prompts = [line for line in Path(file).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot be read: {error}", where=file) from None
     if not prompts or not all(prompt.strip() for prompt in prompts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -14,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from ..errors import RunError, UsageError
+from ..outcome import read_lines
 from ..schedule import uniform_start
 from ..terminal import printable
 from . import arguments
@@ -68,8 +68,7 @@ def train(settings: dict) -> None:
 
 def read(run: Path) -> tuple[list[dict], dict[str, np.ndarray]]:
     """The steps of a run, and its adapter."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if "lr" in line], load_file(run / "adapter" / "adapter_model.safetensors")
+    return [line for line in read_lines(run / "metrics.jsonl") if "lr" in line], load_file(run / "adapter" / "adapter_model.safetensors")
 
 
 def differences(one: tuple, other: tuple) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from ..checkpoint import ADAPTER, MOMENTS, Checkpoints
 from ..config import from_file
 from ..errors import RunError, UsageError
+from ..outcome import read_lines
 from ..tables import WAYS
 from ..terminal import printable
 from . import arguments, parity
@@ -103,5 +103,4 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def records(run: Path) -> list[dict]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [{name: value for name, value in line.items() if not name.endswith(TIMING)} for line in lines]
+    return [{name: value for name, value in line.items() if not name.endswith(TIMING)} for line in read_lines(run / "metrics.jsonl")]
