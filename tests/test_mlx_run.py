@@ -227,6 +227,14 @@ def test_three_steps_that_are_not_finite_end_the_run(tmp_path):
         runs.run(tmp_path, **{**MLX, "lr": 1e30, "apply_gradient_clipping": False})
 
 
+def test_the_loss_scale_starts_and_doubles_as_it_is_told(tmp_path):
+    """As torch's does; a run that goes on keeps the scale, and takes how often it grows from its own settings."""
+    settings = {**MLX, "precision": "fp16", "initial_loss_scale": 64, "loss_scale_growth_interval": 3}
+    stopped(tmp_path, "run", 2, **settings)
+    directory = runs.run(tmp_path, **{**settings, "loss_scale_growth_interval": 2})
+    assert [m["loss_scale"] for m in runs.metrics(directory)] == [64, 64, 64, 64, 128, 128] and not any(m["skipped"] for m in runs.metrics(directory))
+
+
 OUT_OF_MEMORY = (  # Metal's words (mlx/backend/metal/allocator.cpp, and its command buffers'); the CPU build does not ask whether it got memory
     "[metal::malloc] Attempting to allocate 41943040000 bytes which is greater than the maximum allowed buffer size of 22906503168 bytes.",
     "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")

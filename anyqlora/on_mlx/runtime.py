@@ -25,7 +25,7 @@ class Runtime:
         self.plan, self.config = plan, plan.config
         self.compute = COMPUTE[plan.precision]
         self.memory = Memory()
-        self.scaler = Scaler(enabled=plan.precision == "fp16_autocast")
+        self.scaler = Scaler(plan.precision == "fp16_autocast", self.config.initial_loss_scale, self.config.loss_scale_growth_interval)
         self.gradients: dict[str, mx.array] | None = None  # of this process's micro-batches so far
         self.summed = False
 
