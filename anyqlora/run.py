@@ -91,7 +91,7 @@ class Run:
     def _open(self) -> None:
         """The files that grow with the run, and its checkpoints."""
         warn, lines = self.console.warn, self.progress.lines
-        trackers = Trackers(self.config, self.directory, self.restored is not None, warn)
+        trackers = Trackers(self.config, self.directory, self.restored is not None, warn, self.first_step)
         self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
         self.metrics = self.closing(Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn))
         self.saves = Saves(self.place, self.config, self.machine, self.disk, warn, self.progress.saving_seconds)

@@ -62,6 +62,7 @@ class Tracked:
     directory: Path
     resumed: bool
     warn: Callable[[str], None]
+    finished_steps: int = 0  # that the run goes on from
 
     @property
     def about(self) -> dict:
@@ -73,8 +74,8 @@ class Tracked:
 class Trackers:
     """All trackers of a run; none at all is the usual case. One that fails on the way is given up: training does not depend on it."""
 
-    def __init__(self, config: TrainConfig, directory: Path, resumed: bool, warn):
-        """`resumed`: the run goes on, there as here. `warn(text)` is told of trackers that fail.
+    def __init__(self, config: TrainConfig, directory: Path, resumed: bool, warn, finished_steps: int = 0):
+        """`resumed`: the run goes on, there as here, after so many steps. `warn(text)` is told of trackers that fail.
 
         Raises UsageError for one that cannot start.
         """
@@ -83,7 +84,7 @@ class Trackers:
             if getattr(config, name) != SETTINGS[name].default and not set(readers) & set(names(config)):
                 warn(f"{name} does nothing here: it is for log_to {' or '.join(readers)}")
         for name in names(config):
-            run = Tracked(config, redacted(config.settings()), directory, resumed, warn)
+            run = Tracked(config, redacted(config.settings()), directory, resumed, warn, finished_steps)
             try:
                 self.trackers.append(tables.load(tables.TRACKERS[name])(run))
             except Exception as error:  # whatever it is: what was asked for is not in effect
@@ -163,13 +164,15 @@ class Tensorboard:
     name = "tensorboard"
 
     def __init__(self, run: Tracked):
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.Event, self.Summary = Event, Summary
         self.writer = EventFileWriter(str(run.directory / "tensorboard"))
+        again = run.finished_steps + 1 if run.resumed else 0  # what a killed process wrote of this step and later ones, TensorBoard drops
+        self.writer.add_event(Event(wall_time=time.time(), step=again, session_log=SessionLog(status=SessionLog.START)))
         rows = "".join(f"| {name} | {value} |\n" for name, value in run.settings.items())
         text = TensorProto(dtype="DT_STRING", string_val=[f"| setting | value |\n|---|---|\n{rows}".encode()])
         about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))

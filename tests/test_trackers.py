@@ -216,6 +216,33 @@ def test_tensorboard_reads_what_was_written(tracked):
     assert "| lora_rank | 16 |" in events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.skipif("tensorboard" not in INSTALLED, reason="tensorboard is not installed")
+def test_tensorboard_has_each_step_once_after_a_crash(tmp_path):
+    """Before the first checkpoint, and after it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Crash(Exception):
+        pass
+
+    def crash_at(last):
+        def during(step):
+            if step == last:
+                raise Crash
+
+        return during
+
+    settings = {**SMALL, "max_steps": 6, "save_steps": 3, "log_to": "tensorboard", "samples": 0, "eval_dataset": "", "eval_fraction": 0.01}
+    for last in (2, 5):
+        with pytest.raises(Crash):
+            runs.run(tmp_path, during=crash_at(last), **settings)
+    directory = runs.run(tmp_path, **settings)
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Scalars("eval/loss")] == [0, 6]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([line["loss"] for line in runs.metrics(directory)], rel=1e-6)
+
+
 @pytest.mark.skipif("trackio" not in INSTALLED, reason="trackio is not installed")
 def test_trackio_keeps_it_in_its_own_database(tracked):
     directory, home = tracked
