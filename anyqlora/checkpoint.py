@@ -28,6 +28,8 @@ MANIFEST = "manifest.json"
 ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"
 STAGED, OLD, REMOVED = ".staged", ".old", ".removed"
 PRETRAINED = f"pretrained{STAGED}"  # what transformers has written of a finished run, before it goes where it belongs
+HALF_DONE = re.compile(r"(adapter|model|step-\d+)\.(staged|old)|step-\d+\.removed|pretrained\.staged"
+                       r"|((identity|plan|env|data_report|result)\.json|config\.resolved\.yaml)\.staged")  # names that a killed run leaves
 
 
 Content = bytes | list  # of a file: bytes, or pieces of bytes that lie elsewhere, such as a model's own tensors
@@ -174,8 +176,9 @@ def write_directory(path: Path, files: Mapping[str, Content], disk: Disk, *, man
 
 
 def sweep(directory: Path, disk: Disk) -> list[str]:
-    """Take away what a killed process left half done in `directory`. Returns the names of what was there."""
-    left = sorted(path for suffix in (STAGED, OLD, REMOVED) for path in directory.glob(f"*{suffix}"))
+    """Take away what a killed process left half done in `directory`, and nothing that somebody else has put there. Returns the names of
+    what was there."""
+    left = sorted(path for path in directory.glob("*") if HALF_DONE.fullmatch(path.name))
     for path in left:
         if path.suffix == OLD and not path.with_suffix("").exists():
             disk.rename(path, path.with_suffix(""))  # killed between the two renames

@@ -256,6 +256,25 @@ def test_no_room_for_what_transformers_writes_of_a_finished_run(size, more, what
     assert runs.result(directory)["steps"] == 2 and not list(directory.glob("*.staged"))
 
 
+def test_what_a_killed_run_leaves_is_swept_and_nothing_else(tmp_path, monkeypatch):
+    """Every stage that a run makes is known by its name; a person's own files keep theirs."""
+    staged, write, make = set(), Disk.write, Disk.make_directory
+    monkeypatch.setattr(Disk, "write", lambda self, path, content: (staged.add(path), write(self, path, content)))
+    monkeypatch.setattr(Disk, "make_directory", lambda self, path: (staged.add(path), make(self, path)))
+    with pytest.raises(ZeroDivisionError):
+        runs.run(tmp_path, during=lambda step: step == 4 and fail(ZeroDivisionError()), **SMALL)
+    monkeypatch.undo()
+    directory = tmp_path / "run"
+    left = {path.relative_to(directory) for path in staged if path.name.endswith(".staged")} | {Path(name) for name in (
+        "adapter.staged", "model.staged", "pretrained.staged", "result.json.staged", "checkpoints/step-000001.removed", "checkpoints/step-1000000.staged")}
+    assert len(left) == 12, left
+    own = [directory / name for name in ("notes.old", "mine.removed", "plan.json.old", "a.staged", "checkpoints/step-3.mine.old", "checkpoints/best.old")]
+    for path in [*(directory / name for name in left), *own]:
+        path.mkdir()
+    runs.run(tmp_path, **SMALL)
+    assert all(path.is_dir() for path in own) and not any((directory / name).exists() for name in left)
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_path, capfd):
     with pytest.raises(Stopped):
         runs.run(tmp_path, during=lambda step: step == 6 and os.kill(os.getpid(), signal.SIGTERM), **SMALL)
