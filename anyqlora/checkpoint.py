@@ -53,6 +53,10 @@ class Disk:
         os.replace(old, new)
 
     def sync_directory(self, path: Path) -> None:
+        self.sync(path)
+
+    def sync(self, path: Path) -> None:
+        """Bring to the disk what is in a file that a library wrote, or the names in a directory."""
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 
 from anyqlora.__main__ import main
+from anyqlora.checkpoint import Disk
+from anyqlora.on_mlx.convert import to_mlx
 
 KINDS = ["llama", "qwen2", "gemma3_text", "phi3", "mixtral", "qwen3"]
 
@@ -44,6 +46,19 @@ def test_there_and_back(architecture, dtype, tmp_path):
         theirs, _ = load_model(tmp_path / "mlx")
         plain = tiny_models.plain(base)(input_ids=torch.from_numpy(ids)).logits.detach().numpy()
         assert np.abs(np.array(theirs(mx.array(ids))) - plain).max() < 1e-4 * np.abs(plain).max()
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Each file that stands in the end was synced, or written by what syncs, and so was its directory, before the rename."""
+    done, plain = [], {name: getattr(Disk, name) for name in ("write", "sync", "rename")}
+    for name, method in plain.items():
+        monkeypatch.setattr(Disk, name, lambda self, path, *more, name=name, method=method: (done.append((name, path.name)), method(self, path, *more)))
+    base = tiny_models.make(tmp_path / "hf", "llama", dtype=torch.float32)
+    to_mlx(base, tmp_path / "mlx", shard=40_000)
+    files = {path.name for path in (tmp_path / "mlx").iterdir()}
+    assert len([name for name in files if name.endswith(".safetensors")]) > 2
+    assert {name for _, name in done[:done.index(("rename", "mlx.staged"))]} == {*files, "mlx.staged"}
+    assert done[done.index(("rename", "mlx.staged")) - 1] == ("sync", "mlx.staged")
 
 
 def test_what_mlx_lm_writes_comes_back(tmp_path):

@@ -69,6 +69,8 @@ def write(out: Path, source: Path, config: dict, shards: Callable[[Path], Mappin
         shutil.rmtree(staged, ignore_errors=True)
         disk.make_directory(staged)
         index = shards(staged)
+        for file in sorted(set(index.values())):
+            disk.sync(staged / file)
         if set(index.values()) != {SINGLE}:
             disk.write(staged / INDEX, to_json({"metadata": {}, "weight_map": dict(index)}))
         for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
