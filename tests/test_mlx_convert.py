@@ -1,6 +1,7 @@
 """Model directories between Hugging Face's form and mlx-lm's: there and back every tensor is the same, and each side reads its own."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -59,6 +60,16 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
     assert len([name for name in files if name.endswith(".safetensors")]) > 2
     assert {name for _, name in done[:done.index(("rename", "mlx.staged"))]} == {*files, "mlx.staged"}
     assert done[done.index(("rename", "mlx.staged")) - 1] == ("sync", "mlx.staged")
+
+
+def test_no_room_for_weights_is_exit_code_5(tmp_path, capsys):
+    base, before = tiny_models.make(tmp_path / "hf", "llama", dtype=torch.float32), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        assert main(["convert", str(base), "--to", "mlx", "--out", str(tmp_path / "mlx")]) == 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written: model.safetensors: [write] Unable to write" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_what_mlx_lm_writes_comes_back(tmp_path):

@@ -99,7 +99,7 @@ def _refuse_unknown_names(described: dict, given: Mapping[str, mx.array], source
 
 
 def _write(place: Path, made: Mapping[str, mx.array], form: str, shard: int) -> dict[str, str]:
-    """Weight files of about `shard` bytes. Returns {tensor: file}."""
+    """Weight files of about `shard` bytes. Returns {tensor: file}. Raises OSError."""
     groups: list[dict[str, mx.array]] = [{}]
     for name in sorted(made):
         if groups[-1] and sum(value.nbytes for value in groups[-1].values()) + made[name].nbytes > shard:
@@ -108,6 +108,14 @@ def _write(place: Path, made: Mapping[str, mx.array], form: str, shard: int) -> 
     index = {}
     for number, group in enumerate(groups, 1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        mx.save_safetensors(str(place / file), group, metadata={"format": form})
+        _save(place / file, group, form)
         index |= dict.fromkeys(group, file)
     return index
+
+
+def _save(path: Path, group: dict[str, mx.array], form: str) -> None:
+    mx.eval(group)  # so that what fails below is the writing
+    try:
+        mx.save_safetensors(str(path), group, metadata={"format": form})
+    except RuntimeError as error:  # MLX's word for a full disk
+        raise OSError(f"{path.name}: {error}") from None
