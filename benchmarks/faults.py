@@ -73,6 +73,8 @@ On your own run: `python -m anyqlora verify --resume RUN` trains a few steps wit
 - A checkpoint is synced file by file, then its directory, then its name, so that a power failure leaves it whole or absent; that
   order is tested, real power failures are not. Disks that lie about what they have written are beyond this.
 - metrics.jsonl is synced when a checkpoint is saved. After a power failure the lines since then are gone, and so are the steps.
+- `keep best` ends with the best step that has a checkpoint. Where the disk was full for that one, or it was damaged since, a warning says
+  so and another step is what the run ends with.
 - SIGKILL loses what was trained since the last checkpoint: at most `save_steps` steps. SIGTERM and SIGINT lose nothing.
 - A bit that flips in memory before it is hashed is saved as it is. Non-finite numbers are refused; other wrong ones look like any other.
 """
