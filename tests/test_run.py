@@ -1,5 +1,6 @@
 """Runs that stop and go on, evaluate, stop early, keep the best: real runs on the embedded base."""
 
+import contextlib
 import json
 import os
 import shutil
