@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from anyqlora.config import resolve
 from anyqlora.errors import RunError, UsageError
@@ -72,6 +72,13 @@ def test_rotation_has_the_bits_of_its_definition(turns):
     x, cos, sin, weight = drawn(2, 7, 3, 16), drawn(turns, 7, 16, seed=1), drawn(turns, 7, 16, seed=2), drawn(2, 7, 3, 16, seed=3)
     ours, theirs = (with_gradients(lambda x, kernels=kernels: kernels.rotate(x, cos, sin), [x], weight) for kernels in (native, defined))
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("width", [8, 20])
+def test_a_rotation_of_another_width_is_refused_and_not_read_past_its_end(width):
+    x, cos, sin = drawn(1, 7, 3, 16), drawn(1, 7, width), drawn(1, 7, width, seed=1)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        native.rotate(x, cos, sin)
 
 
 def attended(inputs, weight, **options):
@@ -210,6 +217,23 @@ def test_modules_are_asked_what_they_do_without_their_weights():
     assert {name: model.get_submodule(name) for name in linears} == linears
     model(torch.arange(4)[None])
     assert set(read) == set(linears)
+
+
+HALF = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}
+PARTLY_ROTATED = {"nemotron": HALF, "glm4_moe": {**HALF, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2}}
+
+
+@pytest.mark.parametrize("architecture", PARTLY_ROTATED)
+def test_attention_that_rotates_a_part_of_each_head_stays_its_own(architecture, tmp_path):
+    """Given cos as wide as a head it computes what ours does; the model gives it half as much."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_models.make(tmp_path, architecture, dtype=torch.bfloat16, **PARTLY_ROTATED[architecture])).eval()
+    ids = torch.arange(3, 15)[None]
+    theirs = model(ids).logits.float()
+    left = modules.install(model, "native")
+    kind = next(type(module).__name__ for module in model.modules() if type(module).__name__.endswith("Attention"))
+    assert f"{kind} runs as it is: it may rotate a part of each head (2 modules)" in left
+    ours = model(ids).logits.float()
+    assert theirs.isfinite().all() and (ours - theirs).norm() <= 0.02 * theirs.norm()
 
 
 def run_with(compiler: Path | str, tmp_path, *flags) -> subprocess.CompletedProcess:

@@ -21,6 +21,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)
 
 
+def is_whole(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether cos and sin turn all of each head, as kernels that read them by x's width have to know."""
+    return cos.shape[-1] == sin.shape[-1] == x.shape[-1]
+
+
 class Rotation(torch.autograd.Function):
     """`rotate` by `turn(x, cos, sin, is_back=)`, which computes it or its transpose; nothing is saved but cos and sin."""
 

@@ -160,13 +160,16 @@ def _attention(module: nn.Module, some, ours: Kernels) -> tuple[Attention | None
     if module.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
         return None, f"its attention is {module.config._attn_implementation}"
     x = some(1, 4, module.q_proj.in_features)
-    turns = tuple(some(1, 4, module.head_dim, seed=seed) for seed in (1, 2))  # any numbers: no angle has to be one
+    turns, narrow = ([some(1, 4, width, seed=seed) for seed in (1, 2)] for width in (module.head_dim, module.head_dim // 2))  # any numbers: no angle has to be one
     new = Attention.of(module)
     new.rotate = ours.rotate
     with _picking(module, PROJECTIONS):
         theirs, new.asked = _listened(module, x, position_embeddings=turns, attention_mask=None)
-        made = _called(new, x, position_embeddings=turns, attention_mask=None)
-    return (new, "") if _same(made, theirs) else (None, "it does more than rotate and attend")
+        if not _same(_called(new, x, position_embeddings=turns, attention_mask=None), theirs):
+            return None, "it does more than rotate and attend"
+        if _called(module, x, position_embeddings=narrow, attention_mask=None) is not None:  # of Nemotron's and GLM's, cos says how much
+            return None, "it may rotate a part of each head"
+    return new, ""
 
 
 class _Picked(nn.Module):

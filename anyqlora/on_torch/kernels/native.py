@@ -224,7 +224,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`defined.rotate`, bit for bit, of x [B, T, H, D] with its gradient."""
-    return defined.Rotation.apply(x, cos, sin, _turned) if is_for(x, cos, sin) else defined.rotate(x, cos, sin)
+    return defined.Rotation.apply(x, cos, sin, _turned) if is_for(x, cos, sin) and defined.is_whole(x, cos, sin) else defined.rotate(x, cos, sin)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:

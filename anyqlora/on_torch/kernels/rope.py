@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .defined import Rotation
+from .defined import Rotation, is_whole
 from .defined import rotate as defined
 
 
@@ -14,9 +14,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """`defined`, bit for bit, of x [B, T, H, D] with its gradient; nothing is saved but cos and sin.
 
     It does not write over x: that would save a tensor that is freed at once anyway, and autograd forbids it where x comes from a
-    function of several outputs. Where cos and sin are of another dtype than x, torch's own operators run.
+    function of several outputs. Where cos and sin are of another dtype or width than x, torch's own operators run, or refuse them.
     """
-    return Rotation.apply(x, cos, sin, _launched) if cos.dtype == x.dtype else defined(x, cos, sin)
+    return Rotation.apply(x, cos, sin, _launched) if cos.dtype == x.dtype and is_whole(x, cos, sin) else defined(x, cos, sin)
 
 
 def _launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
