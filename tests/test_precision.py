@@ -179,6 +179,17 @@ def test_optimizers_without_a_cpu_form_are_refused(name):
         planned(optimizer=name)
 
 
+@pytest.mark.parametrize(("options", "place"), [({}, "cpu"), ({"capturable": True}, "meta")])
+def test_steps_go_back_to_where_the_optimizer_reads_them(options, place):
+    """One launch on the device reads `step` there (as torch.optim.Optimizer.load_state_dict has it for fused and capturable); else it stays in host memory."""
+    weight = torch.nn.Parameter(torch.empty(3, device="meta"))
+    strategy = Strategy(planned())
+    strategy.prepare(torch.nn.Module(), {"w": weight}, lambda parameters: torch.optim.AdamW(parameters, **options))
+    strategy.load_moments({"w|step": torch.tensor(2.0), "w|exp_avg": torch.ones(3)})
+    state = strategy.optimizer.state[weight]
+    assert {key: value.device.type for key, value in state.items()} == {"step": place, "exp_avg": "meta"}
+
+
 @pytest.mark.parametrize("schedule, theirs, options", [
     ("constant", "constant", {}), ("linear", "linear", {}), ("cosine", "cosine", {}), ("polynomial", "polynomial", {"power": 2.0, "lr_end": 0.0}),
     ("cosine_with_restarts", "cosine_with_restarts", {"num_cycles": 3})])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runs
+import torch
 import yaml
 from safetensors.numpy import load, save
 from safetensors.torch import load_file, save_file
@@ -101,6 +102,23 @@ def test_a_stop_loses_no_step_whenever_it_comes(method, left, tmp_path, monkeypa
         runs.run(tmp_path, **SMALL)
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == left
     assert len(runs.metrics(tmp_path / "run")) == left[-1]
+
+
+@pytest.mark.parametrize("optimizer", ["fused_adamw", "adamw_8bit"])
+def test_every_kind_of_moments_goes_on_to_the_same_bytes(optimizer, tmp_path):
+    """bitsandbytes counts its steps in a number, and keeps tables and scales beside the moments."""
+    settings = {**SMALL, "optimizer": optimizer, "max_steps": 4, "save_steps": 2, "lora_rank": 64}
+    whole = runs.run(tmp_path, "whole", **settings)
+
+    def stop(step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        runs.run(tmp_path, "cut", during=stop, **settings)
+    kept = load_file(next((tmp_path / "cut" / "checkpoints").glob("*/optimizer.safetensors")))
+    assert any(value.dtype == torch.uint8 for value in kept.values()) == (optimizer == "adamw_8bit")
+    assert adapter_bytes(runs.run(tmp_path, "cut", **settings)) == adapter_bytes(whole)
 
 
 def loop_of(monkeypatch, act):

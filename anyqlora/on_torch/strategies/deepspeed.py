@@ -258,10 +258,11 @@ class DeepSpeed(Group):
         states = by_name(tensors)
         for name, state in states.items():
             p = self.trainable[name]
-            there, shape = self.optimizer.state[self._flat(p)], self.shape(p)
+            flat, shape = self._flat(p), self.shape(p)
+            there = self.optimizer.state[flat]
             for key, value in state.items():
                 if key not in there:
-                    there[key] = torch.zeros_like(self._flat(p)) if tuple(value.shape) == tuple(shape) else value.clone()
+                    there[key] = torch.zeros_like(flat) if tuple(value.shape) == tuple(shape) else self.count(value, flat.device)
         if self.stage < 3:
             link_moments(self.zero)
         for name, state in states.items():

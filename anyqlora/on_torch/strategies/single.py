@@ -173,7 +173,7 @@ class Strategy:
         """{"name|key": full tensor in host memory} of the optimizer's state on rank 0, nothing on the others; all call it."""
         return {f"{name}|{key}": value.detach().cpu()
                 for name, p in self.trainable.items()
-                for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)}
+                for key, value in kept_of(self.optimizer.state.get(p, {}))}
 
     def load_trainable(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy full values back; all ranks have them. Raises KeyError when a name is missing."""
@@ -185,9 +185,16 @@ class Strategy:
         """Full moments back, which all ranks have."""
         for name, state in by_name(tensors).items():
             p = self.trainable[name]
-            # torch keeps `step` on the CPU unless the optimizer is capturable.
-            self.optimizer.state[p] = {key: value.clone() if key == "step" else self.part(p, value).to(p.device, copy=True)
+            self.optimizer.state[p] = {key: self.count(value, p.device) if key == "step" else self.part(p, value).to(p.device, copy=True)
                                        for key, value in state.items()}
+
+    def count(self, step: torch.Tensor, device: torch.device) -> torch.Tensor | int:
+        """A parameter's `step` as its optimizer keeps it: an integer as a number (bitsandbytes), and a tensor in host memory, unless
+        moments are updated by one launch on `device`, which reads it there."""
+        if not step.is_floating_point():
+            return int(step)
+        is_on_device = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+        return step.to(device if is_on_device else "cpu", copy=True)
 
     def shape(self, p: nn.Parameter) -> torch.Size:
         """That of all of a parameter, of which this rank may hold a part."""
@@ -203,6 +210,11 @@ class Strategy:
 
     def teardown(self) -> None:
         """After the last step: let go of what `setup` has made."""
+
+
+def kept_of(state: dict) -> list[tuple[str, torch.Tensor]]:
+    """(key, tensor) of what an optimizer keeps of a parameter; of its numbers, tensors without dimensions."""
+    return [(key, value if torch.is_tensor(value) else torch.tensor(value)) for key, value in sorted(state.items()) if torch.is_tensor(value) or isinstance(value, (int, float))]
 
 
 def by_name(moments: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
