@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from anyqlora import data
 from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, UsageError
-from anyqlora.on_torch import build, flat
+from anyqlora.on_torch import build, device, flat
 from anyqlora.on_torch import loss as losses
 from anyqlora.on_torch.adapters.fused import fused_layers
-from anyqlora.on_torch.kernels import attention, lora
+from anyqlora.on_torch.kernels import attention, deterministic, lora
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy, defined
+from anyqlora.on_torch.kernels.deterministic import DEVICES, REFUSE, WARN, begun, within
 
 AFTERS = {"nothing": After(), "scaled": After(scale=0.25), "capped": After(cap=3.0), "both": After(scale=2.0, cap=5.0)}
 
@@ -408,6 +411,65 @@ def test_a_process_without_rows_takes_part_in_a_flat_step(tmp_path):
     loss = started.loss(data.padded([], 0))
     loss.backward()
     assert loss.item() == 0 and all(p.grad is not None and not p.grad.any() for p in started.built.trainable.values())
+
+
+class Asked(torch.autograd.Function):
+    """Notes in forward and in backward whether torch would refuse what has no deterministic form."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        seen.append(torch.get_deterministic_debug_mode() == REFUSE)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, of_y):
+        ctx.seen.append(torch.get_deterministic_debug_mode() == REFUSE)
+        return of_y, None
+
+
+@pytest.fixture
+def warned():
+    """torch as a run sets it."""
+    device.set_deterministic(True)
+    yield
+    device.set_deterministic(False)
+
+
+def test_torch_refuses_in_the_backward_of_attention_and_nowhere_else(warned):
+    """On a GPU its attention is deterministic where it may refuse, and only there; other operations shall end no run."""
+    before, inside, after, x = [], [], [], torch.ones(3, requires_grad=True)
+    q, k, v = within(*(Asked.apply(part * x, before) for part in (1, 2, 3)))
+    out = Asked.apply(begun(Asked.apply(q * k + v, inside)), after)
+    out.sum().backward()
+    assert x.grad.tolist() == [7.0] * 3  # of 2 x^2 + 3 x
+    assert (before, inside, after) == ([False] * 6, [False, True], [False, False])
+    begun(x * 1).sum().backward()  # and is broken off
+    assert torch.get_deterministic_debug_mode() == REFUSE
+    within(x)
+    assert torch.get_deterministic_debug_mode() == WARN
+
+
+@pytest.mark.parametrize(("devices", "marked"), [(("cuda", "cpu"), True), (DEVICES, False)])
+@pytest.mark.parametrize("name", [flat.NAME, flat.VARLEN, flat.PLAIN])
+def test_attention_is_marked_so_on_a_gpu_only(name, devices, marked, warned, monkeypatch):
+    monkeypatch.setattr(deterministic, "DEVICES", devices)
+    (inputs, _), module = heads(torch.float32), torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 3, True
+    out, _ = ALL_ATTENTION_FUNCTIONS[name](module, *inputs, None, scaling=0.25)
+    assert (out.grad_fn.name() == "_BeginBackward") == marked
+    torch.testing.assert_close(out, attention.defined(*inputs, scale=0.25))
+
+
+def test_torchs_own_attention_becomes_deterministic_and_nothing_else_changes(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_models.make(tmp_path, "mistral"))
+    ids = torch.arange(3, 27)[None]
+    theirs = model(ids).logits
+    flat.make_deterministic(model)
+    assert model.config._attn_implementation == flat.PLAIN and torch.equal(model(ids).logits, theirs)
+    model.set_attn_implementation("eager")
+    flat.make_deterministic(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_attention_that_is_more_than_that_stays_the_architectures_own(tmp_path):

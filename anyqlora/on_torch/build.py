@@ -134,6 +134,8 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
         if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
             with runtime.autocast():
                 built.notes += unpadded(model, runtime, kernels)
+        if config.deterministic and runtime.device.type == "cuda":
+            flat.make_deterministic(model)
     if config.frozen_products != "full" and sample:
         news += round_products(model, runtime, sample, kernels)
     return built

@@ -27,7 +27,8 @@ def seed_everything(seed: int) -> None:
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Deterministic algorithms only; cuBLAS needs its workspace fixed before its first call."""
+    """Deterministic algorithms only, and a warning where there is none; attention's has to be asked for (kernels/deterministic.py). cuBLAS
+    needs its workspace fixed before its first call."""
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted, warn_only=True)

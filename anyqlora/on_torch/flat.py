@@ -18,8 +18,10 @@ from ..errors import RunError
 from .generate import evaluating
 from .kernels import varlen
 from .kernels.attention import attention
+from .kernels.deterministic import deterministic
 
 NAME, VARLEN, NATIVE = "anyqlora", "anyqlora_varlen", "anyqlora_native"  # in transformers' table; the second has all documents in one launch
+PLAIN = "anyqlora_plain"  # transformers' own, where nothing of ours can be; its backward is deterministic
 TOKENS = 12  # that a model is shown to see what it does: always as many, since oneDNN compiles each product for each number of tokens
 ELSEWHERE = ("softcap", "s_aux", "position_bias", "cache")  # what architectures add to attention that is not computed here
 WINDOWS = ("sliding_window", "attention_chunk_size")  # how far back a token sees: only documents longer than these show them
@@ -58,8 +60,8 @@ def numbers(mask: torch.Tensor) -> torch.Tensor:
 
 by_native = functools.partial(attention, is_native=True)
 for name, function in ((NAME, attend), (VARLEN, functools.partial(attend, within=varlen.attention)),
-                       (NATIVE, functools.partial(attend, alone=by_native, within=by_native))):
-    AttentionInterface.register(name, function)
+                       (NATIVE, functools.partial(attend, alone=by_native, within=by_native)), (PLAIN, sdpa_attention_forward)):
+    AttentionInterface.register(name, deterministic(function))
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
@@ -117,6 +119,13 @@ def use(model: nn.Module, name: str = NAME) -> str:
     if why:
         base.set_attn_implementation(before)
     return why
+
+
+def make_deterministic(model: nn.Module) -> None:
+    """Where torch's own attention has stayed, let its backward on a GPU be deterministic."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config._attn_implementation == "sdpa":
+        base.set_attn_implementation(PLAIN)
 
 
 def _are_kept_apart(model: nn.Module) -> bool:
