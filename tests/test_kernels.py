@@ -223,9 +223,11 @@ def test_an_output_that_nobody_uses_gives_no_gradient():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("narrow", [lora.NARROW, ("cpu",)], ids=["64 bits", "as Metal draws"])
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate):
+def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate, narrow, monkeypatch):
     """The reference applies the mask of the same seed by hand."""
+    monkeypatch.setattr(lora, "NARROW", narrow)
     generator = torch.Generator().manual_seed(4)
     parts, factors = layers(generator, 64, (8, 8))
     x = torch.randn(500, 64, generator=generator, dtype=torch.float64, requires_grad=True)

@@ -38,7 +38,7 @@ SMALL = 1 << 30  # bytes of free disk under which a run may not end
 ROOMY = 20 << 30  # bytes that an 8B model's files take
 PATIENCE = 300  # seconds for the run of one backend
 TINY = {"model_name": "demo", "dataset": "demo", "eval_dataset": "demo", "train_type": "qlora", "context_length": 128, "batch_size": 8,
-        "max_steps": 6, "lr": 3e-3, "warmup_steps": 0, "lora_dropout": 0.0, "exact_match": False, "log_to": "none", "run_name": "doctor"}
+        "max_steps": 6, "lr": 3e-3, "warmup_steps": 0, "lora_dropout": 0.1, "exact_match": False, "log_to": "none", "run_name": "doctor"}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from .products import Products, Whole, stacked
 
 WHOLE = Whole()
 LANES = 1 << 16  # random numbers of 16 bits decide what dropout drops
+NARROW = ("mps",)  # devices on which torch draws no numbers of 64 bits ("random_mps_ currently does not handle the lowest() -> max() range")
 
 
 class Linear(NamedTuple):
@@ -95,9 +96,15 @@ def whole(dropout: float) -> float:
 
 
 def drawn(x: torch.Tensor, dropout: float) -> torch.Tensor:
-    """What stays of x [M, in]: uint8, 1 or 0, drawn from torch's own generator, four values from each of its 64-bit numbers."""
-    numbers = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device).random_(-(1 << 63), None)
-    return (numbers.view(torch.int16)[: x.numel()] >= round(dropout * LANES) - LANES // 2).view(torch.uint8).view(x.shape)
+    """What stays of x [M, in]: uint8, 1 or 0, drawn from torch's own generator."""
+    return (_random(x.numel(), x.device) >= round(dropout * LANES) - LANES // 2).view(torch.uint8).view(x.shape)
+
+
+def _random(count: int, device: torch.device) -> torch.Tensor:
+    """Any int16 [count]: four from each of the generator's 64-bit numbers, where it has such."""
+    if device.type in NARROW:
+        return torch.empty(count, dtype=torch.int16, device=device).random_(-LANES // 2, LANES // 2)
+    return torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(1 << 63), None).view(torch.int16)[:count]
 
 
 def dropped(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
