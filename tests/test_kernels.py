@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,6 +155,13 @@ def test_an_architecture_that_does_something_else_after_its_head_is_named(tmp_pa
     model = started.model
     model.register_forward_hook(lambda module, arguments, output: setattr(output, "logits", output.logits**3) or output)
     assert losses.loss_of(model, 16) == (losses.token_loss, "what it does to logits after its head is not known here")
+
+
+def test_float64_is_made_in_host_memory_only():
+    """Metal and Intel's cheaper GPUs have none: asking for it there looks like an architecture that is not known."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(losses.__file__).parent.rglob("*.py")]
+    assert sum(source.count(".cpu().double()") for source in sources) == sum(source.count(".double()") for source in sources) > 0
+    assert [device.exactest(torch.device(name)) for name in ("cpu", "cuda", "mps")] == [torch.float64, torch.float64, torch.float32]
 
 
 def test_no_more_logits_than_asked_for_are_made(tmp_path):

@@ -38,6 +38,12 @@ def set_deterministic(wanted: bool) -> None:
     torch.backends.cuda.enable_cudnn_sdp(not wanted)
 
 
+def exactest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that has no such numbers: Metal, and Intel's cheaper GPUs."""
+    has = torch.xpu.get_device_properties(device).has_fp64 if device.type == "xpu" else device.type != "mps"
+    return torch.float64 if has else torch.float32
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device's or the host's allocator has run out. torch has a type for CUDA's own allocator only: MPS, the driver, cuBLAS
     and Triton say it in words."""

@@ -154,12 +154,14 @@ def _candidates(model: nn.Module, given: torch.Tensor, made: torch.Tensor) -> li
     """What may follow: a cap that the model's configuration states, or the factor between what was given and what was made."""
     text = model.config.get_text_config()
     cap = getattr(text, "final_logit_softcapping", None)
-    scale = float(made[0, 0, -1].double() / given[0, 0, -1].double())
+    scale = float(made[0, 0, -1]) / float(given[0, 0, -1])
     stated = [1 / value for name in ("logits_scaling", "logit_scale") if (value := getattr(text, name, None))]
     exact = [s for value in stated for s in (value, 1 / value) if abs(s / scale - 1) < 0.02] if scale else []
     return [After(), *([After(1.0, float(cap))] if cap else []), *map(After, exact)]
 
 
 def _near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    largest = float(theirs.abs().max().double())
-    return float((ours.double() - theirs.double()).abs().max()) <= NEAR.get(theirs.dtype, 0.03) * largest
+    near = NEAR.get(theirs.dtype, 0.03)
+    ours, theirs = (x.cpu().double() for x in (ours, theirs))  # there are devices without float64
+    largest = float(theirs.abs().max())
+    return float((ours - theirs).abs().max()) <= near * largest

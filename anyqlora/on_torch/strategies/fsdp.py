@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...errors import NotBuilt, RunError, UsageError
 from ...plugins import FsdpPlugin
+from ..device import exactest
 from ..heap import unmapping
 from ..quantizers.experts import PackedExperts
 from .group import Sharded
@@ -100,7 +101,8 @@ class Fsdp(Sharded):
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Shards are squared and summed along the axis that splits them; copies along the other axis count once."""
-        square = torch.stack([g.double().square().sum() for g in gradients]).sum() if gradients else torch.zeros((), dtype=torch.float64)
+        exact = exactest(self.device)
+        square = torch.stack([g.to(exact).square().sum() for g in gradients]).sum() if gradients else torch.zeros((), dtype=exact)
         square = square.to(self.device)
         dist.all_reduce(square, group=self.mesh["shard"].get_group())
         return square.sqrt().float()
