@@ -12,8 +12,9 @@ from anyqlora import layouts, memory, tables
 from anyqlora.config import TrainConfig, from_environment
 from anyqlora.errors import NotBuilt, UsageError
 from anyqlora.fit import HEADROOM
-from anyqlora.machine import Device, Machine, host_memory, observe
+from anyqlora.machine import Device, Machine, free_memory, host_memory, observe
 from anyqlora.plan import PRECISION_OF, Adjustment, RunPlan, plan_run
+from anyqlora.world import device_of, local_rank
 
 __all__ = ["CAPABILITIES", "Adjustment", "Backend", "BackendManager", "BackendSpec", "BackendUnavailable", "Capabilities", "Found",
            "Machine", "RunPlan", "detect_backend", "get_backend_manager", "get_device", "observe"]
@@ -77,13 +78,22 @@ class Found:
 
     @property
     def memory_total(self) -> int:
-        """Bytes of the device that is used; 0 where it is unknown."""
-        return self.devices[0].memory_total if self.devices else 0
+        """Bytes of the device with the least; 0 where it is unknown."""
+        return min((device.memory_total for device in self.devices), default=0)
 
     @property
     def memory_free(self) -> int | None:
-        """Bytes; None where it was not measured."""
-        return self.devices[0].memory_free if self.devices else None
+        """Bytes of the device with the least, where one that was not measured counts as empty; None where none was measured."""
+        if all(device.memory_free is None for device in self.devices):
+            return None
+        known = [device.memory_total if device.memory_free is None else device.memory_free for device in self.devices]
+        return min(count for count, device in zip(known, self.devices, strict=True) if count or device.memory_free is not None)
+
+    def used(self, processes: int) -> Found:
+        """The same of the devices that so many processes take, one each: what one of them does not do, the run does not."""
+        devices = self.devices[:processes]
+        lacks = _no_bf16(devices) if devices and devices[0].bf16 else {}
+        return replace(self, devices=devices, dtypes=tuple(dtype for dtype in self.dtypes if dtype not in lacks), reasons={**self.reasons, **lacks})
 
     def why(self, cell: str) -> str:
         """Why this machine does not do `cell`; "" when it does."""
@@ -159,6 +169,16 @@ def _narrowed(row: Capabilities, machine: Machine, devices: tuple[Device, ...], 
     return Found(True, devices, **{**kept, **more}, cores=machine.cores, threads=machine.threads, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
 
 
+def _called(device: Device) -> str:
+    return f"{device.name} ({device.capability})" if device.capability else device.name
+
+
+def _no_bf16(devices: tuple[Device, ...]) -> dict[str, str]:
+    """What these devices lack of it."""
+    without = next((device for device in devices if not device.bf16), None)
+    return {"bf16": f"{_called(without)} has no bf16 in hardware"} if without else {}
+
+
 def _torch_gpu(row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str) -> Found:
     torch = machine.torch
     if torch.get("error"):
@@ -167,14 +187,12 @@ def _torch_gpu(row: Capabilities, machine: Machine, *, build: str, maker: str, d
         return _absent(f"torch {torch.get('version')} is not built for {maker} GPUs")
     if not devices:
         return _absent(error or f"torch finds no {maker} GPU")
-    first = devices[0]
-    kind = f" ({first.capability})" if first.capability else ""
-    lacks = {} if first.bf16 else {"bf16": f"{first.name}{kind} has no bf16 in hardware"}
+    first, lacks = devices[0], _no_bf16(devices[:1])
     if "triton" in row.kernels and machine.triton.get("version", "") == "":
         lacks |= dict.fromkeys(("exact", "triton"), machine.triton.get("error", "triton was not looked for"))
     products = row.products
     if "fp8" in products and tuple(map(int, first.capability.split("."))) < FLOAT8_FROM:
-        lacks["fp8 products"], products = f"{first.name}{kind} does not multiply float8", ("full",)
+        lacks["fp8 products"], products = f"{_called(first)} does not multiply float8", ("full",)
     return _narrowed(row, machine, devices, lacks, products=products)
 
 
@@ -392,9 +410,11 @@ class BackendManager:
         if self.capabilities.framework == "torch" and self.capabilities.device in ("cuda", "xpu"):
             import torch
 
-            module, found = getattr(torch, self.capabilities.device), self.found
-            info = MemoryInfo(allocated=module.memory_allocated(0), reserved=module.memory_reserved(0), total=found.memory_total)
-            return info if found.memory_free is None else MemoryInfo(info, free=module.mem_get_info(0)[0])  # some drivers do not tell
+            module, devices = getattr(torch, self.capabilities.device), self.found.devices
+            own = device_of(local_rank() or 0, len(devices))
+            free = free_memory(module, len(devices))[own]
+            info = MemoryInfo(allocated=module.memory_allocated(own), reserved=module.memory_reserved(own), total=devices[own].memory_total)
+            return info if free is None else MemoryInfo(info, free=free)  # some drivers do not tell
         if self.capabilities.framework == "mlx":
             import mlx.core as mx
 

@@ -9,16 +9,28 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from .imports import uncollected
+from .world import device_of, local_rank
 
 MLX_BUILDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cuda", "mlx-cpu")  # mlx's device code is in packages of its own
 CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16"}
+
+ASKING = """
+import importlib, sys
+module = importlib.import_module(sys.argv[1])
+for index in range(module.device_count()):
+    try:
+        print(module.mem_get_info(index)[0])
+    except RuntimeError:
+        print()
+"""
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ def observe() -> Machine:
     }
     if isinstance(torch, str):
         return Machine(**host, torch={"error": torch}, bitsandbytes={"error": torch})
-    cuda, cuda_error = _accelerators(torch.cuda, _cuda_device)
+    cuda, cuda_error = _accelerators(torch.cuda, _amd_device if torch.version.hip else _nvidia_device)
     xpu, xpu_error = _accelerators(torch.xpu, _xpu_device)
     build = _torch_build(torch) | {"cuda_error": cuda_error, "xpu_error": xpu_error}
     return Machine(**host, torch=build, cuda=cuda, xpu=xpu, mps=_mps(torch), bitsandbytes=_bitsandbytes(torch))
@@ -165,34 +177,55 @@ def _torch_build(torch) -> dict:
 
 
 def _accelerators(module, read) -> tuple[tuple[Device, ...], str]:
-    """The devices of torch.cuda or torch.xpu, and why there are fewer than the driver has.
-
-    Free memory is measured on the first only: asking starts a context there.
-    """
+    """The devices of torch.cuda or torch.xpu, and why there are fewer than the driver has."""
     try:
-        return (tuple(read(module, index) for index in range(module.device_count())) if module.is_available() else ()), ""
+        found = [read(module.get_device_properties(index)) for index in range(module.device_count())] if module.is_available() else []
+        return tuple(replace(device, memory_free=free) for device, free in zip(found, free_memory(module, len(found)), strict=True)), ""
     except Exception as error:  # a driver that is too old or a device that is lost
         return (), _first_line(error)
 
 
-def _cuda_device(cuda, index: int) -> Device:
-    properties = cuda.get_device_properties(index)
-    with cuda.device(index):
-        bf16 = cuda.is_bf16_supported(including_emulation=False)
-    capability = getattr(properties, "gcnArchName", "") or f"{properties.major}.{properties.minor}"
-    return Device(properties.name, capability.partition(":")[0], properties.total_memory, _free(cuda) if index == 0 else None, bf16)
+def _nvidia_device(properties) -> Device:
+    return Device(properties.name, f"{properties.major}.{properties.minor}", properties.total_memory, bf16=properties.major >= 8)
 
 
-def _xpu_device(xpu, index: int) -> Device:
-    properties = xpu.get_device_properties(index)
-    bf16 = getattr(properties, "has_bfloat16_conversions", True)
-    return Device(properties.name, "", properties.total_memory, _free(xpu) if index == 0 else None, bf16)
+def _amd_device(properties) -> Device:
+    return Device(properties.name, properties.gcnArchName.partition(":")[0], properties.total_memory, bf16=True)
 
 
-def _free(module) -> int | None:
-    """Bytes free on the first device; None where its driver does not tell (some Intel GPUs)."""
+def _xpu_device(properties) -> Device:
+    return Device(properties.name, "", properties.total_memory, bf16=getattr(properties, "has_bfloat16_conversions", True))
+
+
+def free_memory(module, count: int, environ: Mapping[str, str] = os.environ) -> list[int | None]:
+    """Bytes free on each of the `count` devices of torch.cuda or torch.xpu; None where it is not known.
+
+    Asking starts a context, which takes half a gigabyte and may keep others off. So a process asks for the device that it will use, and one
+    that may only start others has a short-lived process ask for all.
+    """
+    rank = local_rank(environ)
+    if rank is None and count > 1:
+        free = asked_elsewhere(module.__name__, count)
+    else:
+        own = device_of(rank or 0, count)
+        free = [_free(module, index) if index == own else None for index in range(count)]
+    # What this process has kept of an earlier run counts as used, and is to be had.
+    return [None if bytes_ is None else bytes_ + module.memory_reserved(index) - module.memory_allocated(index) for index, bytes_ in enumerate(free)]
+
+
+def asked_elsewhere(module: str, count: int) -> list[int | None]:
+    """Bytes free on each device of `module`, as a process finds them that ends at once."""
     try:
-        return module.mem_get_info(0)[0]
+        lines = subprocess.run([sys.executable, "-c", ASKING, module], capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return [None] * count
+    return [int(line) if line.isdigit() else None for line in lines[:count]] + [None] * (count - len(lines))
+
+
+def _free(module, index: int) -> int | None:
+    """Bytes free on a device; None where its driver does not tell (some Intel GPUs)."""
+    try:
+        return module.mem_get_info(index)[0]
     except RuntimeError:
         return None
 

@@ -151,6 +151,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         _refuse(config, "strategy", backend, False, found, row.strategies)
     mesh.adopt(draft, len(found.devices))
     _processes(draft, backend, row, found)
+    found = found.used(draft.config.world_size)
     _precision(draft, backend, row, found)
     described = _described(draft)
     if described:

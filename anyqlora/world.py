@@ -123,6 +123,19 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
+def device_of(local_rank: int, visible: int) -> int:
+    """Which of the devices that a process sees is its own: the only one, where its launcher shows it no other (srun --gpus-per-task=1)."""
+    return 0 if visible == 1 else local_rank
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The process's number on its machine, as torchrun or srun says it; None where nobody has started several."""
+    is_task = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
+    has_others = (environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")) != "1"
+    said = environ.get("LOCAL_RANK") or (environ.get("SLURM_LOCALID") if is_task and has_others else None)
+    return int(said) if said and said.isdigit() else None
+
+
 class Alone:
     """What the processes of a run tell each other, when there is one: what it says is what it hears."""
 

@@ -1,5 +1,6 @@
 """Backends: the same probes on this machine and on machines that are described in tests/machines, and the table's cells run."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -12,11 +13,13 @@ import pytest
 import runs
 import torch
 
+from anyqlora import machine as machines
 from anyqlora import tables
 from anyqlora.__main__ import main as anyqlora
 from anyqlora.commands import backends
+from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, UsageError
-from anyqlora.machine import Machine, native_library, observe, quantizes
+from anyqlora.machine import Device, Machine, native_library, observe, quantizes
 from backend_manager import (
     CAPABILITIES,
     LOOPS,
@@ -110,6 +113,54 @@ def test_broken_driver_library_and_metal_have_reasons():
     assert BackendManager(machine=no_nccl).get_distributed_backend() == "gloo"
     with pytest.raises(BackendUnavailable, match="torch is not installed"):
         BackendManager(machine=without(t4, torch={"error": "torch is not installed"}, cuda=()))
+
+
+MIXED = (Device("NVIDIA GeForce RTX 4090", "8.9", 24 << 30, 23 << 30, True), Device("NVIDIA GeForce RTX 3060", "8.6", 12 << 30, 11 << 30, True),
+         Device("Tesla T4", "7.5", 16 << 30, None, False))
+
+
+@pytest.mark.parametrize(("count", "settings", "free", "precision"), [
+    (2, {}, 11 << 30, "bf16"), (2, {"world_size": 1}, 23 << 30, "bf16"), (3, {}, 11 << 30, "fp16_autocast"), (3, {"strategy": "single"}, 23 << 30, "bf16"),
+    (3, {"world_size": 2}, 11 << 30, "bf16")])
+def test_a_run_is_planned_for_the_least_of_its_devices(count, settings, free, precision):
+    plan = BackendManager(machine=without(MACHINES["a100"], cuda=MIXED[:count])).plan(resolve({"model_name": "demo", "dataset": "demo", **settings}, environ={}))
+    assert (plan.memory_free, plan.precision) == (free, precision)
+
+
+def test_a_device_that_was_not_measured_counts_as_empty_beside_one_that_was():
+    full = BackendManager(machine=without(MACHINES["a100"], cuda=(MIXED[0], replace(MIXED[1], memory_free=None)))).found
+    assert (full.memory_free, full.used(1).memory_free, full.used(2).memory_total) == (12 << 30, 23 << 30, 12 << 30)
+    assert BackendManager(machine=without(MACHINES["a100"], cuda=(replace(MIXED[0], memory_free=None),))).found.memory_free is None
+
+
+DRIVER = """
+asked = []
+device_count = lambda: 3
+memory_reserved = lambda index: 70 if index == 0 else 0
+memory_allocated = lambda index: 20 if index == 0 else 0
+def mem_get_info(index):
+    asked.append(index)
+    if index == 1:
+        raise RuntimeError("this driver does not tell")
+    return 1000 + index, 4000
+"""
+
+
+@pytest.mark.parametrize(("environ", "count", "free", "asked"), [
+    ({}, 1, [1050], [0]), ({"LOCAL_RANK": "2"}, 3, [None, None, 1002], [2]), ({"LOCAL_RANK": "1"}, 3, [None] * 3, [1]), ({}, 3, [1050, None, 1002], []),
+    ({"SLURM_STEP_ID": "0", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_TASKS": "4"}, 1, [1050], [0]), ({"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, 3, [1050, None, 1002], [])])
+def test_a_process_asks_only_the_device_that_it_will_use_and_has_others_asked_elsewhere(environ, count, free, asked, tmp_path, monkeypatch):
+    """The driver is a file that notes who asks. What this process keeps of an earlier run is free, too."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.delitem(sys.modules, "driver", raising=False)
+    driver = importlib.import_module("driver")
+    assert machines.free_memory(driver, count, environ) == free and driver.asked == asked
+
+
+def test_a_driver_that_cannot_be_asked_leaves_the_memory_unknown():
+    assert machines.asked_elsewhere("no_such_driver", 2) == [None, None]
 
 
 def test_cpu_prefers_bf16_only_in_hardware():

@@ -6,7 +6,7 @@ from anyqlora import place
 from anyqlora.checkpoint import Loaded, to_json
 from anyqlora.config import resolve
 from anyqlora.errors import UsageError
-from anyqlora.world import World, first_host
+from anyqlora.world import World, device_of, first_host, local_rank
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
@@ -95,3 +95,14 @@ def test_where_there_may_be_several_gpus_the_plan_tells(left, monkeypatch):
             found.check(left, 8)
         found.identity["global_batch"] = 16
         found.check(left, 16)
+
+
+@pytest.mark.parametrize(("number", "visible", "own"), [(0, 8, 0), (3, 8, 3), (3, 1, 0)])
+def test_the_only_device_that_a_task_sees_is_its_own(number, visible, own):
+    """srun --gpus-per-task=1: each task sees its GPU as the first one, whatever its number on the machine."""
+    assert device_of(number, visible) == own
+
+
+def test_the_number_on_the_machine_is_known_where_somebody_started_several():
+    batch_script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+    assert [local_rank(environ) for environ in (TORCHRUN, SRUN, batch_script, {})] == [1, 1, None, None]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UsageError
-from ..world import collectives
+from ..world import collectives, device_of
 
 KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "xpu": "xpu"}  # Keras's names of device types -> torch's
 FROM_KERAS = {"job_addresses": "KERAS_DISTRIBUTION_JOB_ADDRESSES", "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
@@ -92,7 +92,8 @@ def initialize(job_addresses: str | None = None, num_processes: int | None = Non
     kind = _kind(device_type)
     if kind != "cpu":
         module = getattr(torch, kind)
-        module.set_device(int(os.environ.get("LOCAL_RANK", rank % module.device_count())))
+        visible = module.device_count()
+        module.set_device(device_of(int(os.environ.get("LOCAL_RANK", rank % visible)), visible))
     dist.init_process_group(collectives(kind), init_method=f"tcp://{host}:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import PeerLost, UsageError
-from ...world import COLLECTIVES, LONG, OF_TORCHRUN, collectives
+from ...world import COLLECTIVES, LONG, OF_TORCHRUN, collectives, device_of
 from .share import Link, share
 from .single import Strategy
 
@@ -35,7 +35,8 @@ class Group(Strategy):
     def __init__(self, plan, options=None):
         super().__init__(plan, options)
         if self.device.type in ("cuda", "xpu"):
-            self.device = torch.device(self.device.type, int(os.environ.get("LOCAL_RANK", 0)))
+            own = device_of(int(os.environ.get("LOCAL_RANK", 0)), getattr(torch, self.device.type).device_count())
+            self.device = torch.device(self.device.type, own)
         self.quantizer = None
 
     @classmethod
@@ -48,6 +49,7 @@ class Group(Strategy):
         self.has_formed = join(self.device)
         if self.device.type in ("cuda", "xpu"):
             getattr(torch, self.device.type).set_device(self.device)
+            os.environ["LOCAL_RANK"] = str(self.device.index)  # by which DeepSpeed and Accelerate choose theirs
         self.rank, self.world_size = self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
         if self.plan.world_size not in (-1, self.world_size):
             raise UsageError(f"the plan is for {self.plan.world_size} processes, and {self.world_size} are here", cure="leave out world_size")
