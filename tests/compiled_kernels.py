@@ -5,6 +5,7 @@ The interpreter runs what a compiler may refuse. Run without TRITON_INTERPRET.
 
 import sys
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -12,6 +13,8 @@ from triton.compiler import ASTSource
 from anyqlora.on_torch.kernels import dequantize, dropout, float8, rms_norm, rope, swiglu
 
 INT, FLOAT = "i32", "fp32"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ALIGNED = [["tt.divisibility", 16]]  # as at run time pointers and widths are, so that loads are made ahead, in shared memory
 
 
 def kernels(dtype: str, capability: int):
@@ -33,7 +36,7 @@ def kernels(dtype: str, capability: int):
     for columns in (True, False) if capability >= 89 else ():  # the first with float8
         yield f"float8 {columns=}", float8._coded, [x, "*fp32", "*fp8e4nv", "*fp32", INT], {"MOST": float8.MOST, "HAS_COLUMNS": columns, "BLOCK": float8.BLOCK}, {
             "enable_fp_fusion": False}
-    tiles = {"RANK": 64, "ROWS": dropout.ROWS, "COLUMNS": dropout.COLUMNS}
+    tiles = {"RANK": dropout._tile(1024, DTYPES[dtype]), "ROWS": dropout.ROWS, "COLUMNS": dropout.COLUMNS}  # the greatest that there is
     yield "dropout into", dropout._into, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
     yield "dropout outer", dropout._outer, [x, x, "*fp32", *[INT] * 6], tiles, {"enable_fp_fusion": True}
     yield "dropout add_back", dropout._add_back, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
@@ -43,7 +46,8 @@ def main(capability: int, dtypes: list[str]) -> None:
     for dtype in dtypes:
         for name, kernel, types, constants, options in kernels(dtype, capability):
             names = [n for n in kernel.arg_names if n not in constants]
-            source = ASTSource(kernel, dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+            source = ASTSource(kernel, dict(zip(names, types, strict=True)) | dict.fromkeys(constants, "constexpr"), constexprs=constants,
+                               attrs={(number,): ALIGNED for number, kind in enumerate(types) if kind[0] == "*" or kind == INT} if name.startswith("dropout") else None)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             ptx = made.asm["ptx"]
             fused = sum(line.split()[0].startswith("fma.") for line in ptx.splitlines() if line.strip())

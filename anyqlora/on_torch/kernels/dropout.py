@@ -15,6 +15,7 @@ from .products import Products, stacked
 
 EIGHT = 8  # numbers that one draw of Philox, 128 bits, decides on
 ROWS, COLUMNS = 64, 64  # of the tile that a program looks at
+RANKS = 256  # bytes of a tile's ranks at most: of the shared memory of a GPU of capability 8.6, 101,376 bytes, greater tiles take more than there is
 STRIPS = 16  # programs that share the rows of `outer`: each sums its own, and the sums are added in one order
 
 
@@ -79,22 +80,24 @@ class Dropout:
         """dropped(x) a^T, [M, R], of x [M, K] and a [R, K]."""
         (m, k), r = x.shape, len(a)
         out = torch.empty(m, r, dtype=x.dtype, device=x.device)
-        _into[(triton.cdiv(m, ROWS),)](x, a, out, m, k, r, self.seed, self.threshold, RANK=_padded(r), ROWS=ROWS, COLUMNS=COLUMNS,
-                                        enable_fp_fusion=True)
+        rank = _tile(r, x.dtype)
+        _into[(triton.cdiv(m, ROWS), triton.cdiv(r, rank))](x, a, out, m, k, r, self.seed, self.threshold, RANK=rank, ROWS=ROWS, COLUMNS=COLUMNS,
+                                                            enable_fp_fusion=True)
         return out
 
     def outer(self, middle: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """middle^T dropped(x), [R, K] in float32, of middle [M, R] and x [M, K]."""
         (m, k), r = x.shape, middle.shape[1]
-        parts = torch.empty(STRIPS, r, k, dtype=torch.float32, device=x.device)
-        _outer[(triton.cdiv(k, COLUMNS), STRIPS)](middle, x, parts, m, k, r, self.seed, self.threshold, triton.cdiv(triton.cdiv(m, ROWS), STRIPS),
-                                                  RANK=_padded(r), ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True)
+        parts, rank = torch.empty(STRIPS, r, k, dtype=torch.float32, device=x.device), _tile(r, x.dtype)
+        _outer[(triton.cdiv(k, COLUMNS), STRIPS, triton.cdiv(r, rank))](middle, x, parts, m, k, r, self.seed, self.threshold,
+                                                                        triton.cdiv(triton.cdiv(m, ROWS), STRIPS), RANK=rank, ROWS=ROWS,
+                                                                        COLUMNS=COLUMNS, enable_fp_fusion=True)
         return parts.sum(0)
 
     def add_back(self, to: torch.Tensor, middle: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """to + dropped(middle a), written over `to` [M, K], of middle [M, R] and a [R, K]."""
         (m, k), r = to.shape, len(a)
-        _add_back[(triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))](to, middle, a, m, k, r, self.seed, self.threshold, RANK=_padded(r), ROWS=ROWS,
+        _add_back[(triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))](to, middle, a, m, k, r, self.seed, self.threshold, RANK=_tile(r, to.dtype), ROWS=ROWS,
                                                                    COLUMNS=COLUMNS, enable_fp_fusion=True)
         return to
 
@@ -132,8 +135,9 @@ def _product(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high + (low >> 32), low & ((1 << 32) - 1)
 
 
-def _padded(rank: int) -> int:
-    return max(triton.next_power_of_2(rank), 16)  # the least that a product of tiles takes
+def _tile(rank: int, dtype: torch.dtype) -> int:
+    """How many ranks a program looks at; 16 are the least that a product of tiles takes."""
+    return min(max(triton.next_power_of_2(rank), 16), RANKS // dtype.itemsize)
 
 
 @triton.jit
@@ -148,7 +152,7 @@ def _kept(rows, first, k, seed, threshold, ROWS: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit(do_not_specialize=["seed"])
 def _into(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows, ranks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
+    rows, ranks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * RANK + tl.arange(0, RANK)
     total = tl.zeros((ROWS, RANK), tl.float32)
     for first in range(0, k, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
@@ -163,7 +167,7 @@ def _into(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.cons
 @triton.jit(do_not_specialize=["seed"])
 def _outer(middle, x, parts, m, k, r, seed, threshold, tiles, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, strip = tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
-    columns, ranks = first + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    columns, ranks = first + tl.arange(0, COLUMNS), tl.program_id(2) * RANK + tl.arange(0, RANK)
     total = tl.zeros((RANK, COLUMNS), tl.float32)
     for tile in range(strip * tiles, (strip + 1) * tiles):
         rows = tile * ROWS + tl.arange(0, ROWS)
@@ -177,11 +181,14 @@ def _outer(middle, x, parts, m, k, r, seed, threshold, tiles, RANK: tl.constexpr
 @triton.jit(do_not_specialize=["seed"])
 def _add_back(to, middle, a, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows, first = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS
-    columns, ranks = first + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    columns = first + tl.arange(0, COLUMNS)
     there = (rows[:, None] < m) & (columns[None, :] < k)
-    left = tl.load(middle + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0)
-    right = tl.load(a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & (columns[None, :] < k), other=0.0)
-    more = tl.dot(left, right, input_precision="ieee")
+    more = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for part in range(0, r, RANK):
+        ranks = part + tl.arange(0, RANK)
+        left = tl.load(middle + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0)
+        right = tl.load(a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & (columns[None, :] < k), other=0.0)
+        more = tl.dot(left, right, more, input_precision="ieee")
     more = tl.where(_kept(rows, first, k, seed, threshold, ROWS, COLUMNS), more, 0.0)
     at = to + rows[:, None] * k + columns[None, :]
     tl.store(at, (tl.load(at, there, other=0.0).to(tl.float32) + more).to(to.dtype.element_ty), there)
