@@ -398,6 +398,21 @@ def test_flat_rows_compute_nothing_for_padding(tmp_path):
     assert seen == [batch.tokens + flat.filler(batch.tokens)] and seen[0] < batch.ids.size
 
 
+def test_a_batch_asks_nothing_of_the_device(tmp_path):
+    """What is trained is found in the host's numbers, and where documents lie is asked for once, not in every layer: a GPU would be waited for."""
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
+    rows = started.run.data.train
+    batch = data.padded([rows[:2], rows[2:3]], 0)
+    for inputs in (flat.padded, flat.flat):
+        given, targets = inputs(batch, torch.device("cpu"))
+        assert torch.equal(flat.trained(targets), (targets != data.IGNORE).nonzero().squeeze(1)) and len(flat.trained(targets)) == batch.trained
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        started.runtime.loss(started.model, batch, torch.device("cpu"))
+    assert not any(event.key == "aten::nonzero" for event in seen.key_averages())
+    documents = flat.numbers(given["attention_mask"])
+    assert attention._spans(documents) is attention._spans(flat.numbers(given["attention_mask"]))
+
+
 def test_flat_rows_have_few_lengths():
     """oneDNN compiles its products for each."""
     lengths = [tokens + flat.filler(tokens) for tokens in range(1, 4097)]

@@ -71,7 +71,7 @@ def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor],
     inputs = {"input_ids": tensor(batch.ids, device)}
     if int(batch.segments.max(initial=0)) > 0:
         inputs["position_ids"] = tensor(batch.positions, device)
-    return inputs, tensor(batch.targets, device).flatten()
+    return inputs, tensor(batch.targets.reshape(-1), device)
 
 
 def flat(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -96,7 +96,16 @@ def filler(tokens: int) -> int:
 
 
 def tensor(array, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).long().to(device)
+    """A host's numbers on a device, int64, which is not waited for; they are noted on it as `host`."""
+    numbers = torch.from_numpy(array).long()
+    made = numbers.pin_memory().to(device, non_blocking=True) if device.type in ("cuda", "xpu") else numbers.to(device)
+    made.host = array
+    return made
+
+
+def trained(targets: torch.Tensor) -> torch.Tensor:
+    """The places [N] of the tokens that are trained, of targets [M] that `tensor` made: found in the host's numbers, for which no device is waited."""
+    return tensor(np.flatnonzero(targets.host != IGNORE), targets.device)
 
 
 def use(model: nn.Module, name: str = NAME) -> str:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..data import IGNORE, Batch
-from .flat import TOKENS, padded
+from ..data import Batch
+from .flat import TOKENS, padded, trained
 from .generate import evaluating
 from .kernels.cross_entropy import After, cross_entropy
 from .linears import blocks
@@ -24,7 +24,7 @@ def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Te
     """Sum over trained tokens of -log p(next token), float32, a scalar with gradient."""
     inputs, targets = padded(batch, device)
     logits = model(**inputs, use_cache=False).logits  # [B, T, V]
-    kept = (targets != IGNORE).nonzero().squeeze(1)  # [N]: only these rows need float32
+    kept = trained(targets)  # [N]: only these rows need float32
     logits = logits.flatten(0, 1).index_select(0, kept).float()  # [N, V]
     return F.cross_entropy(logits, targets[kept], reduction="sum")
 
@@ -43,7 +43,7 @@ class TrainedTokenLoss:
 
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
         inputs, targets = self.inputs(batch, device)
-        kept = (targets != IGNORE).nonzero().squeeze(1)  # [N]
+        kept = trained(targets)  # [N]
         pays = self.last_mlp is not None and 0 < len(kept) < NARROWED * len(targets)
         with _Watched(self.head) as watched, narrowed(self.last_mlp, kept) if pays else contextlib.nullcontext():
             model(**inputs, use_cache=False)

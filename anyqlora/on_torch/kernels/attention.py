@@ -52,8 +52,14 @@ def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, 
     return (scores.softmax(-1).nan_to_num(0) @ v).transpose(1, 2)
 
 
-def _spans(documents: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(row, first token, end) of each document."""
+def _spans(documents: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(row, first token, end) of each document [B, T]. Kept on the tensor: all layers ask for the same, and a device is waited for."""
+    if not hasattr(documents, "spans"):
+        documents.spans = list(_found(documents))
+    return documents.spans
+
+
+def _found(documents: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     for row, numbers in enumerate(documents.tolist()):
         start = 0
         for number, group in itertools.groupby(numbers):
@@ -74,7 +80,7 @@ def _table(q: torch.Tensor, documents: torch.Tensor | None) -> _Table:
     """The documents [B, T] of q [B, H, T, D]; each row is one where there are none. It is kept on the tensor: all layers ask for the same."""
     known = getattr(documents, "table", None)
     if known is None:
-        spans = [(row, 0, q.shape[2]) for row in range(len(q))] if documents is None else list(_spans(documents))
+        spans = [(row, 0, q.shape[2]) for row in range(len(q))] if documents is None else _spans(documents)
         known = _Table(torch.tensor(spans, dtype=torch.int64).view(-1, 3), max((end - first for _, first, end in spans), default=0))
         if documents is not None:
             documents.table = known
