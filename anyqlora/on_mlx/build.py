@@ -83,7 +83,9 @@ def hold(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:
         raise UsageError(f"{len(wrong)} layers cannot be packed:\n  " + "\n  ".join(wrong), cure="a smaller --affine_group_size, or --quantizer nf4 or none")
     if quantizer.bits < 16:
         refuse_what_stays(model, layers)
-    for name, module in list(model.named_modules()):
+    modules = list(model.named_modules())
+    while modules:  # what is packed is let go of before the next one is read
+        name, module = modules.pop()
         if name in layers and quantizer.bits < 16 and isinstance(module, nn.Linear) and not already:
             module = quantizer.pack(module)
             replace(model, name, module)
