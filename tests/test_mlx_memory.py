@@ -2,17 +2,25 @@
 
 import gc
 
+import numpy as np
 import pytest
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
 
+import mlx.nn as nn
 import tiny_models
 import torch
 
 from anyqlora.config import resolve
+from anyqlora.data import Batch
 from anyqlora.on_mlx import zoo
-from anyqlora.on_mlx.build import hold, on_mlx
+from anyqlora.on_mlx.build import build, hold, on_mlx
+from anyqlora.on_mlx.quantizers import UnpackedLinear
+from anyqlora.on_mlx.runtime import Runtime
+from anyqlora.world import Alone
+from backend_manager import BackendManager
 
+COUNT = 60  # layers in a row
 LAYER = 4 * 256 * 1024  # bytes in float32 of the wide model's largest weight
 
 
@@ -39,3 +47,63 @@ def test_a_model_is_never_whole_in_memory_while_it_is_packed(wide, quantizer):
     model = zoo.read(wide, longest=64)
     _, held, most = taken(lambda: hold(model, kind, mx.bfloat16, already=False))
     assert most < held + 4 * LAYER
+
+
+def begun(base, monkeypatch, compiled=False, **settings) -> tuple[Runtime, Batch]:
+    """A runtime before its first step, and rows of 64 tokens for it."""
+    settings = {"model_name": str(base), "dataset": "demo", "backend": "mlx", "precision": "bf16", "lora_rank": 4, "lora_dropout": 0, "context_length": 64,
+                "batch_size": 2, "use_gradient_checkpointing": True, **settings}
+    plan = BackendManager("mlx").plan(resolve(settings, environ={}))
+    monkeypatch.setattr(Runtime, "compiles", compiled)
+    runtime = Runtime(plan)
+    runtime.prepare(build(plan.config, runtime), Alone())
+    runtime.seed(0)
+    ids = np.random.default_rng(0).integers(3, 400, (2, 64)).astype(np.int32)
+    return runtime, Batch(ids=ids, targets=np.roll(ids, -1, 1), positions=np.zeros_like(ids), segments=np.zeros_like(ids), rows=())
+
+
+def test_dora_measures_one_weight_at_a_time(wide, monkeypatch):
+    """When the model is built; sixteen at most: MLX starts ten operations before a processor has ended the first."""
+    _, held, most = taken(lambda: begun(wide, monkeypatch, precision="fp32", quantizer="affine4", adapter="dora"))
+    assert most < held + 16 * LAYER
+
+
+UNPACKED = {"nf4": {"quantizer": "nf4"}, "affine4": {"quantizer": "affine4"}, "dora": {"quantizer": "affine4", "adapter": "dora"}}
+
+
+@pytest.mark.slow  # the CPU build compiles with g++
+@pytest.mark.parametrize("settings", UNPACKED.values(), ids=UNPACKED)
+def test_a_compiled_step_takes_what_one_does_that_is_not_compiled(wide, monkeypatch, settings):
+    peaks, losses = [], []
+    for compiled in (False, True):
+        runtime, batch = begun(wide, monkeypatch, compiled, **settings)
+        loss, _, most = taken(lambda runtime=runtime, batch=batch: runtime.backward(batch, 128))
+        peaks.append(most)
+        losses.append(loss)
+    assert peaks[1] < 1.25 * peaks[0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("adapter", "quantizer"), [("lora", "affine4"), ("lora", "nf4"), ("dora", "affine4")])
+def test_compiling_keeps_no_weight_that_forward_unpacked(adapter, quantizer):
+    """It joins equal expressions, as those that unpack a weight in forward and in backward are. In float32, that few kernels are compiled."""
+    config = resolve({"model_name": "demo", "dataset": "demo", "quantizer": quantizer, "adapter": adapter, "lora_rank": 4, "lora_dropout": 0}, environ={})
+    kind = on_mlx(quantizer)(config, mx.float32)
+    layers = []
+    for _ in range(COUNT):
+        base = kind.pack(nn.Linear(256, 256, bias=False))
+        base.__class__ = UnpackedLinear if type(base) is nn.QuantizedLinear else type(base)
+        layers.append(on_mlx(adapter)(config, kind).wrap(base, mx.random.normal((4, 256)) / 16, mx.zeros((256, 4))))
+    model = nn.Sequential(*layers)
+    model.freeze()
+    model.apply_to_modules(lambda name, module: module.unfreeze(keys=["lora_A", "lora_B"], recurse=False))
+    x = mx.random.normal((2, 256))
+    mx.eval(model.parameters(), x)
+
+    def gradients(values, x):
+        model.update(values)
+        return model(x).sum()
+
+    values = model.trainable_parameters()
+    of_step = mx.value_and_grad(gradients)
+    for step in (of_step, mx.compile(of_step)):
+        assert taken(lambda step=step: mx.eval(step(values, x)))[2] < COUNT / 3 * 4 * 256 * 256

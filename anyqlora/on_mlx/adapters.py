@@ -45,14 +45,15 @@ class DoraLinear(LoraLinear):
         super().__init__(base, a, b, scale, dropout)
         self.dequantize = dequantize
         self.lora_magnitude_vector = mx.linalg.norm(self._weight(), axis=1)
+        mx.eval(self.lora_magnitude_vector)  # or all layers' weights would be unpacked together
 
-    def _weight(self) -> mx.array:
-        return self.dequantize(self.base_layer).astype(mx.float32)
+    def _weight(self, after: mx.array | None = None) -> mx.array:
+        return self.dequantize(self.base_layer, after).astype(mx.float32)
 
     def __call__(self, x: mx.array) -> mx.array:
         out, dropped = self.base_layer(x), self.dropped(x.astype(mx.float32)) / self.kept
         bias = self.base_layer.get("bias", 0)
-        weight = self._weight()
+        weight = self._weight(x)
         # Under dropout the frozen part of the difference sees the same dropped input as the adapter.
         frozen = dropped @ weight.T if self.training and self.dropout else out - bias
         norm = mx.stop_gradient(mx.linalg.norm(weight + self.scale * (self.lora_B @ self.lora_A), axis=1))

@@ -3,13 +3,14 @@
 A quantizer has
     bits, module_type
     pack(linear) -> module              what holds the weight of an nn.Linear from here on
-    dequantize(module) -> array         [out, in], float32 where the codes say no less
+    dequantize(module, after) -> array  [out, in], float32 where the codes say no less; made once the array `after`, if given, is there
     refusal(inputs) -> str              why a layer with so many inputs cannot be packed, or ""
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,8 +35,8 @@ class Unquantized:
     def pack(self, linear: nn.Linear) -> nn.Module:
         return linear
 
-    def dequantize(self, module: nn.Module) -> mx.array:
-        return module.weight
+    def dequantize(self, module: nn.Module, after: mx.array | None = None) -> mx.array:
+        return following(module.weight, after)
 
 
 class Affine(Unquantized):
@@ -60,8 +61,8 @@ class Affine(Unquantized):
                 packed[name] = packed[name].astype(mx.bfloat16).astype(self.compute)
         return packed
 
-    def dequantize(self, module: nn.QuantizedLinear) -> mx.array:
-        return unpacked(module)
+    def dequantize(self, module: nn.QuantizedLinear, after: mx.array | None = None) -> mx.array:
+        return unpacked(module, after)
 
 
 class Affine2(Affine):
@@ -100,14 +101,23 @@ class Nvfp4(Affine):
     bits, mode, group = 4, "nvfp4", 16
 
 
-def unpacked(module: nn.QuantizedLinear) -> mx.array:
+def following(value: mx.array, after: mx.array | None) -> mx.array:
+    """`value`, and what is made of it is made when `after` is there.
+
+    Weights are constants of a step: else all of them may be unpacked before the first product, and a compiled step, which joins equal
+    expressions, would keep what forward has unpacked until backward.
+    """
+    return value if after is None else mx.depends([value], [after])[0]
+
+
+def unpacked(module: nn.QuantizedLinear, after: mx.array | None = None) -> mx.array:
     """Its weight, float32 [out, in]."""
     scales, biases = (part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32) for part in (module.scales, module.get("biases")))
-    return mx.dequantize(module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode)
+    return mx.dequantize(following(module.weight, after), scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode)
 
 
-def product(x: mx.array, weight: Callable[[], mx.array]) -> mx.array:
-    """x W^T in x's dtype, with W = weight() [out, in] made in forward and again in backward, and not kept.
+def product(x: mx.array, weight: Callable[[mx.array], mx.array]) -> mx.array:
+    """x W^T in x's dtype, with W = weight(after) [out, in] made in forward after x and again in backward after the gradient, and not kept.
 
     A processor multiplies in float32, and neither matrix transposed: MLX's 16 bits and its BLAS's other order take longer there.
     """
@@ -116,12 +126,12 @@ def product(x: mx.array, weight: Callable[[], mx.array]) -> mx.array:
 
     @mx.custom_function
     def made(x):
-        turned = weight().astype(kind).T
+        turned = weight(x).astype(kind).T
         return (x.astype(kind) @ (mx.contiguous(turned) if on_processor else turned)).astype(x.dtype)
 
     @made.vjp
     def made_vjp(x, cotangent, output):
-        return (cotangent.astype(kind) @ weight().astype(kind)).astype(x.dtype)
+        return (cotangent.astype(kind) @ weight(cotangent).astype(kind)).astype(x.dtype)
 
     return made(x)
 
@@ -130,7 +140,7 @@ class UnpackedLinear(nn.QuantizedLinear):
     """The same, its weight unpacked for each product: MLX's product with packed weights takes a processor up to twenty times as long."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        out = product(x, lambda: unpacked(self))
+        out = product(x, partial(unpacked, self))
         return out + self.bias if "bias" in self else out
 
 
@@ -148,10 +158,10 @@ class Nf4Linear(nn.Module):
         out = product(x, self.dequantize)
         return out + self.bias if "bias" in self else out
 
-    def dequantize(self) -> mx.array:
+    def dequantize(self, after: mx.array | None = None) -> mx.array:
         """float32 [out, in]."""
         count, room = self.shape[0] * self.shape[1], self._absmax.size * nf4.BLOCK
-        values = mx.array(PAIRS)[self._codes.reshape(-1)].reshape(-1)
+        values = mx.array(PAIRS)[following(self._codes, after).reshape(-1)].reshape(-1)
         if values.size != room:  # the last block is not full, or the last byte is
             values = mx.concatenate([values[:count], mx.zeros(room - count)])
         return (values.reshape(-1, nf4.BLOCK) * self._absmax[:, None]).reshape(-1)[:count].reshape(self.shape)
@@ -165,5 +175,5 @@ class Nf4(Unquantized):
         weight = np.array(linear.weight.astype(mx.float32))
         return Nf4Linear(nf4.pack(weight, self.config.double_quant), linear.get("bias"))
 
-    def dequantize(self, module: Nf4Linear) -> mx.array:
-        return module.dequantize()
+    def dequantize(self, module: Nf4Linear, after: mx.array | None = None) -> mx.array:
+        return module.dequantize(after)
