@@ -13,6 +13,7 @@ from ..errors import UsageError
 from ..schedule import uniform_start
 from ..targets import PREFIX, chosen, last, plain, shortest, whole
 from .layers import linears, replace
+from .quantizers import product
 
 
 class LoraLinear(nn.Module):
@@ -53,10 +54,9 @@ class DoraLinear(LoraLinear):
     def __call__(self, x: mx.array) -> mx.array:
         out, dropped = self.base_layer(x), self.dropped(x.astype(mx.float32)) / self.kept
         bias = self.base_layer.get("bias", 0)
-        weight = self._weight(x)
         # Under dropout the frozen part of the difference sees the same dropped input as the adapter.
-        frozen = dropped @ weight.T if self.training and self.dropout else out - bias
-        norm = mx.stop_gradient(mx.linalg.norm(weight + self.scale * (self.lora_B @ self.lora_A), axis=1))
+        frozen = product(dropped, self._weight) if self.training and self.dropout else out - bias
+        norm = mx.stop_gradient(mx.linalg.norm(self._weight(x) + self.scale * (self.lora_B @ self.lora_A), axis=1))
         share = self.lora_magnitude_vector / norm
         delta = (dropped @ self.lora_A.T) @ self.lora_B.T
         return (out + (share - 1) * frozen + share * self.scale * delta).astype(out.dtype)
