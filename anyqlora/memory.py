@@ -274,10 +274,15 @@ def recomputing_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """What one layer keeps for backward without checkpointing."""
-    rows, length = config.batch_size, config.context_length
-    scores = rows * shapes.heads * length**2 * 2 * FULL if shapes.eager_attention else 0  # capped, softmax, and in 16 bits its copy
     per_token = norm_bytes(shapes, config) + attention_bytes(shapes, config) + mlp_bytes(shapes, config) + input_bytes(shapes, config)
-    return rows * length * per_token + scores + cast_bytes(shapes, config)
+    return config.batch_size * config.context_length * per_token + scores_bytes(shapes, config) + cast_bytes(shapes, config)
+
+
+def scores_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """What attention keeps of each pair of tokens, [B, heads, T, T]. Eager: capped, softmax, and in 16 bits its copy; MLX: the softmax,
+    as where a gradient is asked its kernel (ScaledDotProductAttention::use_fallback, mlx 0.32) makes way for plain products."""
+    width = 2 * FULL if shapes.eager_attention else Widths.of(config).computed if config.backend == "mlx" else 0
+    return config.batch_size * shapes.heads * config.context_length**2 * width
 
 
 def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -414,11 +419,13 @@ def chunk_width(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Backward of one layer: its largest weight dequantized, the MLP's gradients."""
+    """Backward of one layer: its largest weight dequantized, the MLP's gradients; MLX: of each pair of tokens the scores, and the
+    gradients of softmax and scores."""
     width, tokens = Widths.of(config), config.batch_size * config.context_length
     weight = max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed if config.quantizer != "none" else 0
     gradients = 2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
-    return weight + gradients + rounding_bytes(shapes, config)
+    pairs = 3 * scores_bytes(shapes, config) if config.backend == "mlx" else 0
+    return weight + gradients + pairs + rounding_bytes(shapes, config)
 
 
 def rounding_bytes(shapes: Shapes, config: TrainConfig) -> int:

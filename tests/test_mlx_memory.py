@@ -50,7 +50,7 @@ def test_a_model_is_never_whole_in_memory_while_it_is_packed(wide, quantizer):
 
 
 def begun(base, monkeypatch, compiled=False, **settings) -> tuple[Runtime, Batch]:
-    """A runtime before its first step, and rows of 64 tokens for it."""
+    """A runtime before its first step, and rows for it."""
     settings = {"model_name": str(base), "dataset": "demo", "backend": "mlx", "precision": "bf16", "lora_rank": 4, "lora_dropout": 0, "context_length": 64,
                 "batch_size": 2, "use_gradient_checkpointing": True, **settings}
     plan = BackendManager("mlx").plan(resolve(settings, environ={}))
@@ -58,7 +58,7 @@ def begun(base, monkeypatch, compiled=False, **settings) -> tuple[Runtime, Batch
     runtime = Runtime(plan)
     runtime.prepare(build(plan.config, runtime), Alone())
     runtime.seed(0)
-    ids = np.random.default_rng(0).integers(3, 400, (2, 64)).astype(np.int32)
+    ids = np.random.default_rng(0).integers(3, 400, (plan.config.batch_size, plan.config.context_length)).astype(np.int32)
     return runtime, Batch(ids=ids, targets=np.roll(ids, -1, 1), positions=np.zeros_like(ids), segments=np.zeros_like(ids), rows=())
 
 
@@ -109,3 +109,19 @@ def test_backward_keeps_no_weight_that_forward_unpacked(adapter, quantizer, drop
     of_step = mx.value_and_grad(gradients)
     for step in (of_step, mx.compile(of_step)):
         assert taken(lambda step=step: mx.eval(step(values, x)))[2] < COUNT / 3 * 4 * 256 * 256
+
+
+@pytest.mark.parametrize(("precision", "checkpointing"), [("fp32", False), ("bf16", True)])
+def test_what_attention_keeps_of_pairs_of_tokens_is_planned(tmp_path, monkeypatch, precision, checkpointing):
+    """Of long rows it is most of what a step needs."""
+    base = tiny_models.make(tmp_path, "llama", num_attention_heads=8, num_hidden_layers=4, max_position_embeddings=1024)
+    settings = {"precision": precision, "context_length": 1024, "batch_size": 1, "use_gradient_checkpointing": checkpointing}
+
+    def step():
+        runtime, batch = begun(base, monkeypatch, **settings)
+        runtime.backward(batch, 1024)
+        return runtime.plan.memory
+
+    planned, _, most = taken(step)
+    print("planned", planned.total, planned.peak)
+    assert 0.8 < most / planned.total < 1.2
