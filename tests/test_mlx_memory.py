@@ -15,6 +15,7 @@ from anyqlora.config import resolve
 from anyqlora.data import Batch
 from anyqlora.on_mlx import zoo
 from anyqlora.on_mlx.build import build, hold, on_mlx
+from anyqlora.on_mlx.generate import continued
 from anyqlora.on_mlx.quantizers import UnpackedLinear
 from anyqlora.on_mlx.runtime import Runtime
 from anyqlora.world import Alone
@@ -125,3 +126,17 @@ def test_what_attention_keeps_of_pairs_of_tokens_is_planned(tmp_path, monkeypatc
     planned, _, most = taken(step)
     print("planned", planned.total, planned.peak)
     assert 0.8 < most / planned.total < 1.2
+
+
+def test_an_answer_makes_logits_of_no_token_but_the_last(tmp_path):
+    """The answers are those of the whole rows, each alone, without a cache."""
+    vocabulary, longest = 20_000, 120
+    model = zoo.read(tiny_models.make(tmp_path, "llama", vocab_size=vocabulary), longest=256)
+    prompts = [np.random.default_rng(n).integers(3, vocabulary, length).tolist() for n, length in enumerate((longest, 1, 60, 119))]
+    mx.eval(model.parameters())
+    found, _, most = taken(lambda: continued(model, prompts, 3, [], 0.0, mx.random.key(0)))
+    assert most < len(prompts) * longest * vocabulary * 4 / 3
+    for prompt, answer in zip(prompts, found, strict=True):
+        for token in answer:
+            assert token == model(mx.array([prompt]))[0, -1].argmax().item()
+            prompt.append(token)

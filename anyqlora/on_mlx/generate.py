@@ -83,6 +83,10 @@ def continued(model: nn.Module, prompts: list, most: int, ending: list[int], tem
     if streamer:
         streamer.put(ids[0])
     step = mx.array(ids)
+    if width > 1:
+        model(step[:, :-1], cache=cache)  # nobody asks for these tokens' logits, so they are not computed
+        mx.eval([layer.state for layer in cache])
+        step = step[:, -1:]
     for _ in range(most):
         logits = model(step, cache=cache)[:, -1].astype(mx.float32)  # [B, V]
         key, own = mx.random.split(key)
