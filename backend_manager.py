@@ -235,7 +235,10 @@ def _mlx(row, machine):
     if not build or not lm:
         lacking = "mlx-lm" if build else "mlx's device code (mlx-metal, or mlx-cpu on Linux)"
         return _absent(f"mlx {machine.mlx.get('version')} is installed without {lacking}: pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)")
-    device = Device(f"mlx {machine.mlx.get('version')} ({build})", "", machine.memory_total, machine.memory_available, True)
+    if has_metal and machine.mps.get("built") and not machine.mps.get("available"):
+        return _absent("Metal finds no GPU here, as in a virtual machine or without a screen")
+    room = _metal_memory(machine) if has_metal else machine.memory_total
+    device = Device(f"mlx {machine.mlx.get('version')} ({build})", "", room, min(room, machine.memory_available), True)
     slow = {"nf4": "NF4 weights are dequantized for each product; affine4 is MLX's own form"}
     dtypes = row.dtypes
     if build == "mlx-cpu":
@@ -243,6 +246,11 @@ def _mlx(row, machine):
         dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
     return Found(True, (device,), tuple(d for d in dtypes if d in row.dtypes), row.quantizers, row.optimizers, row.collective,
                  automatic=has_metal, device="cpu" if build == "mlx-cpu" else "", slow=slow)
+
+
+def _metal_memory(machine) -> int:
+    """Bytes that stay resident for a Mac's GPU: what Metal recommends, or two thirds of the memory, which is the least that it does."""
+    return machine.mps.get("memory_total") or machine.memory_total * 2 // 3
 
 
 def _cpu(row, machine):

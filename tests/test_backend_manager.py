@@ -228,6 +228,22 @@ def test_half_of_mlx_is_none(mlx, said):
         BackendManager("mlx", machine=without(MACHINES["m3"], mlx=mlx))
 
 
+def test_mlx_plans_with_what_metal_keeps_resident():
+    """Of 36 GiB, Metal recommends 27; a torch without MPS does not say, and two thirds are the least that it may be."""
+    m3 = MACHINES["m3"]
+    for mps, total in ((m3.mps, 27 << 30), ({"built": False, "available": False}, 24 << 30)):
+        idle = BackendManager("mlx", machine=without(m3, mps=mps, memory_available=33 << 30)).found
+        assert (idle.memory_total, idle.memory_free) == (total, total)
+        assert BackendManager("mlx", machine=without(m3, mps=mps, memory_available=5 << 30)).found.memory_free == 5 << 30
+
+
+def test_a_mac_without_a_gpu_has_no_mlx():
+    headless = without(MACHINES["m3"], mps={"built": True, "available": False})
+    assert BackendManager(machine=headless).backend == "cpu"
+    with pytest.raises(BackendUnavailable, match="Metal finds no GPU"):
+        BackendManager("mlx", machine=headless)
+
+
 def test_mlx_without_metal_runs_when_it_is_named():
     manager = BackendManager("mlx", machine=MACHINES["linux_mlx"])
     assert (manager.backend, manager.device, manager.found.dtypes[0]) == ("mlx", "cpu", "fp32") and "slow" in manager.found.slow[""]
