@@ -172,6 +172,8 @@ def mlx_loop(run) -> dict:
             check_gradients(runtime.reduced())
         result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
         run.report(step, loss, result, lr, memory.used())
+        if note := memory.strained():
+            run.console.warn(note)
 
         if run.due("evaluate", step):
             run.evaluate(step + 1, evaluation)

@@ -20,6 +20,7 @@ from anyqlora import memory
 from anyqlora.config import resolve
 from anyqlora.errors import NonFinite, NotBuilt, Stopped, UsageError
 from anyqlora.layouts import DEMO_BASE
+from anyqlora.on_mlx import memory as on_mlx_memory
 from anyqlora.on_mlx import zoo
 from anyqlora.on_mlx.generate import answers
 from anyqlora.on_mlx.memory import is_out_of_memory
@@ -256,6 +257,23 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_numbers(tmp_path, mo
     monkeypatch.setattr(Runtime, "backward", short_of_memory)
     halved = runs.run(tmp_path, "halved", **settings)
     np.testing.assert_allclose([m["loss"] for m in runs.metrics(halved)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6)
+
+
+def test_more_than_stays_resident_is_told_once_and_limits_are_put_back(tmp_path, monkeypatch, capsys):
+    """As on Metal, where that much is a MiB."""
+    monkeypatch.setattr(on_mlx_memory, "recommended", lambda: 1 << 20)
+    limits, plain = [], mx.set_cache_limit(12345)
+
+    def look(step):
+        limits.append(mx.set_cache_limit(0))
+        mx.set_cache_limit(limits[-1])
+
+    try:
+        runs.run(tmp_path, during=look, **{**MLX, "max_steps": 2})
+    finally:
+        after = mx.set_cache_limit(plain)
+    assert set(limits) == {1 << 18} and after == 12345
+    assert capsys.readouterr().err.count("1.0 MiB stay resident for the GPU") == 1
 
 
 @pytest.mark.parametrize("more", [{"lora_dropout": 0}, {"precision": "bf16", "train_type": "qlora", "quantizer": "affine4"},
