@@ -23,6 +23,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as tensors_from_bytes
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+FULL_FLUSH = getattr(fcntl, "F_FULLFSYNC", None)  # macOS's: its fsync leaves what was written in the drive's own cache
 FORMAT = 1
 MANIFEST = "manifest.json"
 ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"
@@ -47,7 +53,7 @@ class Disk:
         with open(path, "wb") as file:
             file.writelines(pieces(content))
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
 
     def rename(self, old: Path, new: Path) -> None:
         os.replace(old, new)
@@ -59,7 +65,7 @@ class Disk:
         """Bring to the disk what is in a file that a library wrote, or the names in a directory."""
         handle = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(handle)
+            to_disk(handle)
         finally:
             os.close(handle)
 
@@ -69,6 +75,15 @@ class Disk:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def to_disk(handle: int) -> None:
+    """Bring what was written to the medium. Raises OSError."""
+    if FULL_FLUSH is not None:
+        with contextlib.suppress(OSError):  # a file system that cannot, such as a network's: fsync is what there is
+            fcntl.fcntl(handle, FULL_FLUSH)
+            return
+    os.fsync(handle)
 
 
 def pieces(content: Content) -> Iterable[bytes]:

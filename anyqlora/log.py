@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from .checkpoint import finite
+from .checkpoint import finite, to_disk
 from .redaction import redacted
 from .terminal import duration, printable
 
@@ -53,7 +53,7 @@ class JsonLines:
         self.flush()
         if self.file is not None:
             with contextlib.suppress(OSError):
-                os.fsync(self.file.fileno())
+                to_disk(self.file.fileno())
 
     def close(self) -> None:
         self.flush()

@@ -1,6 +1,7 @@
 """Crashes and full disks at every file-system call. Rows 3 and 7 of docs/reliability.md."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -11,6 +12,9 @@ import faults
 import pytest
 import trials
 from counts import quick_and_full
+
+from anyqlora import checkpoint
+from anyqlora.log import JsonLines
 
 STOPPED, SAVED = 20, 21  # a run that was stopped at one step goes on and saves at the other, with 18 and 20 before it
 
@@ -38,6 +42,28 @@ def test_what_must_be_on_disk_is_synced_before_what_names_it(calls):
     assert names == [("make_directory", staged), *(("write", f) for f in ("adapter_model.safetensors", "adapter_config.json",
                      "optimizer.safetensors", "state.json", "manifest.json")), ("sync_directory", staged), ("rename", staged),
                      ("sync_directory", "checkpoints"), ("rename", older), ("remove", older + ".removed")]
+
+
+def test_macos_flushes_the_drives_own_cache(tmp_path, monkeypatch):
+    """Of files, directories and logs by its own command; where a file system refuses that (as Linux does, which has none of its number), by fsync."""
+    asked, synced, sync = [], [], os.fsync
+    lines = JsonLines(tmp_path / "log", 0, print)
+    lines.write({})
+
+    def write():
+        checkpoint.Disk().write(tmp_path / "file", b"x")
+        checkpoint.Disk().sync_directory(tmp_path)
+        lines.sync()
+
+    monkeypatch.setattr(checkpoint, "FULL_FLUSH", 51)
+    monkeypatch.setattr(os, "fsync", lambda handle: (sync(handle), synced.append(os.fstat(handle).st_ino)))
+    with monkeypatch.context() as here:
+        here.setattr(fcntl, "fcntl", lambda handle, command: asked.append((os.fstat(handle).st_ino, command)))
+        write()
+    inodes = [path.stat().st_ino for path in (tmp_path / "file", tmp_path, tmp_path / "log")]
+    assert asked == [(inode, 51) for inode in inodes] and not synced
+    write()
+    assert synced == inodes
 
 
 @quick_and_full
