@@ -15,6 +15,7 @@ from test_mlx_models import TRAINED
 
 from anyqlora.data import IGNORE, Batch
 from anyqlora.on_mlx import zoo
+from anyqlora.on_mlx.adapters import LoraLinear
 from anyqlora.on_mlx.loss import TrainedTokenLoss, WholeLoss, inputs, loss_for
 from anyqlora.on_mlx.quantizers import UnpackedLinear
 
@@ -184,3 +185,23 @@ def test_an_unpacked_product_is_as_near_as_rounding(bits):
     ours = far(packed)
     print("ours", ours, "theirs", theirs)
     assert max(ours) < 0.004 and max(ours) < max(theirs)  # it sums in 16 bits
+
+
+def test_factors_have_float32_gradients_in_16_bits():
+    """Against float64, of 1,500 tokens in bf16: rounded to bf16, gradients would be a thousand times further."""
+    x, cotangent = (mx.random.normal((3, 500, 64), key=mx.random.key(n)).astype(mx.bfloat16) for n in range(2))
+    layer = LoraLinear(nn.Linear(64, 64), mx.random.normal((4, 64)) / 8, mx.random.normal((64, 4)) / 2, scale=2.0, dropout=0.0)
+    layer.base_layer.set_dtype(mx.bfloat16)
+
+    def forward(a, b):
+        layer.lora_A, layer.lora_B = a, b
+        return layer(x)
+
+    a, b = layer.lora_A, layer.lora_B
+    (out,), (of_a, of_b) = mx.vjp(forward, [a, b], [cotangent])
+    middle, of_middle = x @ a.astype(mx.bfloat16).T * 2.0, cotangent @ b.astype(mx.bfloat16) * 2.0
+    assert out.dtype == mx.bfloat16
+    for gradient, upper, lower in ((of_a, of_middle, x), (of_b, cotangent, middle)):
+        upper, lower = (np.array(value.astype(mx.float32), np.float64).reshape(1500, -1) for value in (upper, lower))
+        whole = upper.T @ lower
+        assert gradient.dtype == mx.float32 and np.abs(np.array(gradient) - whole).max() < 1e-5 * np.abs(whole).max()

@@ -15,6 +15,45 @@ from ..targets import PREFIX, chosen, last, plain, shortest, whole
 from .layers import linears, replace
 from .quantizers import product
 
+ROWS = 1024  # tokens
+
+
+@mx.custom_function
+def narrow(x: mx.array, factor: mx.array) -> mx.array:
+    """x F^T in x's dtype of a float32 factor F [out, in], whose gradient is summed in float32: autograd's own is rounded to x's dtype."""
+    return x @ factor.astype(x.dtype).T
+
+
+@narrow.vjp
+def _of_narrow(primals, cotangent, output):
+    return gradients(*primals, cotangent)
+
+
+@mx.custom_function
+def added(base: mx.array, x: mx.array, factor: mx.array) -> mx.array:
+    """base + x F^T in one product: see `narrow`."""
+    return mx.addmm(base, x, factor.astype(x.dtype).T)
+
+
+@added.vjp
+def _of_added(primals, cotangent, output):
+    return cotangent, *gradients(*primals[1:], cotangent)
+
+
+def gradients(x: mx.array, factor: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+    """Of x F^T: those by x, in x's dtype, and by F, in float32."""
+    return cotangent @ factor.astype(x.dtype), summed(cotangent, x)
+
+
+def summed(gradient: mx.array, x: mx.array) -> mx.array:
+    """gradient^T x [out, in] of [..., out] and [..., in], float32, in parts of ROWS tokens: neither is whole in float32."""
+    total = mx.zeros((gradient.shape[-1], x.shape[-1]))
+    gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
+    for start in range(0, len(x), ROWS):
+        some, others = mx.depends([gradient[start:start + ROWS], x[start:start + ROWS]], [total])
+        total = total + some.astype(mx.float32).T @ others.astype(mx.float32)
+    return total
+
 
 class LoraLinear(nn.Module):
     """base(x) + scale dropout(x) A^T B^T in x's dtype; A [rank, in] and B [out, rank], both learned in float32."""
@@ -35,8 +74,8 @@ class LoraLinear(nn.Module):
         return 1 - self.dropout if self.training else 1.0
 
     def __call__(self, x: mx.array) -> mx.array:
-        middle = self.dropped(x) @ self.lora_A.astype(x.dtype).T * (self.scale / self.kept)
-        return mx.addmm(self.base_layer(x), middle, self.lora_B.astype(x.dtype).T)
+        middle = narrow(self.dropped(x), self.lora_A) * (self.scale / self.kept)
+        return added(self.base_layer(x), middle, self.lora_B)
 
 
 class DoraLinear(LoraLinear):
