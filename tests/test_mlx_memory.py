@@ -81,7 +81,7 @@ def test_a_compiled_step_takes_what_one_does_that_is_not_compiled(wide, monkeypa
         loss, _, most = taken(lambda runtime=runtime, batch=batch: runtime.backward(batch, 128))
         peaks.append(most)
         losses.append(loss)
-    assert peaks[1] < 1.25 * peaks[0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert peaks[1] < 1.5 * peaks[0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(("adapter", "quantizer", "dropout"), [("lora", "affine4", 0), ("lora", "nf4", 0), ("dora", "affine4", 0), ("dora", "affine4", 0.1)])

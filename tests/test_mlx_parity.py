@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
+mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
 
 import runs
 import tiny_models
 import torch
 from safetensors.torch import load_file
+
+from anyqlora.config import resolve
+from anyqlora.on_mlx.optimizers import Rates
+from anyqlora.tables import ON_MLX, load
 
 STEPS = 20
 SETTINGS = {"dataset": "demo", "lora_dropout": 0, "max_steps": STEPS, "precision": "fp32", "context_length": 128, "wd": 0.01, "lora_rank": 8,
@@ -71,3 +75,31 @@ def test_files_are_the_same_but_for_rounding(base, tmp_path):
         here, there = (load_file(run / "checkpoints/step-000002" / f"{name}.safetensors") for run in (one, other))
         assert here.keys() == there.keys()
         assert all(here[key].shape == there[key].shape and here[key].dtype == there[key].dtype == torch.float32 for key in here)
+
+
+@pytest.mark.parametrize(("name", "theirs"), [
+    ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD), pytest.param("adam", torch.optim.Adam, marks=pytest.mark.slow),
+    pytest.param("adadelta", torch.optim.Adadelta, marks=pytest.mark.slow)])  # the CPU build compiles with g++
+def test_updates_are_torchs_compiled_or_not(name, theirs):
+    """With decay, at a rate that changes: a compiled update is traced once, so nothing of a step may be a constant in it."""
+    config = resolve({"model_name": "demo", "dataset": "demo", "optimizer": name, "wd": 0.1}, environ={})
+    start, *gradients = (np.random.default_rng(n).normal(size=(8, 16)).astype(np.float32) for n in range(5))
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    reference = theirs([parameter], weight_decay=0.1)
+    rule, calls = load(ON_MLX[name]), []
+
+    def update(value, state, gradient, *rates):
+        calls.append(name)
+        state = dict(state)
+        return rule(value, gradient, state, Rates(*rates), config), state
+
+    compiled = mx.compile(update)
+    ours = [(mx.array(start), {}), (mx.array(start), {})]
+    for step, gradient in enumerate(gradients, 1):
+        reference.param_groups[0]["lr"] = rate = 0.1 / step
+        parameter.grad = torch.from_numpy(gradient)
+        reference.step()
+        ours = [call(value, state, mx.array(gradient), *Rates.at(step, rate, config)) for call, (value, state) in zip((update, compiled), ours, strict=True)]
+        for value, _ in ours:
+            np.testing.assert_allclose(np.array(value), parameter.detach().numpy(), rtol=2e-6, atol=2e-7)
+    assert len(calls) <= len(gradients) + 2, "it is traced without moments and with them, and not at each step"

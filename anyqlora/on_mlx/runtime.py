@@ -11,6 +11,7 @@ from .. import tables
 from ..run import StepResult
 from .loss import Inputs, inputs
 from .memory import Memory
+from .optimizers import Rates
 from .scaler import Scaler
 
 COMPUTE = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16_autocast": mx.float16}
@@ -34,16 +35,16 @@ class Runtime:
         self.ranks = ranks
         self.model, self.paths, self.loss = built.model, built.names, built.loss
         self.values, self.moments = built.trainable(), {name: {} for name in built.names}
-        self.update = tables.load(tables.ON_MLX[self.config.optimizer])
+        self.updates, self.rule = 0, tables.load(tables.ON_MLX[self.config.optimizer])
         self.adapted = [module for _, module in self.model.named_modules() if hasattr(module, "lora_A") and module.dropout]
         self.is_full = built.adapter.folder == "model"
         self._gradient = mx.value_and_grad(self._loss)
         if self.compiles:
-            self._gradient = mx.compile(self._gradient)
+            self._gradient, self._norm, self._updated = map(mx.compile, (self._gradient, self._norm, self._updated))
 
     @property
     def compiles(self) -> bool:
-        """Whether the gradient of a micro-batch is compiled, once for each shape: where kernels are fused for a GPU."""
+        """Whether the gradient of a micro-batch is compiled, once for each shape, and the update: where kernels are fused for a GPU."""
         return mx.default_device() == mx.gpu
 
     def put(self, values: dict[str, mx.array]) -> None:
@@ -83,20 +84,28 @@ class Runtime:
     def step(self, lr: float, max_grad_norm: float | None, skip: bool = False) -> StepResult:
         """Unscale, measure, clip, update, clear. `skip` clears without an update; so do gradients that are not finite."""
         scale, gradients = self.scaler.scale, self.reduced()
-        if scale != 1:
-            gradients = {name: gradient / scale for name, gradient in gradients.items()}
-        norm = mx.linalg.norm(mx.stack([mx.linalg.norm(gradient.reshape(-1)) for gradient in gradients.values()]))
+        norm = self._norm(gradients) / scale  # a power of two
         finite = math.isfinite(float(norm))
         if finite and not skip:
-            if max_grad_norm is not None:
-                part = mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-                gradients = {name: gradient * part for name, gradient in gradients.items()}
-            self.values = {name: self.update(value, gradients[name], self.moments[name], lr, self.config) for name, value in self.values.items()}
+            part = 1.0 if max_grad_norm is None else mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
+            self.updates += 1
+            rates = Rates.at(self.updates, lr, self.config)
+            self.values, self.moments = self._updated(self.values, self.moments, gradients, part / mx.array(scale), *rates)
             mx.eval(self.values, self.moments)
             self.put(self.values)
         self.scaler.update(finite)
         self.gradients, self.summed = None, False
         return StepResult(float(norm), skip or not finite, scale)
+
+    @staticmethod
+    def _norm(gradients):
+        """The 2-norm over all of them."""
+        return mx.linalg.norm(mx.stack([mx.linalg.norm(gradient.reshape(-1)) for gradient in gradients.values()]))
+
+    def _updated(self, values, moments, gradients, factor, *rates):
+        """(values, moments) after a step along `factor` times the gradients."""
+        moments, rates = {name: dict(state) for name, state in moments.items()}, Rates(*rates)
+        return {name: self.rule(value, gradients[name] * factor, moments[name], rates, self.config) for name, value in values.items()}, moments
 
     def forget(self) -> None:
         """Drop the gradients of a step that is done again, and give the allocator's free memory back."""

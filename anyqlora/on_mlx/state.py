@@ -14,12 +14,14 @@ from ..layouts import read_config
 from .build import Built
 from .runtime import Runtime
 
+STEP = "step"  # among the moments
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}
 
 
 def snapshot(runtime: Runtime, built: Built) -> tuple[dict, dict, dict, dict]:
     """(adapter, moments, adapter_config, loop state) for `Run.save`."""
-    moments = {f"{name}|{key}": np.array(value) for name, state in runtime.moments.items() for key, value in sorted(state.items())}
+    count = np.array(runtime.updates, np.float32)  # torch counts for each tensor
+    moments = {f"{name}|{key}": np.array(value) for name, state in runtime.moments.items() if state for key, value in {**state, STEP: count}.items()}
     return arrays_of(runtime.values), moments, built.adapter.describe(), {"scaler": runtime.scaler.state_dict()}
 
 
@@ -33,6 +35,7 @@ def restore(runtime: Runtime, loaded: Loaded) -> None:
     for name, state in runtime.moments.items():
         state.clear()
         state |= {key.partition("|")[2]: mx.array(value) for key, value in loaded.moments.items() if key.partition("|")[0] == name}
+        runtime.updates = int(state.pop(STEP, runtime.updates))
     loaded.adapter.clear()
     loaded.moments.clear()
     if loaded.state["loop"].get("scaler") and runtime.scaler.enabled:
