@@ -20,7 +20,7 @@ except ImportError:  # not a Unix
     fcntl = None
 
 from . import fingerprint, sources
-from .checkpoint import Checkpoints, Loaded, sweep, to_json
+from .checkpoint import Checkpoints, Disk, Loaded, sweep, to_json
 from .config import TrainConfig
 from .errors import DiskFull, NoCheckpoint, Stopped, UsageError
 from .fit import global_batch
@@ -105,6 +105,12 @@ class Place:
                 and name in before and getattr(config, name) == "auto" and getattr(plan.config, name) != "auto"}  # which some backends leave alone
         return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
 
+    def reopen(self, disk: Disk) -> None:
+        """A finished run that goes on is an unfinished one from now on: its result.json steps aside, under the number of its steps."""
+        result = read_json(self.directory / RESULT)
+        if result is not None:
+            disk.rename(self.directory / RESULT, self.directory / f"result-{result['steps']:06d}.json")
+
     def leave(self) -> None:
         if self.handle is not None:
             os.close(self.handle)
@@ -144,13 +150,15 @@ def find(config: TrainConfig, name: str = "") -> Place:
     root = Path(config.output_dir)
     name = config.run_name or name
     directory = _named(config, root / name, identity) if name else _unfinished(config, root, identity) or _new(config, root)
-    identity = _as_many_processes(config, identity, read_json(directory / IDENTITY) or {})
-    found = Place(directory, identity, finished=read_json(directory / RESULT) is not None)
+    old = read_json(directory / IDENTITY) or {}
+    identity = _as_many_processes(config, identity, old)
+    has_ended = read_json(directory / RESULT) is not None
+    found = Place(directory, identity, finished=has_ended and (config.resume != "force" or old == identity))
     if directory.exists() and not found.finished:
         _stays_inside(directory)
         found.claim()
         try:
-            _take_up(found, None if config.resume == "force" else identity)
+            _take_up(found, None if config.resume == "force" else identity, has_ended)
         except BaseException:
             found.leave()
             raise
@@ -163,13 +171,16 @@ def elsewhere() -> Place:
     return Place(Path(), {})
 
 
-def _take_up(found: Place, identity: dict | None) -> None:
+def _take_up(found: Place, identity: dict | None, has_ended: bool) -> None:
     """Find the checkpoint that the run goes on from, and clear away what a killed process left half done. Raises NoCheckpoint."""
     checkpoints = Checkpoints(found.directory / "checkpoints")
     found.restored, found.rejected = checkpoints.newest_good(identity)
     if found.rejected and found.restored is None:
         raise NoCheckpoint("no checkpoint of this run is usable:\n" + "\n".join(f"  {path}: {reason}" for path, reason in found.rejected),
                            cure=f"nothing was changed; another --run_name starts a new run, {found.directory} stays as it is")
+    if has_ended and found.restored is None:
+        raise NoCheckpoint(f"{found.directory} is a finished run, and there is no checkpoint of it left to go on from",
+                           cure="nothing was changed; another --run_name starts a new run")
     for swept in (found.directory, checkpoints.directory):
         sweep(swept, checkpoints.disk)
 

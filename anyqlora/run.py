@@ -125,6 +125,7 @@ class Run:
         try:
             self.disk.make_directory(self.directory)
             self.place.claim()
+            self.place.reopen(self.disk)  # before its identity is another: a kill in between leaves the old run, short of its end
             for name, content in files.items():
                 replace(self.directory / name, content, self.disk)
         except OSError as error:
@@ -364,7 +365,7 @@ class Run:
     def already_finished(self) -> dict:
         """A finished run is reported and left as it is."""
         self.console.report(self.directory)
-        self.console.say(f"{self.directory} is a finished run; another --run_name starts a new one")
+        self.console.say(f"{self.directory} is a finished run; another --run_name starts a new one, --resume force with more --max_steps or --num_epochs trains it further")
         return read_json(self.directory / RESULT)
 
     def card(self) -> str:

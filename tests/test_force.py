@@ -1,0 +1,84 @@
+"""--resume force: a finished run goes on with other settings, and nothing is lost on the way."""
+
+import json
+import shutil
+
+import pytest
+import runs
+from test_run import SMALL, adapter_bytes, fail
+
+from anyqlora.checkpoint import Checkpoints, Disk
+from anyqlora.errors import DiskFull, NoCheckpoint, UsageError
+from anyqlora.finished import read
+from anyqlora.place import IDENTITY
+
+CONSTANT = {**SMALL, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": 3}  # a rate that does not ask how many steps there will be
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A run that finished after 3 steps."""
+    return runs.run(tmp_path_factory.mktemp("short"), **CONSTANT)
+
+
+@pytest.fixture
+def finished(short, tmp_path):
+    return shutil.copytree(short, tmp_path / "run")
+
+
+def longer(finished, **settings):
+    return runs.run(finished.parent, **{**CONSTANT, "max_steps": 6, **settings})
+
+
+def test_a_finished_run_is_trained_further_to_the_bytes_of_the_longer_run(finished, tmp_path):
+    """The reference is the run that was asked for all its steps at once."""
+    with pytest.raises(UsageError, match="max_steps: 3 there, 6 now"):
+        longer(finished)
+    before = (finished / "result.json").read_bytes()
+    longer(finished, resume="force")
+    assert [line["step"] for line in runs.metrics(finished)] == [1, 2, 3, 4, 5, 6]
+    assert runs.result(finished)["steps"] == 6 and read(finished).config.max_steps == 6
+    assert (finished / "result-000003.json").read_bytes() == before
+    assert adapter_bytes(finished) == adapter_bytes(runs.run(tmp_path, "whole", **{**CONSTANT, "max_steps": 6}))
+    longer(finished)  # is finished now, and is left
+    assert len(runs.metrics(finished)) == 6
+
+
+def test_the_same_settings_leave_it_finished(finished):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    runs.run(finished.parent, **CONSTANT, resume="force")
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_what_is_cut_off_goes_on_with_the_same_command(step, finished):
+    with pytest.raises(ZeroDivisionError):
+        longer(finished, resume="force", during=lambda now: now == step and fail(ZeroDivisionError()))
+    assert not (finished / "result.json").exists() and (finished / "adapter").is_dir()
+    longer(finished, resume="force")
+    assert runs.result(finished)["steps"] == 6 and [line["step"] for line in runs.metrics(finished)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_kill_before_the_new_identity_leaves_the_old_run(finished, monkeypatch):
+    """It has its last checkpoint, and the old command ends it again with the same bytes."""
+    before = adapter_bytes(finished)
+    write = Disk.write
+    monkeypatch.setattr(Disk, "write", lambda self, path, content: fail(OSError(28, "No space left")) if IDENTITY in path.name else write(self, path, content))
+    with pytest.raises(DiskFull):
+        longer(finished, resume="force")
+    monkeypatch.undo()
+    assert json.loads((finished / IDENTITY).read_text())["max_steps"] == 3
+    runs.run(finished.parent, **CONSTANT)
+    assert runs.result(finished)["steps"] == 3 and adapter_bytes(finished) == before
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_without_a_usable_checkpoint_it_is_refused_and_stays_finished(is_there, finished):
+    checkpoints = Checkpoints(finished / "checkpoints")
+    for step in checkpoints.steps():
+        (checkpoints.path(step) / "manifest.json").write_text("{")
+    if not is_there:
+        shutil.rmtree(checkpoints.directory)
+    with pytest.raises(NoCheckpoint, match="step-000003: manifest.json" if is_there else "no checkpoint of it left to go on from"):
+        longer(finished, resume="force")
+    assert read(finished).result["steps"] == 3
