@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import fit, layouts, memory, mesh, prequantized, tables
+from . import fit, layouts, memory, mesh, prequantized, tables, targets
 from .config import AUTO, TrainConfig, checked
 from .errors import NotBuilt, UsageError
 from .tables import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
@@ -167,6 +167,8 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
+    if shapes is not None and not shapes.experts and draft.config.adapter != "full":  # a mixture may have layers of another kind
+        targets.check(draft.config.lora_target_modules, (linear.name for linear in shapes.linears), draft.config.sources.get("lora_target_modules", ""))
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
     if shapes is not None and found.memory_free is not None:

@@ -11,9 +11,9 @@ PREFIX = "base_model.model."  # what PEFT puts before every name
 ALL = ("all", "all-linear")
 
 
-def chosen(stated: str, model_type: str, layers: Iterable[str]) -> set[str]:
-    """The names among `layers` that `lora_target_modules` states: all of them, PEFT's choice for the architecture, a
-    comma-separated list of last parts of names, or a regex of whole names. Raises UsageError."""
+def chosen(stated: str, model_type: str, layers: Iterable[str], where: str = "") -> set[str]:
+    """The names among `layers` that `lora_target_modules`, stated at `where`, states: all of them, PEFT's choice for the architecture,
+    a comma-separated list of last parts of names, or a regex of whole names. Raises UsageError."""
     layers = set(layers)
     if stated in ALL:
         return layers
@@ -22,20 +22,41 @@ def chosen(stated: str, model_type: str, layers: Iterable[str]) -> set[str]:
 
         names = [name for name in DEFAULTS.get(model_type, ()) if any(last(layer) == name for layer in layers)]
         if not names:
-            raise UsageError(f"lora_target_modules: PEFT has no default for {model_type} models", cure="--lora_target_modules all")
+            raise UsageError(f"lora_target_modules: PEFT has no default for {model_type} models", where=where, cure="--lora_target_modules all")
         stated = ",".join(names)
-    if re.search(r"[\\^$*+?(){}\[\]|]", stated):
-        try:
-            return {name for name in layers if re.fullmatch(stated, name)}
-        except re.error as error:
-            raise UsageError(f"lora_target_modules: {stated!r} is not a regex: {error}") from None
-    wanted = [name.strip() for name in stated.split(",") if name.strip()]
-    found = {w: {name for name in layers if name == w or name.endswith(f".{w}")} for w in wanted}
-    unknown = [w for w, names in found.items() if not names]
-    if unknown:
-        raise UsageError(f"lora_target_modules: no linear layer is called {', '.join(unknown)}",
-                         cure="names among: " + ", ".join(sorted({last(name) for name in layers})))
+    if pattern := regex(stated, where):
+        return {name for name in layers if pattern.fullmatch(name)}
+    found = {w: {name for name in layers if name == w or name.endswith(f".{w}")} for w in listed(stated)}
+    _refuse([w for w, names in found.items() if not names], layers, where)
     return set().union(*found.values())
+
+
+def check(stated: str, layers: Iterable[str], where: str) -> None:
+    """Refuse what no model with `layers`, names whose last parts alone are known, can have. Raises UsageError."""
+    if stated in (*ALL, "default") or regex(stated, where):
+        return
+    lasts = set(map(last, layers))
+    _refuse([w for w in listed(stated) if last(w) not in lasts], lasts, where)
+
+
+def regex(stated: str, where: str) -> re.Pattern | None:
+    """What is stated as a regex; None where it is a list of names. Raises UsageError."""
+    if not re.search(r"[\\^$*+?(){}\[\]|]", stated):
+        return None
+    try:
+        return re.compile(stated)
+    except re.error as error:
+        raise UsageError(f"lora_target_modules: {stated!r} is not a regex: {error}", where=where, cure="all, default, a comma-separated list, or a regex") from None
+
+
+def listed(stated: str) -> list[str]:
+    return [name.strip() for name in stated.split(",") if name.strip()]
+
+
+def _refuse(unknown: list[str], layers: Iterable[str], where: str) -> None:
+    if unknown:
+        raise UsageError(f"lora_target_modules: no linear layer is called {', '.join(unknown)}", where=where,
+                         cure="names among: " + ", ".join(sorted(set(map(last, layers)))))
 
 
 def shortest(taken: set[str], modules: Iterable[str]) -> list[str]:

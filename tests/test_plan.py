@@ -73,6 +73,21 @@ def test_rows_are_no_longer_than_the_model_has_positions(tmp_path):
     assert refused.value.cure == "--context_length 256"
 
 
+@pytest.mark.parametrize(("stated", "message"), [("q_prj,v_proj", "no linear layer is called q_prj"), ("layers.1.self_attn.q_prj", "no linear layer is called layers.1"),
+                                                 ("(q", "is not a regex")])
+def test_a_name_of_no_linear_layer_is_refused_before_anything_is_loaded(stated, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        BackendManager(machine=MACHINES["a100"]).plan(resolve({"model_name": LLAMA_8B, "dataset": "dummy", "lora_target_modules": stated}, environ={}))
+    assert refused.value.where == "command line: --lora_target_modules"
+    if "regex" not in message:
+        assert refused.value.cure == "names among: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+
+
+def test_names_of_some_layers_and_of_a_mixtures_dense_layers_are_left_to_the_model(tmp_path):
+    plan(lora_target_modules="layers.1.self_attn.q_proj,model.language_model.layers.0.mlp.up_proj")
+    plan(model_name=described(tmp_path, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=64), lora_target_modules="gate_proj")
+
+
 EVERY_CONFIG = sorted((HERE.parent / "configs").glob("*.yaml"))
 
 

@@ -120,11 +120,11 @@ class Lora:
     def attach(self, model: nn.Module, model_type: str) -> dict[str, str]:
         """Put adapters on the chosen layers. Returns {file name: path of the parameter}, sorted. Raises UsageError."""
         config, layers = self.config, linears(model)
-        self.chosen = chosen(config.lora_target_modules, model_type, layers)
+        where = config.sources.get("lora_target_modules", "")
+        self.chosen = chosen(config.lora_target_modules, model_type, layers, where)
         if not self.chosen:
             raise UsageError(f"lora_target_modules: {config.lora_target_modules!r} matches no linear layer of this {model_type} model",
-                             where=config.sources.get("lora_target_modules", ""),
-                             cure=f"all, or some of: {', '.join(sorted({last(name) for name in layers}))}")
+                             where=where, cure=f"all, or some of: {', '.join(sorted({last(name) for name in layers}))}")
         self.modules = [name for name, _ in model.named_modules() if name]
         model.freeze()
         names = {}

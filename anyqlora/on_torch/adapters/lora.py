@@ -37,7 +37,7 @@ class Lora:
         layers = text_linears(model, held)
         lasts = {last(name) for name in layers}
         barred = rerouted_targets(model) | refused_targets(model, lasts)
-        self.chosen = chosen(stated, model.config.model_type, layers)
+        self.chosen = chosen(stated, model.config.model_type, layers, where)
         wrong = {name for name in self.chosen if last(name) in barred}
         if stated in ALL:
             self.chosen -= wrong
