@@ -18,6 +18,7 @@ VERBS = {  # verb -> (late-bound main(argv), help)
     "config": ("anyqlora.commands.config:main", "config explain [flags]: each value and where it came from"),
     "backends": ("anyqlora.commands.backends:main", "what each backend can do, and what this machine does"),
     "export": ("anyqlora.commands.export:main", "an adapter in the form that mlx-lm or PEFT takes"),
+    "merge": ("anyqlora.commands.export:merge", "base and adapter in one: not built yet, but it says how PEFT does it"),
     "convert": ("anyqlora.commands.convert:main", "a model directory between Hugging Face's form and mlx-lm's"),
     "report": ("", "the HTML report is not built yet; metrics.jsonl in the run directory has every step"),
     "runs": ("", "the local page of runs is not built yet"),

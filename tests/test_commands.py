@@ -122,6 +122,27 @@ def test_eval_refuses_rows_that_have_changed(tmp_path, rows):
     assert main(["eval", str(directory)]) == 2
 
 
+@pytest.mark.parametrize("argv", [["export", "--to", "merged"], ["merge"], ["export", "--to", "gguf"]], ids=" ".join)
+def test_what_merges_is_refused_by_name_with_lines_that_do_it(argv, finished, tmp_path, capsys):
+    """The reference is PEFT's own model with the adapter beside the base."""
+    import peft
+    import transformers
+
+    assert main([*argv, str(finished), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert ("--to gguf is not built yet" if "gguf" in argv else "--to merged is not built yet") in said
+    assert ("convert_hf_to_gguf.py" in said) == ("gguf" in argv)
+    if "gguf" in argv:
+        return
+    exec("\n".join(line.strip() for line in said.splitlines() if line.startswith("    ")), {})
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    beside = peft.AutoPeftModelForCausalLM.from_pretrained(finished / "adapter", dtype=torch.float32)
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("Rosa sold 59", return_tensors="pt").input_ids
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, beside(ids).logits, rtol=0.03, atol=0.03)
+        assert not torch.allclose(merged(ids).logits, beside.unload()(ids).logits, atol=0.1)
+
+
 # --------------------------------------------------------------------------------------------------- generate and chat
 
 

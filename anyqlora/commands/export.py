@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shlex
 from pathlib import Path
 
 from .. import tables
 from ..checkpoint import Disk, write_directory
-from ..errors import DiskFull, UsageError
+from ..errors import DiskFull, NotBuilt, UsageError
 from ..terminal import printable
 from . import arguments
 
@@ -16,6 +18,12 @@ USAGE = """usage: python -m anyqlora export RUN|DIR --to mlx|peft --out DIR [--m
 --to mlx writes the adapter of a finished run (or of a PEFT directory) as mlx_lm.load(..., adapter_path=DIR) takes it, and, where MLX is
 installed and RUN is a run, compares the logits of plain mlx-lm with ours. --to peft writes an mlx-lm adapter directory as PEFT's."""
 KINDS = ("mlx", "peft")
+WHOLE = ("merged", "gguf")
+MERGE = """PEFT merges it:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+    AutoPeftModelForCausalLM.from_pretrained({adapter}).merge_and_unload().save_pretrained({out})
+    AutoTokenizer.from_pretrained({adapter}).save_pretrained({out})"""
 NEAR = 1e-3  # of the largest logit: beyond, what was written is not what was trained
 
 
@@ -25,6 +33,8 @@ def main(argv: list[str]) -> int:
         return 0
     name, values = arguments.read(argv, {"to": str, "out": str}, ("model_name",))
     kind, out = values.pop("to", ""), values.pop("out", "")
+    if kind in WHOLE:
+        raise not_built(kind, name, out)
     if not (name and kind and out):
         raise UsageError("RUN, --to and --out are needed", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: "))
     if kind not in KINDS:
@@ -49,6 +59,20 @@ def main(argv: list[str]) -> int:
         raise DiskFull(f"cannot be written: {error.strerror or error}", where=out, cure="room there, or another --out") from None
     print(printable(f"{out}: {', '.join(files)}"))
     return compare(run, Path(out), values) if run else 0
+
+
+def merge(argv: list[str]) -> int:
+    """The verb merge, by which others call --to merged."""
+    return main([*argv, "--to", "merged"])
+
+
+def not_built(kind: str, name: str, out: str) -> NotBuilt:
+    """The refusal of an export of base and adapter in one, with what does it elsewhere."""
+    directory = Path(name or "runs/NAME")
+    adapter = directory if (directory / "adapter_config.json").is_file() else directory / "adapter"
+    lines = MERGE.format(adapter=json.dumps(str(adapter)), out=json.dumps(out or "OUT"))
+    then = f"\n  then llama.cpp's: python convert_hf_to_gguf.py {shlex.quote(out or 'OUT')}" if kind == "gguf" else ""
+    return NotBuilt(f"--to {kind} is not built yet", where=arguments.WHERE, cure=lines + then)
 
 
 def compare(run, out: Path, changed: dict) -> int:
