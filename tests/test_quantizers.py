@@ -7,11 +7,14 @@ import pytest
 import tiny_models
 import torch
 from bitsandbytes import functional as F
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 from anyqlora import tables
+from anyqlora.__main__ import main
 from anyqlora.config import TrainConfig
+from anyqlora.layouts import DEMO_BASE
 from anyqlora.on_torch import packed_files
 from anyqlora.on_torch._compat import keep_weights_as_packed
 from anyqlora.on_torch.kernels import native, quantize
@@ -134,6 +137,16 @@ def threads(request):
     with ThreadPoolExecutor(1) as another:
         assert another.submit(torch.get_num_threads).result() == torch.get_num_threads() == request.param
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["affine4", "nf4"])
+def test_quantize_says_how_many_tensors_are_as_they_were(kind, tmp_path, capsys):
+    """The reference are the tensors that have the same bytes in both files."""
+    assert main(["quantize", "demo", "--to", kind, "--out", str(tmp_path / "out")]) == 0
+    before, after = load_file(DEMO_BASE / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    same = [name for name, value in before.items() if name in after and torch.equal(value, after[name].to(value.dtype)) and after[name].dtype == value.dtype]
+    assert 0 < len(same) < len(before)
+    assert f"{len(before) - len(same)} linear weights in {kind}, {len(same)} other tensors as they were" in capsys.readouterr().out
 
 
 in_c = pytest.mark.skipif(not native.has("quantize_4bit"), reason="no C compiler is here")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +76,7 @@ def write(source: Path, out: Path, quantizer, *, device: torch.device | str = "c
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise DiskFull(f"cannot be written: {error.strerror or error}", where=str(out), cure="room there, or another --out") from None
-    return {"packed": len(packed), "kept": len(index) - len(packed), "bytes": total}
+    return {"packed": len(packed), "kept": len(_names(source) - packed), "bytes": total}
 
 
 def copied(source: Path) -> list[Path]:
@@ -107,8 +106,7 @@ def linear_weights(source: Path) -> set[str]:
         raise NotBuilt(f"{transposed[0]}: packed files of weights that the checkpoint has transposed", where=str(source), cure="--quantizer nf4 when training")
     names = {f"{name}.weight" for name in layers}
     refuse_what_stays(model, names)
-    there = {name for file in weight_files(source) for name in _names(source / file)}
-    missing = sorted(names - there)
+    missing = sorted(names - _names(source))
     if missing:
         raise NotBuilt(f"{len(missing)} linear layers have other names in the checkpoint than in the model, {missing[0]} is the first", where=str(source),
                        cure="--quantizer nf4 when training")
@@ -155,6 +153,10 @@ def file_of(tensors: dict[str, torch.Tensor]) -> list:
     return tensors_to_bytes(held, {"format": "pt"}, {name: DTYPES[value.dtype] for name, value in tensors.items() if value.dtype in DTYPES})
 
 
-def _names(path: os.PathLike) -> list[str]:
-    with safe_open(path, "pt") as tensors:
-        return list(tensors.keys())
+def _names(source: Path) -> set[str]:
+    """Of all tensors in a model's files."""
+    found: set[str] = set()
+    for file in weight_files(source):
+        with safe_open(source / file, "pt") as tensors:
+            found.update(tensors.keys())
+    return found
