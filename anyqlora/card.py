@@ -35,12 +35,13 @@ PEFT = """```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {place})
+base = AutoModelForCausalLM.from_pretrained({base})
+model = PeftModel.from_pretrained(base, "PATH/TO/adapter")  # the directory of this file
 ```"""
 WHOLE = """```python
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained({place})
+model = AutoModelForCausalLM.from_pretrained("PATH/TO/model")  # the directory of this file
 ```"""
 
 
@@ -50,7 +51,7 @@ def card(run) -> str:
     config, plan = run.config, run.plan
     full = plan.adapter == "full"
     base = "anyqlora/demo/base" if config.is_demo else public(config.model_name)
-    place = json.dumps("." if not config.run_name else config.run_name)
+    place = base if is_hub_id(config.model_name) else f"PATH/TO/{base}"
     front = {"library_name": "transformers" if full else "peft", "tags": ["anyqlora", plan.adapter, plan.quantizer]}
     if is_hub_id(config.model_name):
         front = {"base_model": base, **front}
@@ -60,7 +61,7 @@ def card(run) -> str:
         quantizer=plan.quantizer, adapter=plan.adapter, steps=run.learned.step, rows=plan.global_batch, lr=config.lr,
         lora="none" if full else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public(config.lora_target_modules))}",
         schedule=config.lr_scheduler, optimizer=config.optimizer, precision=plan.precision, backend=plan.backend, tokens=run.learned.tokens_trained,
-        evaluation=evaluation(run.progress.before, run.after), usage=(WHOLE if full else PEFT).format(base=json.dumps(base), place=place),
+        evaluation=evaluation(run.progress.before, run.after), usage=WHOLE if full else PEFT.format(base=json.dumps(place)),
     )
 
 

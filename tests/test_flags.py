@@ -350,6 +350,7 @@ def test_a_model_of_the_hub_and_its_revisions(tmp_path, monkeypatch):
         (model / "refs" / ref).write_text(commit)
     main, small = (run(tmp_path, name, model_name="some/model", max_steps=1, revision=name) for name in ("main", "small"))
     assert len(runs.adapter(main)) == 3 * len(runs.adapter(small)) and adapter_config(main)["base_model_name_or_path"] == "some/model"
+    assert 'AutoModelForCausalLM.from_pretrained("some/model")' in (main / "adapter" / "README.md").read_text()
     for offline in ("true", "false"):
         with local_hub.serving(kind="models", name="other/model", refused=(404, "RepoNotFound")) as (hub, endpoint):
             out = local_hub.python("train.py", "--model_name", "other/model", "--offline", offline, endpoint=endpoint, home=tmp_path / "home")

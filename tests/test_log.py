@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import train
 from anyqlora import config, terminal, views
 from anyqlora.commands import generate, verify
 from anyqlora.errors import RunError, UsageError
+from anyqlora.layouts import DEMO_BASE
 from anyqlora.log import JsonLines, Lines, Metrics, Silent
 from anyqlora.memory import shown
 from anyqlora.outcome import next_commands, read_lines, show
@@ -314,3 +316,18 @@ def test_the_card_names_no_private_path_and_no_secret(tmp_path, monkeypatch):
     card = (directory / "adapter" / "README.md").read_text()
     assert "on `rows\\|***'.jsonl`" in card
     assert str(tmp_path) not in card and "letmein" not in card and "base_model:" not in card
+
+
+@pytest.mark.parametrize("settings", [{}, {"train_type": "full"}], ids=["adapter", "model"])
+def test_the_cards_code_loads_what_it_stands_beside_once_its_paths_are_filled_in(settings, tmp_path):
+    base = shutil.copytree(DEMO_BASE, tmp_path / "base")
+    directory = runs.run(tmp_path, **{**SMALL, "model_name": str(base), "max_steps": 1, "eval_dataset": "", "samples": 0, **settings})
+    folder = directory / ("model" if settings else "adapter")
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    places = {"PATH/TO/base": base, f"PATH/TO/{folder.name}": folder}
+    assert set(re.findall(r'from_pretrained\((?:base, )?"(.*?)"\)', code)) == (places.keys() if not settings else {"PATH/TO/model"})
+    for name, path in places.items():
+        code = code.replace(name, str(path))
+    there = {}
+    exec(code, there)
+    assert there["model"].get_input_embeddings().num_embeddings > 0
