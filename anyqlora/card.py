@@ -7,6 +7,8 @@ import json
 import re
 from pathlib import Path
 
+from .layouts import described
+from .prequantized import is_mlx_packed, loadable
 from .redaction import redacted
 from .terminal import printable
 
@@ -50,10 +52,11 @@ def card(run) -> str:
     part only, and nothing that looks like a key is in it."""
     config, plan = run.config, run.plan
     full = plan.adapter == "full"
-    base = "anyqlora/demo/base" if config.is_demo else public(config.model_name)
-    place = base if is_hub_id(config.model_name) else f"PATH/TO/{base}"
+    origin = loadable(config)
+    base = "anyqlora/demo/base" if config.is_demo else public(origin)
+    place = base if is_hub_id(origin) else f"PATH/TO/{base}"
     front = {"library_name": "transformers" if full else "peft", "tags": ["anyqlora", plan.adapter, plan.quantizer]}
-    if is_hub_id(config.model_name):
+    if is_hub_id(origin):
         front = {"base_model": base, **front}
     return CARD.format(
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()), title=config.run_name or ("Model" if full else "Adapter"),
@@ -61,8 +64,17 @@ def card(run) -> str:
         quantizer=plan.quantizer, adapter=plan.adapter, steps=run.learned.step, rows=plan.global_batch, lr=config.lr,
         lora="none" if full else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public(config.lora_target_modules))}",
         schedule=config.lr_scheduler, optimizer=config.optimizer, precision=plan.precision, backend=plan.backend, tokens=run.learned.tokens_trained,
-        evaluation=evaluation(run.progress.before, run.after), usage=WHOLE if full else PEFT.format(base=json.dumps(place)),
+        evaluation=evaluation(run.progress.before, run.after), usage=WHOLE if full else packed_note(config, base) + PEFT.format(base=json.dumps(place)),
     )
+
+
+def packed_note(config, base: str) -> str:
+    """What a reader has to know of a base whose files plain transformers does not read; nothing of any other."""
+    if not is_mlx_packed(described(config)):
+        return ""
+    packed = f"It was trained on `{public(config.model_name)}`, whose weights are packed as MLX's libraries and AnyQLoRA read them; plain transformers does not."
+    return packed + (f" Below it loads `{base}`, from which those were made.\n\n" if loadable(config) != config.model_name
+                     else " Give it the model from which those were made.\n\n")
 
 
 def evaluation(before: dict | None, after: dict | None) -> str:

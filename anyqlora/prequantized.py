@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from .config import TrainConfig
 from .errors import NotBuilt, UsageError
+from .layouts import DEMO_BASE, described
 from .tables import AFFINE, BITS, QUANTIZERS
 
 NEEDS_FULL_PRECISION = ("pissa", "loftq", "full")
+FROM = "quantized_from"  # in the config.json that `quantize` writes: the model that it was given
 
 
-def quantized_as(described: dict) -> str | None:
+def loadable(config: TrainConfig) -> str:
+    """The base as plain transformers and PEFT load it: the model that it was quantized from, where its weights are in MLX's packing."""
+    about = described(config)
+    stated = about.get(FROM) if is_mlx_packed(about) else None
+    return str(DEMO_BASE) if config.is_demo else stated or config.model_name
+
+
+def is_mlx_packed(about: dict) -> bool:
+    """Whether a parsed config.json is of weights that MLX's libraries read, and this one, and plain transformers does not."""
+    return bool(about.get("quantization"))
+
+
+def quantized_as(about: dict) -> str | None:
     """The quantizer of a bitsandbytes checkpoint, from its parsed config.json; None when its weights are not quantized.
 
     Raises NotBuilt for weights quantized by another method.
     """
-    packed = described.get("quantization")
-    if packed:
-        return _packed_by_mlx(packed)
-    about = described.get("quantization_config") or described.get("text_config", {}).get("quantization_config")
+    if is_mlx_packed(about):
+        return _packed_by_mlx(about["quantization"])
+    about = about.get("quantization_config") or about.get("text_config", {}).get("quantization_config")
     if not about:
         return None
     method = about.get("quant_method", "bitsandbytes" if "load_in_4bit" in about or "load_in_8bit" in about else "an unnamed method")
@@ -38,16 +52,16 @@ def _packed_by_mlx(about: dict) -> str:
     return name
 
 
-def adopt(draft, described: dict) -> None:
+def adopt(draft, about: dict) -> None:
     """Make the checkpoint's own quantizer the plan's. Raises UsageError when another was asked for, or an adapter that needs the
     full-precision weights."""
-    found, config = quantized_as(described), draft.config
+    found, config = quantized_as(about), draft.config
     if found is None:
         return
     if config.adapter in NEEDS_FULL_PRECISION:
         raise UsageError(f"adapter {config.adapter} needs the full-precision weights, and this checkpoint's are quantized ({found})",
                          where=config.sources.get("adapter", ""), cure="--adapter lora, or the same model with unquantized weights")
-    group = (described.get("quantization") or {}).get("group_size", config.affine_group_size)
+    group = (about.get("quantization") or {}).get("group_size", config.affine_group_size)
     if found in AFFINE and group != config.affine_group_size:
         if config.asked("affine_group_size"):
             raise UsageError(f"affine_group_size = {config.affine_group_size} contradicts the checkpoint, whose groups have {group}",

@@ -1,16 +1,23 @@
 """Checkpoints that bitsandbytes has quantized, as transformers saves them: read as they are, or refused by name."""
 
 import json
+import shutil
 
 import bitsandbytes as bnb
+import peft
 import pytest
+import runs
 import tiny_models
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from anyqlora.__main__ import main
 from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, UsageError
+from anyqlora.finished import read
+from anyqlora.layouts import DEMO_BASE
 from anyqlora.on_torch._compat import keep_weights_as_packed
 from backend_manager import BackendManager
 
@@ -110,3 +117,26 @@ def test_other_methods_are_refused_by_name(method, checkpoints, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**described, "quantization_config": {"quant_method": method, "bits": 4}}))
     with pytest.raises(NotBuilt, match=f"quantized by {method}, which is not read"):
         plan(tmp_path)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_an_adapter_of_a_base_in_mlxs_packing_is_loaded_on_the_model_that_it_was_made_from(is_recorded, tmp_path):
+    """The reference is PEFT's own loader, which knows the base by adapter_config.json alone."""
+    plain = shutil.copytree(DEMO_BASE, tmp_path / "plain")
+    assert main(["quantize", str(plain), "--to", "affine4", "--out", str(tmp_path / "q4")]) == 0
+    config = json.loads((tmp_path / "q4" / "config.json").read_text())
+    if not is_recorded:  # as in a directory that somebody else has packed
+        del config["quantized_from"]
+        (tmp_path / "q4" / "config.json").write_text(json.dumps(config))
+    directory = runs.run(tmp_path, model_name=str(tmp_path / "q4"), dataset="demo", max_steps=1, batch_size=2, lora_rank=4)
+    card = (directory / "adapter" / "README.md").read_text()
+    assert "`q4`, whose weights are packed" in card and str(tmp_path) not in card
+    stated = json.loads((directory / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    if not is_recorded:
+        assert stated == str(tmp_path / "q4") and "Give it the model from which those were made" in card
+        return
+    assert stated == str(plain) and 'from_pretrained("PATH/TO/plain")' in card
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(directory / "adapter", dtype=torch.float32)
+    weights = load_file(plain / "model.safetensors")
+    assert torch.equal(loaded.get_input_embeddings().weight, weights["model.embed_tokens.weight"].float())
+    assert read(directory).config.model_name == str(tmp_path / "q4")  # here it is the packed base that the run goes on with

@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
 
     from ..on_torch.packed_files import packing, write
 
-    done = write(directory, Path(out), packing(config))
+    original = str(directory.absolute()) if config.is_demo or Path(model).expanduser().is_dir() else model
+    base = original if kind in tables.AFFINE else ""  # nf4 is what PEFT and transformers read themselves
+    done = write(directory, Path(out), packing(config), base=base)
     print(printable(f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {shown(done['bytes'])}"))
     return 0

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..config import TrainConfig
 from ..errors import UsageError
+from ..prequantized import loadable
 from ..schedule import uniform_start
 from ..targets import PREFIX, chosen, last, plain, shortest, whole
 from .layers import linears, replace
@@ -144,7 +145,7 @@ class Lora:
 
         made = LoraConfig(r=self.config.lora_rank, lora_alpha=whole(self.config.lora_alpha), lora_dropout=self.config.lora_dropout,
                           target_modules=shortest(self.chosen, self.modules), bias="none", task_type="CAUSAL_LM", **self.variant)
-        return plain({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": self.config.model_name})
+        return plain({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)})
 
 
 class RankStabilisedLora(Lora):

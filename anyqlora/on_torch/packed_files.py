@@ -19,7 +19,7 @@ from ..config import TrainConfig
 from ..errors import DiskFull, NotBuilt, UsageError
 from ..hub import INDEX, SINGLE, check_safetensors, weight_files
 from ..layouts import read_config
-from ..prequantized import quantized_as
+from ..prequantized import FROM, quantized_as
 from .kernels import native
 from .linears import linears
 from .quantizers.experts import expert_parameters
@@ -40,7 +40,8 @@ def packing(config: TrainConfig, device: torch.device | str = "cpu"):
     return quantizer
 
 
-def write(source: Path, out: Path, quantizer, *, device: torch.device | str = "cpu", shard: int = SHARD, disk: Disk | None = None) -> dict[str, int]:
+def write(source: Path, out: Path, quantizer, *, base: str = "", device: torch.device | str = "cpu", shard: int = SHARD,
+          disk: Disk | None = None) -> dict[str, int]:
     """Write the model of directory `source` to the new directory `out`, its linear weights as `quantizer` (an object of on_torch/quantizers
     with `files` and `stated`) packs them on `device`, all else as it is. Complete or absent; one tensor and one shard are in memory at a time.
 
@@ -69,7 +70,7 @@ def write(source: Path, out: Path, quantizer, *, device: torch.device | str = "c
             disk.write(staged / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": index}))
         for path in sorted(set(copied(source)) - {source / "config.json", source / INDEX}):
             disk.write(staged / path.name, path.read_bytes())
-        disk.write(staged / "config.json", (json.dumps({**described, **quantizer.stated()}, indent=2) + "\n").encode())
+        disk.write(staged / "config.json", (json.dumps({**described, **quantizer.stated(), **({FROM: base} if base else {})}, indent=2) + "\n").encode())
         disk.sync_directory(staged)
         disk.rename(staged, out)
         disk.sync_directory(out.parent)

@@ -12,8 +12,8 @@ from torch import nn
 
 from ...config import TrainConfig
 from ...errors import NotBuilt, RunError, UsageError
-from ...layouts import DEMO_BASE
 from ...memory import BLOCK
+from ...prequantized import loadable
 from ...schedule import uniform_start
 from ...targets import ALL, PREFIX, chosen, last, plain, shortest, whole
 from .._compat import refused_targets, rerouted_targets
@@ -78,8 +78,7 @@ class Lora:
         return trainable
 
     def describe(self) -> dict:
-        base = str(DEMO_BASE) if self.config.is_demo else self.config.model_name  # what PEFT itself can load
-        return plain({**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": base})
+        return plain({**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)})
 
 
 class RankStabilisedLora(Lora):
