@@ -71,8 +71,14 @@ def _applied(tokenizer, messages: list[dict], tools, generation: bool) -> str:
     except TemplateSyntaxError as error:
         raise UsageError(f"the chat template is no template: {error}", where=str(tokenizer.name_or_path)) from None
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise BadRow(f"the chat template refuses it: {error}", "roles and keys that the model's template knows") from None
+        raise BadRow(f"the chat template refuses it: {error}", _cure(str(error), messages)) from None
     return writable(said, "what the chat template writes")
+
+
+def _cure(refused: str, messages) -> str:
+    if "system" in refused.lower() and any(message["role"] == "system" for message in messages):
+        return "put the system text into the first user turn"
+    return "roles and keys that the model's template knows"
 
 
 def _template(tokenizer, tools) -> str:

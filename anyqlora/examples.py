@@ -17,7 +17,7 @@ from .errors import UsageError
 from .terminal import printable
 from .tokenizer import WHOLE, Document, Tokens, marks, tokenize
 
-LISTED = 20  # bad rows in one message
+LISTED = 20  # bad rows, or reasons, in one message
 LEFT_OUT = "_not_in_template"  # ends the count of what a chat template has not written
 DIALOGUES = "rows_of_human_and_assistant"  # of raw text
 _CHUNK = 1000  # rows tokenised at a time: enough for the tokenizer's threads
@@ -98,12 +98,25 @@ def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
 
 
 def refusal(bad: list[BadRow], way_out: str) -> UsageError:
-    """The error that names the bad rows."""
+    """The error that names the bad rows, those of one reason together."""
     if len(bad) == 1:
         return UsageError(printable(bad[0].reason), where=printable(bad[0].where), cure=f"{bad[0].cure}{way_out}")
-    lines = [printable(f"{row.where}: {row.reason} (cure: {row.cure})") for row in bad[:LISTED]]
-    more = [f"and {len(bad) - LISTED} more"] if len(bad) > LISTED else []
-    return UsageError("\n  ".join([f"{len(bad)} rows cannot be used", *lines, *more]), cure=f"mend them{way_out}")
+    places: dict[tuple[str, str], list[str]] = {}
+    for row in bad:
+        places.setdefault((printable(row.reason), printable(row.cure)), []).append(printable(row.where))
+    if len(places) == 1:
+        ((reason, cure), found), = places.items()
+        return UsageError(f"{len(bad)} rows cannot be used: {reason}\n  {_named(found, LISTED)}", cure=f"{cure}{way_out}")
+    most = max(1, LISTED // len(places))
+    lines = [f"{found[0]}: {reason} (cure: {cure})" if len(found) == 1 else f"{len(found)} rows: {reason} (cure: {cure}): {_named(found, most)}"
+             for (reason, cure), found in list(places.items())[:LISTED]]
+    left = sum(map(len, list(places.values())[LISTED:]))
+    return UsageError("\n  ".join([f"{len(bad)} rows cannot be used", *lines, *[f"and {left} more"] * bool(left)]), cure=f"mend them{way_out}")
+
+
+def _named(places: list[str], most: int) -> str:
+    more = len(places) - most
+    return ", ".join(places[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[list[Example], dict]:

@@ -121,7 +121,7 @@ FILES = {
     "a comma at a JSON list's end": ("a.json", b"[\n" + GOOD.strip() + b",\n]", "a.json:2:42: not JSON: a comma before the ']'"),
     "a JSON list of a comma": ("a.json", b"[,]", "a.json:1:2: not JSON: Expecting value"),
     "a JSON list with NaN and more": ("a.json", b'[\n{"prompt": "NaN", "completion": NaNx}]', "a.json:2:33: NaN is not JSON"),
-    "a JSON list of text": ("a.json", b'["a",\n "b"]', "a.json:2:2: a string, not an object"),
+    "a JSON list of text": ("a.json", b'["a",\n "b"]', "a.json:2:2\n  cure: a row is {"),
     "text after a JSON list": ("a.json", b"[" + GOOD.strip() + b"]\nxyz", "a.json:2:1: text after the end of the list"),
     "a JSON list in JSON lines": ("a.jsonl", b"[\n" + GOOD + b"]", "a.jsonl:1"),
     "ragged CSV": ("a.csv", b'prompt,completion\na,b\nc,d,e\n"f\ng",h\ni\n', "a.csv:3: 3 cells, but the header has 2"),
@@ -205,7 +205,22 @@ def test_twenty_bad_rows_are_named_and_the_rest_counted(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(GOOD + b"{\n" * 33 + GOOD)
     message = refused(tmp_path / "a.jsonl")
     assert "33 rows cannot be used" in message and "and 13 more" in message
-    assert re.findall(r"a.jsonl:(\d+):2: ", message) == [str(n) for n in range(2, 22)]
+    assert re.findall(r"a.jsonl:(\d+):2\b", message) == [str(n) for n in range(2, 22)]
+    assert message.count("the JSON breaks off") == 1
+
+
+def test_what_is_wrong_with_several_rows_is_said_once_with_its_cure(tmp_path):
+    no_system = byte_level("{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML)
+    write(tmp_path / "a.jsonl", *[{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": str(n)}]} for n in range(30)])
+    message = refused(tmp_path / "a.jsonl", no_system)
+    assert message.startswith("30 rows cannot be used: the chat template refuses it: System role not supported\n") and message.endswith("a.jsonl:20 and 10 more\n"
+        "  cure: put the system text into the first user turn; or --on_bad_row skip")
+    with open(tmp_path / "a.jsonl", "ab") as rows:
+        rows.write(b"{\n[]\n")
+    lines = refused(tmp_path / "a.jsonl", no_system).splitlines()
+    assert len(lines) == 5 and lines[0] == "32 rows cannot be used" and lines[-1] == "  cure: mend them; or --on_bad_row skip"
+    assert any(line.startswith("  30 rows: the chat template refuses it") and line.endswith("a.jsonl:6 and 24 more") for line in lines)
+    assert any(re.match(r"  \S*a.jsonl:31:2: the JSON breaks off \(cure: ", line) for line in lines)
 
 
 def test_bad_rows_of_several_files_and_of_several_stages_are_in_one_message(tmp_path):
