@@ -43,10 +43,11 @@ class RunPlan:
     backend: str
     framework: str
     device: str
-    memory: memory.Estimate | None   # None: the model's shapes are not known on this machine
+    memory: memory.Estimate | None   # None: unknown, for the reason in memory_unknown
     memory_free: int | None          # bytes on the device when the plan was made; None: not measured
     adjustments: tuple[Adjustment, ...] = ()
     warnings: tuple[str, ...] = ()   # these change nothing
+    memory_unknown: str = ""
 
     precision, quantizer, adapter = _planned("precision"), _planned("quantizer"), _planned("adapter")
     strategy, world_size = _planned("strategy"), _planned("world_size")
@@ -79,15 +80,20 @@ class RunPlan:
                  f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
                  f"{self.global_batch} rows of up to {c.context_length} tokens per step"]
         if self.memory is None:
-            lines.append("memory      unknown: the model's shapes are not known on this machine")
+            lines.append(f"memory      unknown: {self.memory_unknown}{self._one_row()}")
         else:
-            free = "free memory unknown" if self.memory_free is None else f"{memory.shown(self.memory_free)} free"
+            free = f"free memory unknown{self._one_row()}" if self.memory_free is None else f"{memory.shown(self.memory_free)} free"
             lines.append(f"memory      {memory.shown(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:")
             lines += [f"  {name:22} {memory.shown(part):>10}" for name, part in self.memory.parts.items() if part]
             others = {moment: sum(parts.values()) for moment, parts in self.memory.moments.items() if moment != self.memory.peak}
             lines.append("  in " + ", ".join(f"{moment} {memory.shown(total)}" for moment, total in others.items()))
         lines += [f"adjusted    {adjustment}" for adjustment in self.adjustments]
         return lines + [f"warning     {warning}" for warning in self.warnings]
+
+    def _one_row(self) -> str:
+        """What an unknown memory changes, where nobody has said how many rows to take."""
+        is_chosen = self.config.sources.get("batch_size") == "plan"
+        return ", so micro-batches are 1 row (--batch_size and --gradient_accumulation_steps state others)" if is_chosen else ""
 
     def _choices(self) -> list[str]:
         """The fast paths that are taken, and what each of them buys."""
@@ -111,6 +117,7 @@ class RunPlan:
         return {**{name: getattr(self, name) for name in names}, "backend": str(self.backend),
                 "memory": self.memory and self.memory.to_dict(),
                 "adjustments": [vars(adjustment) for adjustment in self.adjustments], "warnings": list(self.warnings),
+                "memory_unknown": self.memory_unknown,
                 "config": self.config.settings()}
 
 
@@ -122,7 +129,7 @@ class _Draft:
     """A config on its way to a plan, and the ledger of what changed."""
 
     def __init__(self, config: TrainConfig):
-        self.config, self.adjustments, self.warnings = config, [], []
+        self.config, self.adjustments, self.warnings, self.memory_unknown = config, [], [], ""
 
     def choose(self, name: str, value) -> None:
         """Resolve an auto (what already has this value keeps its source)."""
@@ -190,7 +197,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
                          where=c.sources.get("strict", ""), cure="ask for what the machine does, or leave out strict")
     return RunPlan(config=c, backend=backend, framework=row.framework, device=device,
                    memory=memory.estimate(shapes, c) if shapes else None, memory_free=found.memory_free,
-                   adjustments=tuple(draft.adjustments), warnings=tuple(draft.warnings))
+                   adjustments=tuple(draft.adjustments), warnings=tuple(draft.warnings), memory_unknown=draft.memory_unknown)
 
 
 def _refuse(config, name: str, backend: str, row_has: bool, found, offered) -> None:
@@ -361,10 +368,10 @@ def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
 
 
 def _described(draft) -> dict | None:
-    """The model's config.json; None, with a warning, for a hub id that is not on this machine."""
+    """The model's config.json; None for a hub id that is not on this machine."""
     directory = layouts.model_directory(draft.config)
     if directory is None:
-        draft.warnings.append(f"{draft.config.model_name} is not on this machine, so the memory it needs is unknown")
+        draft.memory_unknown = f"{draft.config.model_name} is not on this machine"
     described = directory and layouts.read_config(directory)
     if described and layouts.sees_ahead(described):
         raise UsageError(f"model_type {described['model_type']!r} sees the tokens that it would have to predict",
@@ -401,7 +408,7 @@ def _shapes(draft, described: dict | None) -> layouts.Shapes | None:
         raise UsageError(f"config.json does not describe a {described.get('model_type')} model: {error}", where=draft.config.model_name,
                          cure="download it again") from None
     if described and not shapes:
-        draft.warnings.append(f"the memory that model_type {described.get('model_type')!r} needs is unknown: no formulas for it")
+        draft.memory_unknown = f"no formulas for model_type {described.get('model_type')!r}"
     return shapes
 
 

@@ -383,8 +383,7 @@ def test_unknown_memory_is_not_guessed():
     planned = plan("a100", model_name="someone/not-in-the-cache")
     assert planned.memory is None
     assert (planned.batch_size, planned.global_batch) == (1, GLOBAL_BATCH)
-    assert any("not on this machine" in warning for warning in planned.warnings)
-    assert "unknown" in "\n".join(planned.explain())
+    assert "memory      unknown: someone/not-in-the-cache is not on this machine, so micro-batches are 1 row" in "\n".join(planned.explain())
     assert json.dumps(planned.to_dict())
 
 
@@ -392,7 +391,10 @@ def test_unknown_architecture_is_not_guessed(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "wholly_new", "hidden_size": 8}')
     planned = plan("a100", model_name=str(tmp_path))
     assert planned.memory is None
-    assert any("'wholly_new'" in warning for warning in planned.warnings)
+    line = "memory      unknown: no formulas for model_type 'wholly_new'"
+    assert f"{line}, so micro-batches are 1 row (--batch_size and --gradient_accumulation_steps state others)" in planned.explain()
+    assert planned.batch_size == 1 and planned.to_dict()["memory_unknown"] == "no formulas for model_type 'wholly_new'"
+    assert line in plan(model_name=str(tmp_path), batch_size=4).explain()
 
 
 @pytest.mark.parametrize(("name", "message"), [("/no/such/model", "no such model directory"), ("./nor-this", "no such model directory"),
