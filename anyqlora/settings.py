@@ -62,7 +62,7 @@ class TrainConfig:
     # The run
     batch_size: int | str = setting(AUTO, "rows per micro-batch and process", also=("per_device_train_batch_size", "micro_batch_size"), low=1)
     gradient_accumulation_steps: int = setting(1, "micro-batches per optimizer step", low=1)
-    num_epochs: int = setting(1, "passes over the rows", also=("num_train_epochs", "epochs"), low=1)
+    num_epochs: int = setting(1, "whole passes over the rows; --max_steps N ends within one", also=("num_train_epochs", "epochs"), low=1)
     max_steps: int = setting(-1, "optimizer steps of the whole run; -1: as many as num_epochs needs")
     lr: float = setting(2e-4, "peak learning rate", also=("learning_rate",), low=0)
     lr_scheduler: str = setting("cosine", "shape of the learning rate", choices=tables.SCHEDULES, also=("lr_scheduler_type",))

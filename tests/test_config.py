@@ -77,6 +77,12 @@ def test_hugging_faces_values_are_understood(name, theirs, ours):
     assert getattr(settings(**{name: theirs}), ALIASES[name]) == ours
 
 
+def test_a_part_of_an_epoch_is_refused_with_what_ends_within_one():
+    with pytest.raises(UsageError, match="num_epochs: '0.5' is not a whole number") as refused:
+        settings(num_epochs="0.5")
+    assert "--max_steps" in refused.value.cure
+
+
 def test_fsdp_backend_is_the_backend():
     assert from_environment({"FSDP_BACKEND": "mps"}) == {"backend": ("mps", "FSDP_BACKEND")}
     assert settings(environ={"FSDP_BACKEND": "mps", "ANYQLORA_BACKEND": "cpu"}).backend == "cpu"
