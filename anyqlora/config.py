@@ -57,12 +57,19 @@ def flags_of(function):
         shown = str(f.default).lower() if isinstance(f.default, bool) else f.default
         choices = f.metadata["choices"]
         options = " [" + "|".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices) + "]" if choices else ""
-        default = f" (default: {shown})" if shown != "" else ""
-        text = (f.metadata["help"] + options + default).replace("%", "%%")
-        return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=typing.Annotated[str, text])
+        notes = "; ".join([f"default: {shown}"] * (shown != "") + [f"also {', '.join(f.metadata['also'])}"] * bool(f.metadata["also"]))
+        text = (f.metadata["help"] + options + f" ({notes})" * bool(notes)).replace("%", "%%")
+        return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=typing.Annotated[str, text, {"metavar": kind_of(f.name)}])
 
     function.__signature__ = inspect.Signature([flag(f) for f in SETTINGS.values()])
     return function
+
+
+def kind_of(name: str) -> str:
+    """What kind of value a setting has, as --help shows it: int, float|auto, true|false, text."""
+    kinds = kinds_of(name)
+    found = [shown for kind, shown in ((bool, "true|false"), (int, "int"), (float, "float")) if kind in kinds]
+    return "|".join([*found, "auto" if found else "text"] if str in kinds else found)
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:

@@ -1,15 +1,17 @@
 """Where a setting comes from, how it is spelled, and what is refused."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from fastcore.script import anno_parser
 
 from anyqlora import tables
-from anyqlora.config import ALIASES, SETTINGS, TrainConfig, from_environment, resolve, spelled
+from anyqlora.config import ALIASES, SETTINGS, TrainConfig, flags_of, from_environment, parsed, resolve, spelled
 from anyqlora.describe import resolved_yaml
 from anyqlora.errors import NotBuilt, UsageError
 
@@ -81,6 +83,19 @@ def test_a_part_of_an_epoch_is_refused_with_what_ends_within_one():
     with pytest.raises(UsageError, match="num_epochs: '0.5' is not a whole number") as refused:
         settings(num_epochs="0.5")
     assert "--max_steps" in refused.value.cure
+
+
+def test_help_shows_each_settings_kind_of_value_and_its_other_names():
+    """The reference are the defaults, and what a setting takes."""
+    shown = {action.dest: action for action in anno_parser(flags_of(lambda **flags: None))._actions}
+    for name, about in SETTINGS.items():
+        kinds = shown[name].metavar.split("|")
+        assert all(re.search(rf"also .*\b{other}\b", shown[name].help) for other in about.metadata["also"]), name
+        if about.default != "auto":
+            assert kinds[0] == {int: "int", float: "float", bool: "true", str: "text"}[type(about.default)], name
+        if "auto" in kinds:
+            assert parsed(name, "auto", "test") == "auto"
+    assert (shown["batch_size"].metavar, shown["packing"].metavar, shown["model_name"].metavar) == ("int|auto", "true|false|auto", "text")
 
 
 def test_fsdp_backend_is_the_backend():
