@@ -273,8 +273,7 @@ def model_directory(config: TrainConfig) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UsageError(f"{name} has no config.json: not a model directory", where=where,
-                             cure="a directory with config.json, weights and tokenizer")
+            raise _no_model(path, where)
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UsageError(f"no such model directory: {name}", where=where, cure="a directory that is there, or a hub id (owner/name)")
@@ -289,6 +288,20 @@ def model_directory(config: TrainConfig) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def _no_model(path: Path, where: str) -> UsageError:
+    """What a directory without config.json is instead, where it is something of a run's."""
+    run = path if (path / "adapter").is_dir() or (path / "model").is_dir() else path.parent
+    adapter = path if path != run else path / "adapter"
+    if (path / "model" / "config.json").is_file():
+        return UsageError(f"{path} is a run directory, not a model directory", where=where, cure=f"--model_name {path / 'model'}, the model that it trained")
+    if not (adapter / "adapter_config.json").is_file():
+        return UsageError(f"{path} has no config.json: not a model directory", where=where, cure="a directory with config.json, weights and tokenizer")
+    base = read_config(adapter, "adapter_config.json").get("base_model_name_or_path") or "the model that it was trained on"
+    further = f"; to train it further, the command of its run with --run_name {run.name} --resume force and more --max_steps"
+    return UsageError(f"{path} is {'an adapter' if path == adapter else 'a run directory with an adapter'}, not a model directory", where=where,
+                      cure=f"--model_name {base}, its base, starts a new adapter" + further * (run / "config.resolved.yaml").is_file())
+
+
 def described(config: TrainConfig) -> dict:
     """The parsed config.json of the model; empty where it is not on this machine or is none: whoever loads the model says why."""
     try:
@@ -298,9 +311,9 @@ def described(config: TrainConfig) -> dict:
         return {}
 
 
-def read_config(directory: Path) -> dict:
-    """config.json of a model directory. Raises UsageError when it is no JSON object."""
-    path = directory / "config.json"
+def read_config(directory: Path, name: str = "config.json") -> dict:
+    """config.json of a model directory, or another such file. Raises UsageError when it is no JSON object."""
+    path = directory / name
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(described, dict):

@@ -143,6 +143,23 @@ def test_what_merges_is_refused_by_name_with_lines_that_do_it(argv, finished, tm
         assert not torch.allclose(merged(ids).logits, beside.unload()(ids).logits, atol=0.1)
 
 
+@pytest.mark.parametrize("part", ["", "adapter"])
+def test_an_adapter_or_a_run_in_place_of_a_model_is_refused_with_what_is_possible(part, finished, tmp_path, capsys):
+    assert main(["plan", "--model_name", str(finished / part)]) == 2
+    said = capsys.readouterr().err
+    assert f"--model-name: {finished / part} is {'an adapter' if part else 'a run directory with an adapter'}, not a model directory" in said
+    assert f"cure: --model_name {DEMO_BASE}, its base, starts a new adapter; to train it further" in said
+    assert f"--run_name {finished.name} --resume force and more --max_steps" in said
+    shutil.copytree(finished / "adapter", tmp_path / "alone" / "mine")
+    assert main(["plan", "--model_name", str(tmp_path / "alone" / "mine")]) == 2
+    said = capsys.readouterr().err
+    assert f"--model_name {DEMO_BASE}, its base" in said and "--resume" not in said  # no run is there
+    (tmp_path / "whole" / "model").mkdir(parents=True)
+    shutil.copy(DEMO_BASE / "config.json", tmp_path / "whole" / "model")
+    assert main(["plan", "--model_name", str(tmp_path / "whole")]) == 2
+    assert f"--model_name {tmp_path / 'whole' / 'model'}, the model that it trained" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------------------------------- generate and chat
 
 
