@@ -29,7 +29,7 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
     Raises BadRow for disorder.
     """
     if style in ("alpaca", "plain"):
-        raise BadRow(f"a conversation has no {style} form", "--prompt_format chat")
+        raise BadRow(f"a conversation has no {style} form", "--prompt_format chat where the tokenizer has a chat template, else rows with prompt and completion")
     if not isinstance(turns, list) or not turns:
         raise BadRow("no list of messages" if not isinstance(turns, list) else "no messages", '[{"role": "user", "content": "..."}, ...]')
     said = [_message(turn, number) for number, turn in enumerate(turns, 1)]

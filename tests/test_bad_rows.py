@@ -195,6 +195,15 @@ def test_conversations_need_a_chat_template(tmp_path):
     assert "no chat template" in refused(tmp_path / "a.jsonl", byte_level(None))
 
 
+@pytest.mark.parametrize("style", ["auto", "chat", "plain", "alpaca"])
+def test_conversations_without_a_template_have_a_cure_that_works(style, tmp_path):
+    """Whatever prompt_format is tried, the cure does not lead back to another refusal."""
+    (tmp_path / "a.jsonl").write_bytes(CHAT)
+    assert "rows with prompt and completion" in refused(tmp_path / "a.jsonl", byte_level(None), prompt_format=style)
+    (tmp_path / "b.jsonl").write_bytes(GOOD * 4)
+    assert len(data.prepare(settings(tmp_path / "b.jsonl"), byte_level(None)).train) == 4
+
+
 @pytest.mark.parametrize(("raw", "style"), [(CHAT, "alpaca"), (CHAT, "plain"), (b'{"text": "a"}\n', "chat")])
 def test_a_prompt_format_that_does_not_fit(raw, style, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(raw)
