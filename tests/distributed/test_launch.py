@@ -61,7 +61,7 @@ def test_a_process_that_has_no_row_in_a_step_takes_part_in_it(tmp_path):
     alike = {"dataset": few, "gradient_accumulation_steps": 1, "max_steps": 4, "lora_dropout": 0, "save_steps": 0}
     with Launched(tmp_path, **alike, batch_size=4) as run:
         assert run.end() == 0, run.said()
-    alone = runs.run(tmp_path, "alone", **{**JOB, **alike, "dataset": str(few), "world_size": 1, "strategy": "single", "batch_size": 8})
+    alone = runs.run(tmp_path, "alone", **{**JOB, **alike, "run_name": "alone", "dataset": str(few), "world_size": 1, "strategy": "single", "batch_size": 8})
     assert [m["loss"] for m in runs.metrics(run.directory)] == pytest.approx([m["loss"] for m in runs.metrics(alone)], rel=1e-5)
 
 
