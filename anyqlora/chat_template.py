@@ -86,7 +86,7 @@ def _template(tokenizer, tools) -> str:
     found = tokenizer.chat_template
     if not found:
         raise UsageError("the tokenizer has no chat template, and the rows are conversations", where=str(tokenizer.name_or_path),
-                         cure="an instruct model's tokenizer, or rows with prompt and completion")
+                         cure="an instruct model's tokenizer, a chat_template.jinja in the model's directory, or rows with prompt and completion")
     if isinstance(found, dict) and not {"default", *(["tool_use"] if tools else [])} & found.keys():
         raise UsageError(f"the tokenizer has several chat templates ({', '.join(sorted(found))}), and none is called 'default'",
                          where=str(tokenizer.name_or_path), cure="name the one to take 'default' in tokenizer_config.json")

@@ -28,6 +28,7 @@ speed() { # name, arguments of train_speed.py ...
 if "$python" -c "import trl" 2>/dev/null; then
   speed losses-fp32 --shape demo --precision fp32 --steps 50 --rounds 1
   speed losses-bf16 --shape demo --steps 50 --rounds 1 --products full,int8
+  part losses "$python" benchmarks/losses.py
   speed equal --settings equal --products full,int8
   speed best --settings best --checkpointing both --products full,int8 --rounds 2
   speed wide-equal --shape wide --settings equal --products full,int8
