@@ -29,20 +29,21 @@ def train(config: TrainConfig, name: str = "") -> dict:
         plan = manager.plan(config)
         plan = manager.plan(found.planned_before(config, plan))  # a run that goes on keeps what it chose
         if plan.world_size == world.size:
-            return work(found, plan, world)
+            return work(found, plan, world, config)
+        found.check(plan.config, plan.global_batch)
         with found.lent():
             return launch(config, plan, found.directory.name)
 
 
-def work(found, plan, world) -> dict:
-    """What each process of a run does: meet the others, read the rows, and train."""
+def work(found, plan, world, config: TrainConfig) -> dict:
+    """What each process of a run of `config`, planned so, does: meet the others, read the rows, and train."""
     from anyqlora import data, meeting, tokenizer, views
     from anyqlora.follower import Follower
     from anyqlora.hub import base_directory
     from anyqlora.run import Run
 
     with meeting.of(plan, world) as ranks:
-        plan = meeting.agreed(ranks, found, plan)
+        plan = meeting.agreed(ranks, found, plan, config)
         views.announce(plan, ranks)
         words = tokenizer.load(str(base_directory(plan.config)), plan.config.trust_remote_code)
         rows = data.prepare(plan.config, words)

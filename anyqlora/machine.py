@@ -200,11 +200,11 @@ def _xpu_device(properties) -> Device:
 def free_memory(module, count: int, environ: Mapping[str, str] = os.environ) -> list[int | None]:
     """Bytes free on each of the `count` devices of torch.cuda or torch.xpu; None where it is not known.
 
-    Asking starts a context, which takes half a gigabyte and may keep others off. So a process asks for the device that it will use, and one
-    that may only start others has a short-lived process ask for all.
+    Asking starts a context, which takes half a gigabyte and may keep others off. So a process asks for the device that it will use. One that
+    may only start others, and the first of several, whose plan is that of all, have a short-lived process ask for all.
     """
     rank = local_rank(environ)
-    if rank is None and count > 1:
+    if not rank and count > 1:
         free = asked_elsewhere(module.__name__, count)
     else:
         own = device_of(rank or 0, count)

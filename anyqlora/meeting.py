@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from . import tables
-from .config import SETTINGS
+from .config import SETTINGS, TrainConfig
 from .data import Data
 from .errors import UsageError
 from .launch import free_port
@@ -31,20 +31,19 @@ def of(plan, world: World) -> Iterator[Alone]:
         yield ranks
 
 
-def agreed(ranks: Alone, found: Place, plan):
-    """The plan of all: what machines decide otherwise, such as free memory, is as on the first.
+def agreed(ranks: Alone, found: Place, plan, config: TrainConfig):
+    """The plan of all: what machines decide otherwise, such as free memory, is as on the first. `config` is what was asked for.
 
     Raises UsageError when a process was asked for something else.
     """
     found.check(plan.config, plan.global_batch)
     if ranks.size == 1:
         return plan
-    asked = {name: getattr(plan.config, name) for name in SETTINGS if name not in OWN and plan.config.sources.get(name) != "plan"}
-    first, *others = ranks.every(asked)
+    first, *others = ranks.every({name: getattr(config, name) for name in SETTINGS if name not in OWN})
     for rank, other in enumerate(others, 1):
-        for name in sorted({*first, *other}):
-            if first.get(name) != other.get(name):
-                _refuse(ranks, f"rank {rank} has {name} {other.get(name)!r}, rank 0 {first.get(name)!r}", "the same command on every process")
+        for name in sorted(first):
+            if first[name] != other[name]:
+                _refuse(ranks, f"rank {rank} has {name} {other[name]!r}, rank 0 {first[name]!r}", "the same command on every process")
     found.share(ranks)
     return replace(plan, config=plan.config.with_(**ranks.told(plan.config.settings())))
 

@@ -46,7 +46,8 @@ class Place:
     """A run directory, which no other process trains in until this one leaves it.
 
     `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that took. `is_empty` is
-    whether nothing was in it when this process took it, and no step was trained in it yet.
+    whether nothing was in it when this process took it, and no step was trained in it yet. `replaces`: a run with other settings is gone on
+    with, by --resume force.
     """
 
     directory: Path
@@ -57,6 +58,7 @@ class Place:
     seconds: float = 0.0
     handle: int | None = None
     is_empty: bool = False
+    replaces: bool = False
 
     def claim(self) -> None:
         """Take the directory, which is there by now. Raises UsageError when another process has it; the system gives it back when that ends."""
@@ -109,7 +111,8 @@ class Place:
         """A finished run that goes on is an unfinished one from now on: its result.json steps aside, under the number of its steps."""
         result = read_json(self.directory / RESULT)
         if result is not None:
-            disk.rename(self.directory / RESULT, self.directory / f"result-{result['steps']:06d}.json")
+            aside = [f"result-{result['steps']:06d}{again}.json" for again in ("", *(f"-{n}" for n in range(1, 1000)))]
+            disk.rename(self.directory / RESULT, next(path for path in map(self.directory.joinpath, aside) if not path.exists()))
 
     def leave(self) -> None:
         if self.handle is not None:
@@ -153,7 +156,8 @@ def find(config: TrainConfig, name: str = "") -> Place:
     old = read_json(directory / IDENTITY) or {}
     identity = _as_many_processes(config, identity, old)
     has_ended = read_json(directory / RESULT) is not None
-    found = Place(directory, identity, finished=has_ended and (config.resume != "force" or old == identity))
+    replaces = config.resume == "force" and bool(old) and old != identity
+    found = Place(directory, identity, finished=has_ended and not replaces, replaces=replaces)
     if directory.exists() and not found.finished:
         _stays_inside(directory)
         found.claim()
@@ -172,7 +176,10 @@ def elsewhere() -> Place:
 
 
 def _take_up(found: Place, identity: dict | None, has_ended: bool) -> None:
-    """Find the checkpoint that the run goes on from, and clear away what a killed process left half done. Raises NoCheckpoint."""
+    """Find the checkpoint that the run goes on from, and clear away what a killed process left half done. Raises NoCheckpoint.
+
+    The last checkpoint of a run that has ended was written before its last evaluation, which is made again.
+    """
     checkpoints = Checkpoints(found.directory / "checkpoints")
     found.restored, found.rejected = checkpoints.newest_good(identity)
     if found.rejected and found.restored is None:
@@ -181,6 +188,8 @@ def _take_up(found: Place, identity: dict | None, has_ended: bool) -> None:
     if has_ended and found.restored is None:
         raise NoCheckpoint(f"{found.directory} is a finished run, and there is no checkpoint of it left to go on from",
                            cure="nothing was changed; another --run_name starts a new run")
+    if found.restored and (has_ended or list(found.directory.glob(f"result-{found.restored.step:06d}*.json"))):
+        found.restored.state["pending_evaluation"] = True
     for swept in (found.directory, checkpoints.directory):
         sweep(swept, checkpoints.disk)
 

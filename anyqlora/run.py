@@ -16,7 +16,7 @@ from .card import card
 from .checkpoint import Content, Disk, replace, saved_by, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream, halved
 from .describe import described, environment
-from .errors import DiskFull, NonFinite, OutOfMemory, RunError
+from .errors import DiskFull, NonFinite, OutOfMemory, RunError, UsageError
 from .log import JsonLines, Metrics
 from .place import IDENTITY, RESULT, Place, read_json, unwritable
 from .progress import Progress, is_better
@@ -110,6 +110,9 @@ class Run:
             self.console.warn(f"{path} is not used: {reason}")
         if not self.restored:
             return
+        if self.place.replaces and self.first_step >= self.total_steps:
+            raise UsageError(f"--resume force: {self.first_step} steps are done, and with these settings the run has {self.total_steps}",
+                             where=str(self.directory), cure="a larger --max_steps or --num_epochs; or the settings that it had")
         there, here = self.restored.machine, self.machine
         if there != here:
             changed = [f"{key} {there.get(key)} -> {here.get(key)}" for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
@@ -120,7 +123,7 @@ class Run:
     def _describe(self) -> None:
         """Write what was asked, what was planned, and where it runs."""
         files = described(self.plan, self.machine, self.data.report)
-        if not (self.restored and self.config.resume == "force"):  # else the checkpoints there are of another identity, until one is saved
+        if not (self.restored and self.place.replaces):  # else the checkpoints there are of another identity, until one is saved
             files = {IDENTITY: to_json(self.place.identity), **files}  # by which the run is found again
         try:
             self.disk.make_directory(self.directory)
@@ -387,6 +390,7 @@ class Run:
         }
         self.opened.close()
         try:
+            replace(self.directory / IDENTITY, to_json(self.place.identity), self.disk)  # of a forced run that stopped before any checkpoint
             replace(self.directory / RESULT, to_json(result), self.disk)
             self.disk.sync_directory(self.directory)
         except OSError as error:

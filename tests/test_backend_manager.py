@@ -147,7 +147,7 @@ def mem_get_info(index):
 
 
 @pytest.mark.parametrize(("environ", "count", "free", "asked"), [
-    ({}, 1, [1050], [0]), ({"LOCAL_RANK": "2"}, 3, [None, None, 1002], [2]), ({"LOCAL_RANK": "1"}, 3, [None] * 3, [1]), ({}, 3, [1050, None, 1002], []),
+    ({}, 1, [1050], [0]), ({"LOCAL_RANK": "2"}, 3, [None, None, 1002], [2]), ({"LOCAL_RANK": "1"}, 3, [None] * 3, [1]), ({"LOCAL_RANK": "0"}, 3, [1050, None, 1002], []), ({}, 3, [1050, None, 1002], []),
     ({"SLURM_STEP_ID": "0", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_TASKS": "4"}, 1, [1050], [0]), ({"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, 3, [1050, None, 1002], [])])
 def test_a_process_asks_only_the_device_that_it_will_use_and_has_others_asked_elsewhere(environ, count, free, asked, tmp_path, monkeypatch):
     """The driver is a file that notes who asks. What this process keeps of an earlier run is free, too."""

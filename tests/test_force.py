@@ -82,3 +82,37 @@ def test_without_a_usable_checkpoint_it_is_refused_and_stays_finished(is_there, 
     with pytest.raises(NoCheckpoint, match="step-000003: manifest.json" if is_there else "no checkpoint of it left to go on from"):
         longer(finished, resume="force")
     assert read(finished).result["steps"] == 3
+
+
+def test_the_end_of_a_run_that_goes_on_may_stay_its_best_step(tmp_path):
+    """Its last checkpoint does not know of its last evaluation. What follows, at a rate that wrecks the model, is no better; a kill in between changes nothing."""
+    settings = {**CONSTANT, "eval_dataset": "demo", "eval_steps": 2, "exact_match": False, "eval_batch_size": 32, "keep": "best", "max_steps": 4}
+    directory = runs.run(tmp_path, **settings)
+    best = runs.evaluations(directory)[-1]
+    assert best["step"] == 4 and best["loss"] == min(e["loss"] for e in runs.evaluations(directory))
+    further = {**settings, "max_steps": 8, "lr": 0.3, "resume": "force"}
+    with pytest.raises(ZeroDivisionError):
+        runs.run(tmp_path, **further, during=lambda now: now == 4 and fail(ZeroDivisionError()))
+    runs.run(tmp_path, **further)
+    assert [e["step"] for e in runs.evaluations(directory)] == [0, 2, 4, 6, 8]
+    after = runs.result(directory)["eval"]["after"]
+    assert (after["step"], after["loss"]) == (4, best["loss"])
+
+
+def test_a_run_without_a_step_left_is_not_forced(finished):
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match="3 steps are done, and with these settings the run has 3(.|\n)*--max_steps"):
+        runs.run(finished.parent, **{**CONSTANT, "lr": 9e-4, "resume": "force"})
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+def test_a_forced_run_that_stops_early_at_once_is_the_one_that_was_asked_for(tmp_path):
+    """No checkpoint is saved, which would have been the place of its identity, and no result is lost."""
+    settings = {**CONSTANT, "eval_dataset": "demo", "eval_steps": 1, "exact_match": False, "eval_batch_size": 32, "lr": 0.5, "early_stopping": 1, "max_steps": 8}
+    directory = runs.run(tmp_path, **settings)
+    first, steps = (directory / "result.json").read_bytes(), len(runs.metrics(directory))
+    assert steps < 8
+    for rate in (0.4, 0.3):
+        runs.run(tmp_path, **{**settings, "lr": rate, "resume": "force"})
+        assert json.loads((directory / IDENTITY).read_text())["lr"] == rate
+    assert (directory / f"result-{steps:06d}.json").read_bytes() == first and (directory / f"result-{steps:06d}-1.json").exists()

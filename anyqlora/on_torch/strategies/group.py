@@ -49,7 +49,8 @@ class Group(Strategy):
         self.has_formed = join(self.device)
         if self.device.type in ("cuda", "xpu"):
             getattr(torch, self.device.type).set_device(self.device)
-            os.environ["LOCAL_RANK"] = str(self.device.index)  # by which DeepSpeed and Accelerate choose theirs
+            if "LOCAL_RANK" in os.environ:  # by which DeepSpeed and Accelerate choose theirs
+                os.environ["LOCAL_RANK"] = str(self.device.index)
         self.rank, self.world_size = self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
         if self.plan.world_size not in (-1, self.world_size):
             raise UsageError(f"the plan is for {self.plan.world_size} processes, and {self.world_size} are here", cure="leave out world_size")
