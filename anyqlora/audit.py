@@ -10,7 +10,6 @@ import numpy as np
 from . import formats
 from .bad_rows import BadRow
 from .examples import LEFT_OUT, Example
-from .tables import nearest
 from .terminal import printable
 from .tokenizer import marks, spell
 
@@ -96,10 +95,17 @@ def _of_source(source: dict) -> list[str]:
 def unused(source: dict) -> str:
     """The columns that are not used, those first that may be misspelt, then by their rows; "" where all are used."""
     optional = formats.OPTIONAL.get(source.get("format"), ())
-    columns = [(nearest(name, optional), count, name) for name, count in source.get("unused_columns", {}).items()]
+    columns = [(_meant(name, optional), count, name) for name, count in source.get("unused_columns", {}).items()]
     columns.sort(key=lambda column: (not column[0], -column[1]))
-    named = [f"{name!r} ({count} rows{meant})" for meant, count, name in columns[:COLUMNS]]
+    named = [f"{name!r} ({count} row{'s' * (count > 1)}{meant})" for meant, count, name in columns[:COLUMNS]]
     return ", ".join(named + [f"{len(columns) - COLUMNS} more"] * (len(columns) > COLUMNS))
+
+
+def _meant(name: str, columns: tuple[str, ...]) -> str:
+    """What a column may have been meant to be: one of the two names begins with the other, as system_prompt and inputs do."""
+    low = name.lower()
+    meant = next((column for column in columns if low.startswith(column) or len(low) > 2 and column.startswith(low)), None)
+    return f"; did you mean {meant!r}?" if meant else ""
 
 
 def runs(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -28,19 +27,19 @@ def fingerprint(tokenizer) -> str | None:
 def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
     """The conversation as text; with `generation`, up to where the assistant begins to speak.
 
-    Arguments of tool calls are objects to most templates; DeepSeek's and others join them to text, and get them as JSON text.
-    Raises UsageError without a chat template, BadRow where the template refuses the conversation.
+    Arguments of tool calls are objects to most templates; others join them to text, and get them as JSON text: the first of the two that a
+    template does not refuse or write as Python does. Raises UsageError without a chat template, BadRow where it refuses the conversation.
     """
-    objects, texts = list(messages), [_with_text(message) for message in messages]
-    if objects == texts:
-        return _applied(tokenizer, objects, tools, generation)
-    try:
-        said = _applied(tokenizer, objects, tools, generation)
-    except BadRow:
-        with contextlib.suppress(BadRow):  # where neither fits, the first reason is told
-            return _applied(tokenizer, texts, tools, generation)
-        raise
-    return _applied(tokenizer, texts, tools, generation) if _shows_python(said, objects) else said
+    refusals, objects, texts = [], list(messages), [_with_text(message) for message in messages]
+    for form in (objects, texts) if objects != texts else (objects,):
+        try:
+            said = _applied(tokenizer, form, tools, generation)
+        except BadRow as bad:
+            refusals.append(bad)
+            continue
+        if not _shows_python(said, objects):
+            return said
+    raise refusals[0] if refusals else BadRow("the chat template writes the arguments of a tool call as Python does", "a template that writes JSON")
 
 
 def _with_text(message: dict) -> dict:
@@ -76,7 +75,8 @@ def _applied(tokenizer, messages: list[dict], tools, generation: bool) -> str:
 
 
 def _cure(refused: str, messages) -> str:
-    if "system" in refused.lower() and any(message["role"] == "system" for message in messages):
+    is_of_system = "system" in refused.lower() and "optional system" not in refused.lower()  # Mistral's on the order of the other roles
+    if is_of_system and any(message["role"] == "system" for message in messages):
         return "put the system text into the first user turn"
     return "roles and keys that the model's template knows"
 
@@ -107,7 +107,7 @@ def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:
         if not whole.startswith(prompt):
             raise UsageError(_not_a_prefix(tokenizer, prompt, whole), where=str(tokenizer.name_or_path),
                              cure="another chat template (tokenizer_config.json or chat_template.jinja), or rows with prompt and completion")
-        _check_calls(talk.messages[number], number + 1, whole[len(prompt):])
+        _check_calls(talk.messages[number], number + 1 - talk.put_before, whole[len(prompt):])
         turns.append((prompt, *_until_end(whole[len(prompt):], marks)))
     parts, done = [], ""
     for prompt, said, rest, _ in turns:
@@ -128,7 +128,7 @@ def _check_calls(message: dict, number: int, said: str) -> None:
     for function in functions(message):
         if function["name"] not in said:
             raise BadRow(f"the chat template does not write the call of {function['name']!r} in message {number}",
-                         "the template of a model that calls tools, or rows without tool calls")
+                         "a template that does (some of DeepSeek's wait for content that is null, which transformers leaves out), or rows without tool calls")
 
 
 def lost(talk: Talk, documents: list[Document]) -> list[str]:

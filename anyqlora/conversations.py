@@ -18,6 +18,7 @@ class Talk:
     messages: tuple[dict, ...]
     learned: frozenset[int]
     tools: tuple[dict, ...] | None = None
+    put_before: int = 0  # messages that stand before the row's own
 
 
 BESIDE = ("system", "tools")  # what a row may have beside its conversation
@@ -42,7 +43,7 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
     if not learned:
         raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
     before = _system(row, said[0])
-    return Talk((*before, *said), frozenset(number + len(before) for number in learned), _tools(row))
+    return Talk((*before, *said), frozenset(number + len(before) for number in learned), _tools(row), len(before))
 
 
 def _tools(row: dict) -> tuple[dict, ...] | None:

@@ -58,6 +58,7 @@ class Place:
     seconds: float = 0.0
     handle: int | None = None
     is_empty: bool = False
+    made: list[Path] = field(default_factory=list)  # directories around it that were not there, the innermost first
     replaces: bool = False
 
     def claim(self) -> None:
@@ -127,8 +128,12 @@ class Place:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # where something is in it
-                self.directory.rmdir()
+            self._remove_empty(self.directory)
+
+    def _remove_empty(self, *directories: Path) -> None:
+        with contextlib.suppress(OSError):  # where something is in one
+            for directory in (*directories, *self.made):
+                directory.rmdir()
 
     def __enter__(self) -> Place:
         return self
@@ -138,6 +143,7 @@ class Place:
         is_stopped = isinstance(error, (Stopped, KeyboardInterrupt)) and (self.directory / IDENTITY).exists()
         if error is not None and self.is_empty and not is_stopped:
             shutil.rmtree(self.directory, ignore_errors=True)
+            self._remove_empty()
         self.leave()
 
 
@@ -152,12 +158,13 @@ def find(config: TrainConfig, name: str = "") -> Place:
     identity = identify(config)
     root = Path(config.output_dir)
     name = config.run_name or name
+    made = [path for path in (root, *root.parents) if not path.exists()]
     directory = _named(config, root / name, identity) if name else _unfinished(config, root, identity) or _new(config, root)
     old = read_json(directory / IDENTITY) or {}
     identity = _as_many_processes(config, identity, old)
     has_ended = read_json(directory / RESULT) is not None
     replaces = config.resume == "force" and bool(old) and old != identity
-    found = Place(directory, identity, finished=has_ended and not replaces, replaces=replaces)
+    found = Place(directory, identity, finished=has_ended and not replaces, made=made, replaces=replaces)
     if directory.exists() and not found.finished:
         _stays_inside(directory)
         found.claim()

@@ -68,8 +68,8 @@ On your own run: `python -m anyqlora verify --resume RUN` trains a few steps wit
   random numbers, but floating-point sums in another order differ in their last bits.
 - Another micro-batch splits the sums of a step otherwise and draws other dropout. So a run that ran out of memory and went on with
   half the rows at a time equals one that was told to do so at that step, not one that never ran out.
-- Everything above was counted on CPUs. On GPUs `deterministic true` (the default) asks torch for deterministic algorithms only;
-  where an operation has none, torch warns, and two runs may differ. {gpu}
+- Everything above was counted on CPUs. On GPUs `deterministic true` (the default) asks torch for deterministic algorithms only,
+  attention's backward among them; where an operation has none, torch warns, and two runs may differ. {gpu}
 - A checkpoint is synced file by file, then its directory, then its name, so that a power failure leaves it whole or absent; that
   order is tested, real power failures are not. Disks that lie about what they have written are beyond this.
 - metrics.jsonl is synced when a checkpoint is saved. After a power failure the lines since then are gone, and so are the steps.

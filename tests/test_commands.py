@@ -76,7 +76,7 @@ def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows,
     if settings.get("train_type") == "full":  # the file has the base's own bf16
         assert found["loss"] == pytest.approx(after["loss"], rel=2e-2)
     else:
-        assert {name: found[name] for name in ("loss", "perplexity", "exact_match", "tokens")} == after
+        assert {"step": runs.result(finished)["steps"], **{name: found[name] for name in ("loss", "perplexity", "exact_match", "tokens")}} == after
         assert after["loss"] != runs.result(finished)["eval"]["before"]["loss"]
 
 

@@ -84,7 +84,7 @@ def test_columns_that_are_not_used_are_told_in_one_line(model, tmp_path, capsys)
     path = write(tmp_path / "a.jsonl", *rows)
     report = data.prepare(settings(path), byte_level()).report
     assert report["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "system": 1, "\u001b[31m": 1}
-    told = r"columns that are not used: 'inputs' (1 rows; did you mean 'input'?), 'id' (2 rows), 'system' (1 rows), '\x1b[31m' (1 rows)"
+    told = r"columns that are not used: 'inputs' (1 row; did you mean 'input'?), 'id' (2 rows), 'system' (1 row), '\x1b[31m' (1 row)"
     assert audit.findings(report) == [f"{told}, in {path}"]
     assert f"\n  {told}\n" in shown(capsys, "--model_name", model, "--dataset", str(path))[1]
     chat = data.prepare(settings(path, prompt_format="chat"), byte_level()).report
@@ -100,7 +100,7 @@ def test_columns_that_are_used_are_not_told(row, tmp_path):
 
 def test_of_many_columns_five_are_named(tmp_path):
     report = data.prepare(settings(write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", **{f"column{i}": i for i in range(9)}})), byte_level()).report
-    assert audit.findings(report)[0].count("'column") == 5 and "'column4' (1 rows), 4 more, in " in audit.findings(report)[0]
+    assert audit.findings(report)[0].count("'column") == 5 and "'column4' (1 row), 4 more, in " in audit.findings(report)[0]
 
 
 def test_double_begin_tokens_and_masked_rows_are_found():

@@ -121,3 +121,9 @@ def test_tools_may_be_json_text(tmp_path):
     texts = [{"messages": call("{}"), "tools": json.dumps([WEATHER])}, {"messages": REASONS, "tools": ""}]
     read, reference = (data.prepare(settings(write(tmp_path / name, *given)), byte_level(TOOLS)) for name, given in (("a.jsonl", texts), ("b.jsonl", rows)))
     assert read.identity == reference.identity
+
+
+def test_a_message_is_counted_as_in_its_row(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"system": "Be brief.", "messages": call("{}")})
+    with pytest.raises(errors.UsageError, match="the call of 'weather' in message 2"):
+        data.prepare(settings(path), byte_level(CHATML))

@@ -69,9 +69,14 @@ def merge(argv: list[str]) -> int:
 def not_built(kind: str, name: str, out: str) -> NotBuilt:
     """The refusal of an export of base and adapter in one, with what does it elsewhere."""
     directory = Path(name or "runs/NAME")
+    convert = "llama.cpp's: python convert_hf_to_gguf.py "
+    if (directory / "model" / "config.json").is_file():
+        whole = directory / "model"
+        return NotBuilt(f"--to {kind} is not built yet", where=arguments.WHERE,
+                        cure=f"{whole} is a whole model, which has nothing to merge" + f"; {convert}{shlex.quote(str(whole))}" * (kind == "gguf"))
     adapter = directory if (directory / "adapter_config.json").is_file() else directory / "adapter"
     lines = MERGE.format(adapter=json.dumps(str(adapter)), out=json.dumps(out or "OUT"))
-    then = f"\n  then llama.cpp's: python convert_hf_to_gguf.py {shlex.quote(out or 'OUT')}" if kind == "gguf" else ""
+    then = f"\n  then {convert}{shlex.quote(out or 'OUT')}" if kind == "gguf" else ""
     return NotBuilt(f"--to {kind} is not built yet", where=arguments.WHERE, cure=lines + then)
 
 

@@ -158,13 +158,14 @@ def _configs(model: nn.Module) -> list:
 
 @contextlib.contextmanager
 def _narrowed(model: nn.Module) -> Iterator[None]:
-    """The model with windows of SEEN tokens in the place of its own."""
-    before = [(holder, name, getattr(holder, name)) for holder in (*model.modules(), *_configs(model)) for name in WINDOWS
-              if isinstance(getattr(holder, name, None), int)]
-    for holder, name, _ in before:
-        setattr(holder, name, SEEN)
+    """The model with windows of SEEN tokens in the place of its own: those of its configurations, its modules, and what ours ask for them."""
+    asked = [module.asked for module in model.modules() if hasattr(module, "asked")]
+    places = [*asked, *map(vars, (*model.modules(), *_configs(model)))]
+    before = [(place, name, place[name]) for place in places for name in WINDOWS if type(place.get(name)) is int]
+    for place, name, _ in before:
+        place[name] = SEEN
     try:
         yield
     finally:
-        for holder, name, value in before:
-            setattr(holder, name, value)
+        for place, name, value in before:
+            place[name] = value
