@@ -49,8 +49,9 @@ def trained(directory):
 
 
 @pytest.mark.parametrize("settings", [{"train_type": "lora"}, pytest.param({"train_type": "lora", "adapter": "rslora"}, marks=pytest.mark.slow), {"train_type": "lora", "adapter": "dora"},
-                                      {"train_type": "full", "lr": 1e-4}, {"train_type": "qlora", "double_quant": False},
-                                      {"train_type": "lora", "packing": True}, {"train_type": "lora", "use_gradient_checkpointing": True}],
+                                      pytest.param({"train_type": "full", "lr": 1e-4}, marks=pytest.mark.slow), {"train_type": "qlora", "double_quant": False},
+                                      pytest.param({"train_type": "lora", "packing": True}, marks=pytest.mark.slow),
+                                      pytest.param({"train_type": "lora", "use_gradient_checkpointing": True}, marks=pytest.mark.slow)],
                          ids=["lora", "rslora", "dora", "full", "nf4", "packed", "checkpointed"])
 def test_mlx_equals_torch_in_float32(base, tmp_path, settings):
     if settings["train_type"] == "full":

@@ -22,9 +22,9 @@ def test_the_model_is_wrapped_by_accelerate():
 
 
 @pytest.mark.parametrize("size, environ, why", [
-    (2, {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP is set: strategy accelerate is data parallel"),
+    pytest.param(2, {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP is set: strategy accelerate is data parallel", marks=pytest.mark.slow),
     pytest.param(2, {"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED is set", marks=pytest.mark.slow),
-    pytest.param(1, {}, "Accelerate wraps nothing there", marks=pytest.mark.slow)])
+    (1, {}, "Accelerate wraps nothing there")])
 def test_what_accelerate_would_drop_is_refused(size, environ, why):
     with pytest.raises(WorldFailed, match=why):
         world(size, made, environ)

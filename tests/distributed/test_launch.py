@@ -185,7 +185,8 @@ print("after it", flush=True)
 """
 
 
-@pytest.mark.parametrize(("end", "code", "said"), [("refused", 2, "it: not like this"), ("broken", 1, "ValueError: no reason"), ("well", 0, ""), ("early", 0, "")])
+@pytest.mark.parametrize(("end", "code", "said"), [("refused", 2, "it: not like this"), pytest.param("broken", 1, "ValueError: no reason", marks=pytest.mark.slow),
+                                                  pytest.param("well", 0, "", marks=pytest.mark.slow), pytest.param("early", 0, "", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("group", ["none", "of the run", pytest.param("of the caller", marks=pytest.mark.slow)])
 def test_a_process_that_was_in_a_group_ends_at_once(group, end, code, said):
     """A thread of gloo's that lets go of a tensor while the interpreter ends aborts it, and the exit code would be lost."""

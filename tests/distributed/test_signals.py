@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import pytest
 import runs
 from test_train import SETTINGS
 
@@ -41,6 +42,7 @@ def stopped_with_a_slow_disk(output):
     return stopped(output, SHORT, lambda step: step == 3 and own_rank() == 1 and os.kill(os.getpid(), signal.SIGTERM))
 
 
+@pytest.mark.slow
 def test_no_process_ends_before_the_first_one_has_saved(tmp_path):
     """Whoever watches them ends all soon after the first one that ends."""
     (first, first_ended), (other, other_ended) = world(2, stopped_with_a_slow_disk, tmp_path)

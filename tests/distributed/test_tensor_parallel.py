@@ -143,6 +143,7 @@ def test_a_run_goes_on_in_another_world(base, alone, before, after):
         assert steps_on_ranks.distance(alone["adapter"], adapter, alone["start"]) < BOUND["adapter"]
 
 
+@pytest.mark.slow
 def test_gradients_travel_along_the_batch_axis_at_boundaries_only(base):
     """And a process holds its part of the packed codes: those of linear layers, all of which are split here."""
     for mesh, size in (("model=2", 2), ("batch=2,model=2", 4)):
