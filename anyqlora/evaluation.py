@@ -50,7 +50,7 @@ def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Ex
     return found if exact_match else found[:shown]
 
 
-def evaluator(run, fits: Callable[[Sequence[int]], int], total_loss, answers, is_out_of_memory, free=lambda: None) -> Callable[[], dict]:
+def evaluator(run, fits: Callable[[Sequence[int]], int], total_loss, answers, is_out_of_memory, free) -> Callable[[], dict]:
     """() -> the evaluation of `run`'s held-out rows, as its settings say. `fits`: see room.
 
     Out of memory it halves its batches, from then on: `is_out_of_memory(error)` tells, and `free()` gives back what was taken. Raises

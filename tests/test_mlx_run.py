@@ -20,9 +20,10 @@ from anyqlora import memory
 from anyqlora.config import resolve
 from anyqlora.errors import NonFinite, NotBuilt, Stopped, UsageError
 from anyqlora.layouts import DEMO_BASE
+from anyqlora.on_mlx import evaluate, zoo
 from anyqlora.on_mlx import memory as on_mlx_memory
-from anyqlora.on_mlx import zoo
 from anyqlora.on_mlx.generate import answers
+from anyqlora.on_mlx.loss import inputs
 from anyqlora.on_mlx.memory import is_out_of_memory
 from anyqlora.on_mlx.runtime import Runtime
 from backend_manager import BackendManager
@@ -257,6 +258,21 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_numbers(tmp_path, mo
     monkeypatch.setattr(Runtime, "backward", short_of_memory)
     halved = runs.run(tmp_path, "halved", **settings)
     np.testing.assert_allclose([m["loss"] for m in runs.metrics(halved)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6)
+
+
+def test_out_of_memory_halves_the_rows_of_an_evaluation(tmp_path, monkeypatch, capfd):
+    settings = {**MLX, "max_steps": 1, "eval_dataset": "demo", "eval_batch_size": 8, "exact_match": False}
+    whole = runs.run(tmp_path, "whole", **settings)
+
+    def short_of_memory(batch):
+        if len(batch.ids) > 2:
+            raise RuntimeError(OUT_OF_MEMORY[1])
+        return inputs(batch)
+
+    monkeypatch.setattr(evaluate, "inputs", short_of_memory)
+    halved = runs.run(tmp_path, "halved", **settings)
+    assert "in an evaluation: 2 rows at a time from here on" in capfd.readouterr().err
+    np.testing.assert_allclose([e["loss"] for e in runs.evaluations(halved)], [e["loss"] for e in runs.evaluations(whole)], rtol=1e-6)
 
 
 def test_more_than_stays_resident_is_told_once_and_limits_are_put_back(tmp_path, monkeypatch, capsys):

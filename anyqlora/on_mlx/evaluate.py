@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import mlx.core as mx
+
 from .. import evaluation
 from ..hub import base_directory
 from ..layouts import read_config
@@ -24,4 +26,5 @@ def evaluator(run, built: Built):
     def answered(prompts: list, **options) -> list[str]:
         return answers(built.model, run.tokenizer, directory, prompts, **options)
 
-    return evaluation.evaluator(run, evaluation.room(read_config(directory), run.config.max_new_tokens), total_loss, answered, is_out_of_memory)
+    fits = evaluation.room(read_config(directory), run.config.max_new_tokens)
+    return evaluation.evaluator(run, fits, total_loss, answered, is_out_of_memory, mx.clear_cache)
