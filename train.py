@@ -37,7 +37,7 @@ def train(config: TrainConfig, name: str = "") -> dict:
 
 def work(found, plan, world, config: TrainConfig) -> dict:
     """What each process of a run of `config`, planned so, does: meet the others, read the rows, and train."""
-    from anyqlora import data, meeting, tokenizer, views
+    from anyqlora import chat_template, data, meeting, tokenizer, views
     from anyqlora.follower import Follower
     from anyqlora.hub import base_directory
     from anyqlora.run import Run
@@ -46,6 +46,7 @@ def work(found, plan, world, config: TrainConfig) -> dict:
         plan = meeting.agreed(ranks, found, plan, config)
         views.announce(plan, ranks)
         words = tokenizer.load(str(base_directory(plan.config)), plan.config.trust_remote_code)
+        chat_template.put(words, plan.config)
         rows = data.prepare(plan.config, words)
         meeting.same_rows(ranks, rows)
         kind = Run if ranks.is_first else Follower
@@ -78,8 +79,7 @@ def torch_loop(run) -> dict:
         run.console.say(line)
     run.check_room(sum(p.numel() for p in built.trainable.values()))
     model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
-    if run.restored:
-        restore(runtime, run.restored)
+    restore(runtime, run)
     evaluation = watched.evaluation(evaluator(run, runtime.unwrap_model(model), runtime))
     if run.data.held_out and (not run.restored or run.pending_evaluation):
         run.evaluate(run.first_step, evaluation)
@@ -146,8 +146,7 @@ def mlx_loop(run) -> dict:
         run.console.warn(note)
     run.check_room(sum(value.size for value in built.trainable().values()))
     runtime.prepare(built, run.ranks)
-    if run.restored:
-        restore(runtime, run.restored)
+    restore(runtime, run)
     evaluation = evaluator(run, built)
     if run.data.held_out and (not run.restored or run.pending_evaluation):
         run.evaluate(run.first_step, evaluation)

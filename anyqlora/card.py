@@ -23,7 +23,7 @@ CARD = """---
 | | |
 |---|---|
 | quantizer, adapter | {quantizer}, {adapter} |
-| rank, alpha, dropout, targets | {lora} |
+| rank, alpha, dropout, targets | {lora} |{started}
 | optimizer steps, rows per step | {steps}, {rows} |
 | learning rate, schedule, optimizer | {lr:g}, {schedule}, {optimizer} |
 | precision, backend | {precision}, {backend} |
@@ -63,7 +63,7 @@ def card(run) -> str:
         what="Full fine-tune" if full else "Adapter", base=base, dataset=", ".join(map(public, config.dataset.split(","))),
         quantizer=plan.quantizer, adapter=plan.adapter, steps=run.learned.step, rows=plan.global_batch, lr=config.lr,
         lora="none" if full else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public(config.lora_target_modules))}",
-        schedule=config.lr_scheduler, optimizer=config.optimizer, precision=plan.precision, backend=plan.backend, tokens=run.learned.tokens_trained,
+        started=f"\n| started from | `{public(config.init_adapter)}` |" if config.init_adapter else "", schedule=config.lr_scheduler, optimizer=config.optimizer, precision=plan.precision, backend=plan.backend, tokens=run.learned.tokens_trained,
         evaluation=evaluation(run.progress.before, run.after), usage=WHOLE if full else packed_note(config, base) + PEFT.format(base=json.dumps(place)),
     )
 

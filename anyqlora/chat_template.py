@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from .bad_rows import BadRow, writable
 from .conversations import Talk, functions, tool_name
 from .errors import UsageError
+from .settings import TrainConfig
+from .tables import CHAT_TEMPLATES, nearest
 from .tokenizer import Document
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes one for the other
@@ -16,6 +19,45 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes
 _PINNED = ("{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | "
            "replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') | replace('%a', 'Fri') | "
            "replace('%H', '12') | replace('%I', '12') | replace('%M', '00') | replace('%S', '00') | replace('%p', 'PM') }}{%- endmacro -%}")
+
+
+def stated(config: TrainConfig) -> str:
+    """The template that the setting chat_template names: one of ours, or what is in a file; "" where it names none. Raises UsageError."""
+    name, where = config.chat_template, config.sources.get("chat_template", "")
+    if not name:
+        return ""
+    path = Path(__file__).parent / "templates" / f"{name}.jinja" if name in CHAT_TEMPLATES else Path(name).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"not UTF-8: {error.reason}", where=name, cure="save it as UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"chat_template: {name!r} cannot be read: {error.strerror or error}{nearest(name, list(CHAT_TEMPLATES))}", where=where,
+                         cure=f"{', '.join(CHAT_TEMPLATES)}, or a Jinja file") from None
+    if not text.strip():
+        raise UsageError("an empty chat template", where=name, cure=f"{', '.join(CHAT_TEMPLATES)}, or a Jinja file")
+    return text
+
+
+def put(tokenizer, config: TrainConfig) -> None:
+    """Give the tokenizer the template that is stated, with which it is then saved. Raises UsageError where it does not fit."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    text = stated(config)
+    if not text:
+        return
+    lacking = [token for token in CHAT_TEMPLATES.get(config.chat_template, ()) if token not in tokenizer.get_vocab()]
+    if lacking:
+        raise UsageError(f"chat_template: {config.chat_template} writes {lacking[0]}, which is no token of this model", where=str(tokenizer.name_or_path),
+                         cure="--chat_template zephyr, which needs none of its own")
+    tokenizer.chat_template = text
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "-"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise UsageError(f"not a Jinja template: {error.message}", where=f"{config.chat_template}:{error.lineno}",
+                         cure=f"{', '.join(CHAT_TEMPLATES)} are built in") from None
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return  # it may want something else than one turn: what the rows are, it will be told
 
 
 def fingerprint(tokenizer) -> str | None:
@@ -86,7 +128,7 @@ def _template(tokenizer, tools) -> str:
     found = tokenizer.chat_template
     if not found:
         raise UsageError("the tokenizer has no chat template, and the rows are conversations", where=str(tokenizer.name_or_path),
-                         cure="an instruct model's tokenizer, a chat_template.jinja in the model's directory, or rows with prompt and completion")
+                         cure=f"--chat_template {'|'.join(CHAT_TEMPLATES)} or a Jinja file, an instruct model's tokenizer, or rows with prompt and completion")
     if isinstance(found, dict) and not {"default", *(["tool_use"] if tools else [])} & found.keys():
         raise UsageError(f"the tokenizer has several chat templates ({', '.join(sorted(found))}), and none is called 'default'",
                          where=str(tokenizer.name_or_path), cure="name the one to take 'default' in tokenizer_config.json")
@@ -106,7 +148,7 @@ def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:
         whole = render(tokenizer, talk.messages[:number + 1], talk.tools)
         if not whole.startswith(prompt):
             raise UsageError(_not_a_prefix(tokenizer, prompt, whole), where=str(tokenizer.name_or_path),
-                             cure="another chat template (tokenizer_config.json or chat_template.jinja), or rows with prompt and completion")
+                             cure="--chat_template with another one, or rows with prompt and completion")
         _check_calls(talk.messages[number], number + 1 - talk.put_before, whole[len(prompt):])
         turns.append((prompt, *_until_end(whole[len(prompt):], marks)))
     parts, done = [], ""

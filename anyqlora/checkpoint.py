@@ -23,6 +23,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as tensors_from_bytes
 
+from .errors import UsageError
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -30,6 +32,7 @@ except ImportError:  # Windows
 
 FULL_FLUSH = getattr(fcntl, "F_FULLFSYNC", None)  # macOS's: its fsync leaves what was written in the drive's own cache
 FORMAT = 1
+SHOWN = 50  # tensors that a message names
 MANIFEST = "manifest.json"
 ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"
 STAGED, OLD, REMOVED = ".staged", ".old", ".removed"
@@ -105,6 +108,16 @@ def tensors_to_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, s
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data for _, value in ordered)]
+
+
+def check_shapes(tensors: Mapping[str, np.ndarray], here: Mapping[str, tuple], where: str) -> None:
+    """Raises UsageError naming tensors, of what was learned at `where`, that are not of the run's names and shapes, `here`."""
+    there = {name: tuple(array.shape) for name, array in tensors.items()}
+    other = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+    if other:
+        shown = [f"  {name} is {there.get(name, 'not')} there, {here.get(name, 'not')} here" for name in other[:SHOWN]]
+        raise UsageError("\n".join([f"its tensors are not those of this run: {len(other)} differ", *shown]), where=where,
+                         cure="the base, quantizer, adapter, rank and targets that it was written with")
 
 
 def saved_by(thing, directory: Path, disk: Disk, **options) -> dict[str, bytes]:

@@ -159,4 +159,9 @@ def resolve(given: Mapping[str, object] | None = None, environ: Mapping[str, str
         sources |= {name: where for name, (_, where) in layer.items()}
     if "dataset" not in values and "model_name" in values:
         values["dataset"], sources["dataset"] = "alpaca_sample", "default"
-    return checked(TrainConfig(**values, sources={name: sources[name] if name in values else "default" for name in SETTINGS}))
+    config = TrainConfig(**values, sources={name: sources[name] if name in values else "default" for name in SETTINGS})
+    if config.init_adapter:
+        from .starting import settled
+
+        config = settled(config)
+    return checked(config)

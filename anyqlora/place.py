@@ -19,12 +19,12 @@ try:
 except ImportError:  # not a Unix
     fcntl = None
 
-from . import fingerprint, sources
-from .checkpoint import Checkpoints, Disk, Loaded, sweep, to_json
+from . import chat_template, fingerprint, sources
+from .checkpoint import ADAPTER, Checkpoints, Disk, Loaded, sweep, to_json
 from .config import TrainConfig
 from .errors import DiskFull, NoCheckpoint, Stopped, UsageError
 from .fit import global_batch
-from .hub import base_directory
+from .hub import adapter_directory, base_directory
 from .world import Alone
 
 RESULT, IDENTITY = "result.json", "identity.json"
@@ -289,6 +289,10 @@ def identify(config: TrainConfig) -> dict:
         "base": fingerprint.of_named([*directory.glob("*.safetensors"), directory / "config.json"]),
         "tokenizer": fingerprint.of_named(words),
     }
+    if template := chat_template.stated(config):
+        found["chat_template"] = fingerprint.of_text(template)
+    if config.init_adapter:
+        found["init_adapter"] = fingerprint.of_files([adapter_directory(config) / ADAPTER])[0]
     return json.loads(to_json(found))
 
 

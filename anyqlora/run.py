@@ -11,6 +11,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import NamedTuple
 
+from . import starting
 from .audit import findings
 from .card import card
 from .checkpoint import Content, Disk, replace, saved_by, size_and_hash, to_json, write_directory
@@ -351,6 +352,14 @@ class Run:
     def _unfinished(self, name: str, error: OSError) -> DiskFull:
         return DiskFull(f"{name} cannot be written: {error.strerror or error}", where=str(self.directory),
                         cure="make room; the same command goes on from the last checkpoint")
+
+    def first_adapter(self) -> dict | None:
+        """What the adapter that the run starts from has learned, {name: array}; None for a run without one."""
+        config = self.config
+        if not config.init_adapter:
+            return None
+        self.console.say(f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}")
+        return self.ranks.told_arrays(starting.read(config) if self.ranks.is_first else None)
 
     def best_adapter(self) -> dict | None:
         """What was learned at the step that `keep best` ends with, {name: array}; None where that is the last step anyway."""

@@ -43,6 +43,7 @@ class TrainConfig:
     lora_alpha: float = setting(32.0, "scale of the adapters, times rank", above=0)
     lora_dropout: float = setting(0.1, "dropout on the adapters' input", low=0, high=0.999)
     lora_target_modules: str = setting("all", "all: every linear layer; default: PEFT's choice; a comma-separated list; or a regex of module names", also=("target_modules",))
+    init_adapter: str = setting("", "adapter to start from, whose rank, alpha and targets are taken: directory of a run or of an adapter, or hub id", also=("adapter_name_or_path", "lora_model_dir"))
 
     # Model and data
     model_name: str = setting("", "directory or hub id of the base model", also=("model", "model_name_or_path"))
@@ -51,6 +52,7 @@ class TrainConfig:
     dataset: str = setting("", "file, directory, hub id or built-in name; several: a.jsonl=2,b.jsonl=0.5 (how often a row is seen per epoch)", also=("dataset_name", "train_file"))
     dataset_samples: int = setting(512, "rows of alpaca_sample and dummy", low=1)
     prompt_format: str = setting(AUTO, "auto: messages through the chat template, Alpaca rows through Alpaca's text, the rest as it stands", choices=(AUTO, "chat", "alpaca", "plain"))
+    chat_template: str = setting("", "how conversations are written, in place of the tokenizer's own template: zephyr (for any base model), chatml, llama3, or a Jinja file", also=("chat_template_path",))
     context_length: int = setting(512, "tokens per row at most", also=("max_seq_length", "max_length", "cutoff_len"), low=2)
     packing: str | bool = setting(AUTO, "put several rows into one sequence, without cross-talk", choices=(AUTO, True, False))
     on_bad_row: str = setting("error", "a row that cannot be used: stop, or skip and list it", choices=("error", "skip"))

@@ -227,6 +227,24 @@ def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, 
     assert [messages[-1]["content"] for messages in asked] == ["one", "two", "three"]
 
 
+def test_a_base_model_learns_and_answers_through_a_stated_template(tmp_path, capsys):
+    """The embedded base has no template. What was trained with one has it in its directory: the file may be gone by then."""
+    talk, mine = tmp_path / "talk.jsonl", tmp_path / "mine.jinja"
+    talk.write_text(json.dumps({"messages": [{"role": "user", "content": "Rosa"}, {"role": "assistant", "content": "sold"}]}) + "\n")
+    mine.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    settings = {**SMALL, "dataset": str(talk), "eval_dataset": str(talk), "samples": 1, "max_steps": 1}
+    assert main(["data", "--model_name", str(DEMO_BASE), "--dataset", str(talk), "--chat_template", str(mine)]) == 0
+    assert "user: Rosa<eos>assistant: [[sold<eos>]]" in capsys.readouterr().out
+    directory = runs.run(tmp_path, **settings, chat_template=str(mine))
+    samples = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    assert [line["prompt"] for line in samples] == ["user: Rosa<eos>assistant: "] * 2
+    with pytest.raises(UsageError, match="holds another run:\n  chat_template"):
+        runs.run(tmp_path, **settings, chat_template="zephyr")
+    mine.unlink()
+    assert main(["eval", str(directory)]) == 0
+    assert main(["generate", str(directory), "--prompt", "Rosa", "--max_new_tokens", "4"]) == 0
+
+
 @pytest.mark.parametrize(("form", "style", "asked"), [
     ("prompt_completion", "auto", "Why?"),
     ("alpaca", "auto", "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

@@ -4,9 +4,11 @@ import random
 
 import pytest
 from data_fixtures import CHATML, DATED, LLAMA3, NO_PREFIX, STRICT, THINK, TOOLS, byte_level, metaspace, settings, wrapped, write
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from anyqlora import audit, data, errors
+from anyqlora import audit, chat_template, data, errors
 from anyqlora.examples import prompt_ids
+from anyqlora.tokenizer import DEMO
 
 WORDS = ["Hello", " there", "\n", "four", " is", " it", "?", "日本", " 2", "quick", "."]
 
@@ -215,3 +217,77 @@ def test_of_several_templates_the_one_for_tools_or_the_default_one_is_taken(tmp_
 def test_a_question_that_the_template_cannot_write_is_refused():
     with pytest.raises(errors.UsageError, match="this cannot be asked: what the chat template writes holds half of a surrogate pair at character 22"):
         prompt_ids(byte_level(CHATML), "What\udcff", "chat")
+
+
+# ------------------------------------------------------------------------------------------- a template that is stated
+
+DIALOGUE = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "four"}]
+# As Zephyr's, Qwen2.5's and Llama 3's own templates write it.
+WRITTEN = {
+    "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nHello</s>\n<|assistant|>\nfour</s>\n",
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
+              "<|start_header_id|>assistant<|end_header_id|>\n\nfour<|eot_id|>",
+}
+
+
+def with_template(name, tokenizer=byte_level, path=None):
+    tokens = wrapped(tokenizer(None).backend_tokenizer, None)
+    config = settings(path or "none", chat_template=str(name))
+    chat_template.put(tokens, config)
+    return tokens
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, metaspace])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_stated_template_writes_what_its_models_read(name, tokenizer, tmp_path):
+    tokens = with_template(name, tokenizer)
+    begin = "" if WRITTEN[name].startswith("<s>") else "<s>"
+    assert tokens.apply_chat_template(DIALOGUE, tokenize=False) == begin + WRITTEN[name]
+    asked = tokens.apply_chat_template(DIALOGUE[:2], tokenize=False, add_generation_prompt=True)
+    assert WRITTEN[name].removeprefix("<s>").startswith(asked.removeprefix("<s>")) and asked.count("<s>") == 1
+    example = prepared(tmp_path, tokens, DIALOGUE).train[0]
+    end = {"zephyr": "</s>", "chatml": "<|im_end|>", "llama3": "<|eot_id|>"}[name]
+    assert learned(example, tokens) == ["four" + end]
+
+
+def test_a_template_writes_no_begin_token_that_the_model_has_not(tmp_path):
+    for special in ({}, {"bos_token": "</s>"}):  # as Qwen's, and as GPT-2's, whose one token is both
+        tokens = PreTrainedTokenizerFast(tokenizer_object=byte_level(None).backend_tokenizer, eos_token="</s>", pad_token="<pad>", **special)
+        chat_template.put(tokens, settings("none", chat_template="zephyr"))
+        assert tokens.apply_chat_template(DIALOGUE, tokenize=False) == WRITTEN["zephyr"]
+
+
+def test_a_file_takes_the_place_of_the_tokenizers_own_template(tmp_path):
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}")
+    tokens = wrapped(byte_level().backend_tokenizer, CHATML)
+    chat_template.put(tokens, settings("none", chat_template=str(tmp_path / "mine.jinja")))
+    example = prepared(tmp_path, tokens, DIALOGUE).train[0]
+    assert tokens.decode(example.ids) == "[system] Be brief.</s>[user] Hello</s>[assistant] four</s>"
+    assert learned(example, tokens) == ["four</s>"]
+
+
+@pytest.mark.parametrize(("content", "told"), [
+    (None, "cannot be read: No such file"), ("", "an empty chat template"), ("{% for m in messages %}\n{{ m.role }", "mine.jinja:2: not a Jinja template"),
+    (b"\xff\xfe", "mine.jinja: not UTF-8")])
+def test_a_template_that_cannot_be_used(content, told, tmp_path):
+    path = tmp_path / "mine.jinja"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(errors.UsageError) as found:
+        with_template(path)
+    assert told in str(found.value)
+
+
+def test_a_template_whose_tokens_the_model_has_not():
+    plain = PreTrainedTokenizerFast(tokenizer_object=byte_level(None).backend_tokenizer, eos_token="</s>", additional_special_tokens=[])
+    config = settings("none", chat_template="chatml")
+    chat_template.put(plain, config)  # the trained vocabulary has them
+    bare = AutoTokenizer.from_pretrained(DEMO)
+    with pytest.raises(errors.UsageError, match=r"chatml writes <\|im_start\|>, which is no token of this model"):
+        chat_template.put(bare, config)
+
+
+def test_an_unknown_template_has_a_suggestion():
+    with pytest.raises(errors.UsageError, match=r"chat_template: 'chatlm' cannot be read.*did you mean 'chatml'"):
+        with_template("chatlm")

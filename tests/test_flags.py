@@ -402,6 +402,15 @@ def test_what_becomes_of_the_rows(tmp_path):
         report("long", prompt_format="plain", on_bad_row="skip", on_long_row="error")
 
 
+@shows("chat_template", "init_adapter")
+def test_how_conversations_are_written_and_where_a_run_starts(plain, tmp_path):
+    talk = write(tmp_path / "talk.jsonl", {"messages": [{"role": "user", "content": "Rosa"}, {"role": "assistant", "content": "sold"}]})
+    tuned = run(tmp_path, dataset=str(talk), chat_template="zephyr", init_adapter=str(plain), max_steps=1, lr=0)
+    assert "<|assistant|>" in (tuned / "adapter" / "chat_template.jinja").read_text()
+    one, other = runs.adapter(tuned), runs.adapter(plain)
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
 @shows("dataset_samples", "num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "packing", "log_every_n_steps", "save_steps", "keep")
 def test_steps_and_their_batches(tmp_path):
     """Seven rows, two at a time, two times a step: two steps an epoch."""

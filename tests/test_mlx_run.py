@@ -117,6 +117,7 @@ def watched(rows):
         Run.batches = plain
 
 
+@pytest.mark.slow
 def test_recomputing_with_dropout_changes_nothing(tmp_path):
     """The dropout of a recomputed block is that of its forward pass."""
     one, *others = (runs.run(tmp_path, str(layers), **{**MLX, "lora_dropout": 0.3, "max_steps": 4, "use_gradient_checkpointing": layers > 0, "recomputed_layers": layers})
@@ -151,6 +152,7 @@ def test_an_adapter_of_another_shape_is_refused_tensor_by_tensor(tmp_path):
     assert "42 differ" in str(refused.value) and "layers.2.self_attn.v_proj.lora_B.weight is (64, 4) there, (64, 8) here" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_evaluating_changes_nothing(tmp_path):
     plain = runs.run(tmp_path, "plain", **MLX, lora_dropout=0.1)
     held_out = tmp_path / "rows.jsonl"
@@ -183,7 +185,7 @@ def test_special_tokens_are_part_of_an_answer():
 PRECISIONS = {"bf16": ("bf16", 0.02), "fp16": ("fp16_autocast", 0.02), "bf16_autocast": ("bf16", 0.02)}
 
 
-@pytest.mark.parametrize("asked", ["bf16", "fp16", pytest.param("bf16_autocast", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("asked", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "bf16_autocast"))])
 def test_sixteen_bits_learn_like_thirty_two(tmp_path, asked):
     planned, near = PRECISIONS[asked]
     whole, half = (runs.run(tmp_path, name, **{**MLX, "precision": name, "lora_dropout": 0, "max_steps": 6}) for name in ("fp32", asked))
@@ -260,6 +262,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_numbers(tmp_path, mo
     np.testing.assert_allclose([m["loss"] for m in runs.metrics(halved)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_rows_of_an_evaluation(tmp_path, monkeypatch, capfd):
     settings = {**MLX, "max_steps": 1, "eval_dataset": "demo", "eval_batch_size": 8, "exact_match": False}
     whole = runs.run(tmp_path, "whole", **settings)

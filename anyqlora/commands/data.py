@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import audit, config, data, plan, sources, tokenizer
+from .. import audit, chat_template, config, data, plan, sources, tokenizer
 from ..errors import UsageError
 from ..terminal import printable
 
@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int:
     for spec, held_out in ((settings.dataset, False), (settings.eval_dataset, True)):
         for name, _ in sources.weighted(spec) if spec else ():
             sources.files(name, held_out=held_out, offline=settings.offline)  # one that is not there is told before anything is imported
+    chat_template.stated(settings)
     tokens = tokenizer.load(settings.model_name, settings.trust_remote_code, settings.revision, settings.offline)
+    chat_template.put(tokens, settings)
     settings, changes = plan.fitted(settings)  # what a hub model says of itself came with its tokenizer
     found = data.prepare(settings, tokens)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)

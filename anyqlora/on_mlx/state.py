@@ -7,8 +7,8 @@ import json
 import mlx.core as mx
 import numpy as np
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, tensors_to_bytes, to_json
-from ..errors import NotBuilt, UsageError
+from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, check_shapes, tensors_to_bytes, to_json
+from ..errors import NotBuilt
 from ..hub import base_directory
 from ..layouts import read_config
 from .build import Built
@@ -29,28 +29,28 @@ def arrays_of(values: dict[str, mx.array]) -> dict[str, np.ndarray]:
     return {name: np.array(value) for name, value in values.items()}
 
 
-def restore(runtime: Runtime, loaded: Loaded) -> None:
-    """Put a checkpoint's tensors and scaler back, and let go of them."""
-    load(runtime, loaded.adapter, str(loaded.path))
+def restore(runtime: Runtime, run) -> None:
+    """Put back what the run goes on from, a checkpoint's tensors and scaler, and let go of them; or the adapter that it starts from."""
+    loaded = run.restored
+    learned = loaded.adapter if loaded else run.first_adapter()
+    if learned is None:
+        return
+    load(runtime, learned, str(loaded.path) if loaded else run.config.init_adapter)
+    learned.clear()
+    if not loaded:
+        return
     for name, state in runtime.moments.items():
         state.clear()
         state |= {key.partition("|")[2]: mx.array(value) for key, value in loaded.moments.items() if key.partition("|")[0] == name}
         runtime.updates = int(state.pop(STEP, runtime.updates))
-    loaded.adapter.clear()
     loaded.moments.clear()
     if loaded.state["loop"].get("scaler") and runtime.scaler.enabled:
         runtime.scaler.load_state_dict(loaded.state["loop"]["scaler"])
 
 
 def load(runtime: Runtime, tensors: dict[str, np.ndarray], where: str) -> None:
-    """Put what was learned back. Raises UsageError naming every tensor that is not of this run's name and shape."""
-    there = {name: tuple(array.shape) for name, array in tensors.items()}
-    here = {name: tuple(value.shape) for name, value in runtime.values.items()}
-    if there != here:
-        other = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
-        raise UsageError(f"the tensors are not those of this run: {len(other)} differ:\n"
-                         + "\n".join(f"  {name} is {there.get(name)} there, {here.get(name)} here" for name in other),
-                         where=where, cure="the base, quantizer, adapter, rank and targets that it was written with")
+    """Put what was learned back. Raises UsageError naming tensors that are not of this run's name and shape."""
+    check_shapes(tensors, {name: tuple(value.shape) for name, value in runtime.values.items()}, where)
     runtime.values = {name: mx.array(tensors[name]) for name in runtime.values}
     runtime.put(runtime.values)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Loaded, tensors_to_bytes, to_json
-from ..errors import UsageError
+from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, check_shapes, tensors_to_bytes, to_json
 from ._compat import quietly
 from .build import Built
 from .runtime import Runtime
@@ -24,18 +23,19 @@ def snapshot(runtime: Runtime, built: Built) -> tuple[dict, dict, dict, dict]:
     )
 
 
-def restore(runtime: Runtime, loaded: Loaded) -> None:
-    """Put a checkpoint's tensors and scaler back, and let go of them."""
-    strategy = runtime.strategy
-    there = {name: array.shape for name, array in loaded.adapter.items()}
+def restore(runtime: Runtime, run) -> None:
+    """Put back what the run goes on from, a checkpoint's tensors and scaler, and let go of them; or the adapter that it starts from."""
+    strategy, loaded = runtime.strategy, run.restored
+    learned = loaded.adapter if loaded else run.first_adapter()
+    if learned is None:
+        return
     here = {name: tuple(strategy.shape(p)) for name, p in strategy.trainable.items()}
-    if there != here:  # --resume force
-        other = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
-        raise UsageError(f"the checkpoint's tensors are not those of this run: {len(other)} differ, {other[0]} is {there.get(other[0])} there, "
-                         f"{here.get(other[0])} here", where=str(loaded.path), cure="the quantizer, adapter, rank and targets that it was written with")
-    strategy.load_trainable({name: torch.from_numpy(array) for name, array in loaded.adapter.items()})
+    check_shapes(learned, here, str(loaded.path) if loaded else run.config.init_adapter)
+    strategy.load_trainable({name: torch.from_numpy(array) for name, array in learned.items()})
+    learned.clear()
+    if not loaded:
+        return
     strategy.load_moments({name: torch.from_numpy(array) for name, array in loaded.moments.items()})
-    loaded.adapter.clear()
     loaded.moments.clear()
     if loaded.state["loop"].get("scaler"):
         strategy.scaler.load_state_dict(loaded.state["loop"]["scaler"])

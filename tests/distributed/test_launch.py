@@ -54,6 +54,7 @@ def test_a_killed_rank_is_named_and_the_run_starts_again_by_itself(whole, tmp_pa
     assert [line["step"] for line in runs.metrics(run.directory)] == list(range(1, 31))
 
 
+@pytest.mark.slow
 def test_a_process_that_has_no_row_in_a_step_takes_part_in_it(tmp_path):
     """The last step of an epoch has two rows left, all of them the first process's."""
     few = tmp_path / "rows.jsonl"
@@ -139,6 +140,7 @@ def test_what_one_rank_was_asked_for_is_compared_before_the_first_step(tmp_path)
     assert "rank 1 has lr 0.002, rank 0 0.001" in refused(tmp_path, {"lr": 1e-3}, {"lr": 2e-3})
 
 
+@pytest.mark.slow
 def test_what_one_rank_has_read_is_compared_before_the_first_step(tmp_path):
     """The same name, and on the second machine another file."""
     places = tmp_path / "a", tmp_path / "b"

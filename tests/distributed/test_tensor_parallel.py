@@ -126,6 +126,7 @@ def test_architectures_equal_one_process(architecture, tmp_path):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
 
 
+@pytest.mark.slow
 def test_tied_embeddings_equal_one_process_on_two_axes(tmp_path):
     base = tiny_models.make(tmp_path, "qwen2", **SHAPE)
     for norm, adapter in world(4, steps_on_ranks.compared, {"model_name": str(base)}, STEPS, "batch=2,model=2"):

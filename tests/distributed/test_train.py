@@ -63,6 +63,16 @@ def test_a_run_that_was_cut_goes_on_under_another_strategy(first, then, alone, t
     same(tmp_path / "run", alone)
 
 
+@pytest.mark.parametrize("name", some(STRATEGIES, ("fsdp",)))
+def test_two_processes_start_from_an_adapter(name, alone, tmp_path):
+    """At a rate of nothing it stays what it was."""
+    world(2, trained, tmp_path, {**STRATEGIES[name], "batch_size": 4, "lr": 0, "max_steps": 1, "init_adapter": str(alone)})
+    ours, theirs = runs.adapter(tmp_path / "run"), runs.adapter(alone)
+    assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
+    first, last = runs.evaluations(tmp_path / "run")[0], runs.evaluations(alone)[-1]
+    assert first["loss"] == pytest.approx(last["loss"], rel=1e-5) and first["exact_match"] == last["exact_match"]
+
+
 def test_a_run_of_two_goes_on_in_one(alone, tmp_path):
     world(2, trained, tmp_path, {"strategy": "fsdp", "batch_size": 4}, 2)
     world(1, trained, tmp_path, {"strategy": "single", "batch_size": 8})
