@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, deserialize
 from safetensors.numpy import load as tensors_from_bytes
 
 from .errors import UsageError
+from .tables import ADAPTER, ADAPTER_CONFIG
 
 try:
     import fcntl
@@ -32,9 +33,10 @@ except ImportError:  # Windows
 
 FULL_FLUSH = getattr(fcntl, "F_FULLFSYNC", None)  # macOS's: its fsync leaves what was written in the drive's own cache
 FORMAT = 1
+ADAPTER_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # of numpy's, bfloat16's bits
 SHOWN = 50  # tensors that a message names
 MANIFEST = "manifest.json"
-ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"
+MOMENTS, STATE = "optimizer.safetensors", "state.json"
 STAGED, OLD, REMOVED = ".staged", ".old", ".removed"
 PRETRAINED = f"pretrained{STAGED}"  # what transformers has written of a finished run, before it goes where it belongs
 HALF_DONE = re.compile(r"(adapter|model|step-\d+)\.(staged|old)|step-\d+\.removed|pretrained\.staged"
@@ -108,6 +110,25 @@ def tensors_to_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, s
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little") + text, *(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data for _, value in ordered)]
+
+
+def read_adapter(path: Path) -> dict[str, np.ndarray]:
+    """What is in an adapter's file, in whatever type, as {name: float32 array}. Raises UsageError for what is damaged or not finite."""
+    try:
+        tensors = dict(deserialize(path.read_bytes()))
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"not a safetensors file: {error}", where=str(path), cure="the adapter once more from where it came") from None
+    return {name: _numbers(name, about, str(path)) for name, about in tensors.items()}
+
+
+def _numbers(name: str, about: dict, where: str) -> np.ndarray:
+    if about["dtype"] not in ADAPTER_TYPES:
+        raise UsageError(f"{name} is of type {about['dtype']}", where=where, cure=f"an adapter in {', '.join(ADAPTER_TYPES)}")
+    array = np.frombuffer(about["data"], ADAPTER_TYPES[about["dtype"]])
+    array = (array.astype(np.uint32) << 16).view(np.float32) if about["dtype"] == "BF16" else array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise UsageError(f"{name} has numbers that are not finite", where=where, cure="an adapter of a run that went well")
+    return array.reshape(about["shape"])
 
 
 def check_shapes(tensors: Mapping[str, np.ndarray], here: Mapping[str, tuple], where: str) -> None:

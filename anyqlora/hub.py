@@ -9,7 +9,6 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from .checkpoint import ADAPTER, ADAPTER_CONFIG
 from .config import TrainConfig
 from .errors import UsageError
 from .layouts import model_directory
@@ -31,37 +30,6 @@ def base_directory(config: TrainConfig) -> Path:
     return directory
 
 
-def adapter_directory(config: TrainConfig) -> Path:
-    """The directory of the adapter that the run starts from: one of PEFT's, that of a run or of its checkpoint, or the hub's. Raises UsageError."""
-    name, where = config.init_adapter, config.sources.get("init_adapter", "")
-    local = Path(name).expanduser()
-    if local.is_dir():
-        found = next((path for path in (local, local / "adapter") if (path / ADAPTER_CONFIG).is_file()), None)
-        if found is None:
-            whole = local / "model" if (local / "model" / "config.json").exists() else local if (local / "config.json").exists() else None
-            raise UsageError(f"init_adapter: no {ADAPTER_CONFIG} in {name}", where=where,
-                             cure=f"a whole model is started from by --model_name {whole}" if whole else "the directory of a finished run or of its adapter")
-    else:
-        found = _adapter_snapshot(config)
-    if not (found / ADAPTER).is_file():
-        raise UsageError(f"init_adapter: no {ADAPTER} in {found}", where=where, cure="an adapter in safetensors form")
-    return found
-
-
-def _adapter_snapshot(config: TrainConfig) -> Path:
-    """The hub's files of an adapter: from this machine where they are here, else downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    asked = {"repo_id": config.init_adapter, "allow_patterns": [ADAPTER, ADAPTER_CONFIG]}
-    with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
-        found = Path(snapshot_download(**asked, local_files_only=True))
-        if (found / ADAPTER).is_file() and (found / ADAPTER_CONFIG).is_file():
-            return found
-    with _explained(config, "init_adapter", "an adapter"):
-        return Path(snapshot_download(**asked, local_files_only=config.offline))
-
-
 def _snapshot(config: TrainConfig) -> Path:
     """The hub's files of a model: from this machine where all of them are here, else downloaded, from where a download stopped."""
     from huggingface_hub import snapshot_download
@@ -75,7 +43,7 @@ def _snapshot(config: TrainConfig) -> Path:
     except (LocalEntryNotFoundError, UsageError) as lacking:
         if config.offline and isinstance(lacking, UsageError):
             raise
-    with _explained(config, "model_name", "a model"):
+    with _explained(config):
         directory = Path(snapshot_download(**asked, local_files_only=config.offline))
     if not (directory / "config.json").exists():
         raise UsageError(f"{config.model_name} has no config.json on the hub: not a model that transformers reads",
@@ -84,27 +52,25 @@ def _snapshot(config: TrainConfig) -> Path:
 
 
 @contextlib.contextmanager
-def _explained(config: TrainConfig, setting: str, what: str) -> Iterator[None]:
-    """What the hub's client raises over what `setting` names, as UsageError in words."""
+def _explained(config: TrainConfig) -> Iterator[None]:
+    """What the hub's client raises, as UsageError in words."""
     from huggingface_hub import errors as hub
 
-    name, where = getattr(config, setting), config.sources.get(setting, "")
+    name, where = config.model_name, config.sources.get("model_name", "")
     try:
         yield
     except hub.GatedRepoError:
         raise UsageError(f"{name} is gated: its owner wants you to accept its terms", where=where,
                          cure=f"accept them on the model's page, then `hf auth login`, or set HF_TOKEN; page: {name}") from None
     except hub.RepositoryNotFoundError:
-        raise UsageError(f"{name} is neither a directory here nor {what} on the hub (or it is private)", where=where,
+        raise UsageError(f"{name} is neither a directory here nor a model on the hub (or it is private)", where=where,
                          cure="check the spelling; for a private model `hf auth login` or HF_TOKEN") from None
     except hub.RevisionNotFoundError:
         raise UsageError(f"{name} has no revision {config.revision!r}", where=config.sources.get("revision", ""), cure="--revision main") from None
     except hub.LocalEntryNotFoundError as error:
         cause = "--offline true" if config.offline else f"the hub does not answer ({_first_line(error.__cause__ or error)})"
         raise UsageError(f"{name} is not on this machine whole, and {cause}", where=where,
-                         cure=f"a directory as --{setting}, or a run with a connection first") from None
-    except hub.HFValidationError:
-        raise UsageError(f"{setting} {name!r} is neither a directory nor a hub id", where=where, cure="a directory that is there, or a hub id (owner/name)") from None
+                         cure="a directory as --model_name, or a run with a connection first") from None
     except (hub.HTTPError, OSError) as error:  # HTTPError is that of the library through which this version connects
         raise UsageError(f"{name} could not be downloaded: {_first_line(error)}", where=where,
                          cure="run again: files that have arrived are kept") from None

@@ -19,12 +19,13 @@ try:
 except ImportError:  # not a Unix
     fcntl = None
 
-from . import chat_template, fingerprint, sources
-from .checkpoint import ADAPTER, Checkpoints, Disk, Loaded, sweep, to_json
+from . import chat_template, fingerprint, sources, starting
+from .checkpoint import Checkpoints, Disk, Loaded, sweep, to_json
 from .config import TrainConfig
 from .errors import DiskFull, NoCheckpoint, Stopped, UsageError
 from .fit import global_batch
-from .hub import adapter_directory, base_directory
+from .hub import base_directory
+from .tables import ADAPTER
 from .world import Alone
 
 RESULT, IDENTITY = "result.json", "identity.json"
@@ -292,7 +293,7 @@ def identify(config: TrainConfig) -> dict:
     if template := chat_template.stated(config):
         found["chat_template"] = fingerprint.of_text(template)
     if config.init_adapter:
-        found["init_adapter"] = fingerprint.of_files([adapter_directory(config) / ADAPTER])[0]
+        found["init_adapter"] = fingerprint.of_files([starting.directory(config) / ADAPTER])[0]
     return json.loads(to_json(found))
 
 

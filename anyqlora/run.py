@@ -14,7 +14,7 @@ from typing import NamedTuple
 from . import starting
 from .audit import findings
 from .card import card
-from .checkpoint import Content, Disk, replace, saved_by, size_and_hash, to_json, write_directory
+from .checkpoint import ADAPTER, Content, Disk, read_adapter, replace, saved_by, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream, halved
 from .describe import described, environment
 from .errors import DiskFull, NonFinite, OutOfMemory, RunError, UsageError
@@ -359,7 +359,7 @@ class Run:
         if not config.init_adapter:
             return None
         self.console.say(f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}")
-        return self.ranks.told_arrays(starting.read(config) if self.ranks.is_first else None)
+        return self.ranks.told_arrays(read_adapter(starting.directory(config) / ADAPTER) if self.ranks.is_first else None)
 
     def best_adapter(self) -> dict | None:
         """What was learned at the step that `keep best` ends with, {name: array}; None where that is the last step anyway."""

@@ -1,23 +1,47 @@
-"""The adapter that a run starts from: what it settles, and what it has learned."""
+"""The adapter that a run starts from: where it is, and what it settles."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import numpy as np
-from safetensors import SafetensorError, deserialize
-
 from . import tables
-from .checkpoint import ADAPTER, ADAPTER_CONFIG
 from .errors import NotBuilt, UsageError
-from .hub import adapter_directory
 from .settings import AUTO, TrainConfig, parsed
+from .tables import ADAPTER, ADAPTER_CONFIG
 
 # What adapter_config.json may say without changing what is computed here, beside what `_brought` reads and what is false, empty or none.
 NEUTRAL = {"peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights", "auto_mapping", "r", "lora_alpha",
            "lora_dropout", "target_modules", "use_dora", "use_rslora", "megatron_core", "qalora_group_size", "bias", "exclude_modules"}
-TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+def directory(config: TrainConfig) -> Path:
+    """Where the adapter is: a directory of PEFT's, that of a run or of its checkpoint, or the local Hugging Face cache's. Raises UsageError."""
+    name, where = config.init_adapter, config.sources.get("init_adapter", "")
+    local = Path(name).expanduser()
+    if not local.is_dir():
+        local = _cached(name, where)
+    found = next((path for path in (local, local / "adapter") if (path / ADAPTER_CONFIG).is_file()), None)
+    if found is None:
+        whole = next((path for path in (local / "model", local) if (path / "config.json").exists()), None)
+        raise UsageError(f"init_adapter: no {ADAPTER_CONFIG} in {local}", where=where,
+                         cure=f"a whole model is started from by --model_name {whole}" if whole else "the directory of a finished run or of its adapter")
+    if not (found / ADAPTER).is_file():
+        raise UsageError(f"init_adapter: no {ADAPTER} in {found}", where=where, cure="an adapter in safetensors form")
+    return found
+
+
+def _cached(name: str, where: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, ADAPTER_CONFIG)
+    except HFValidationError:
+        raise UsageError(f"init_adapter: no such directory: {name}", where=where, cure="the directory of a finished run or of its adapter") from None
+    if not isinstance(found, str):
+        raise UsageError(f"init_adapter: {name} is no directory, and no adapter that has been downloaded", where=where, cure=f"hf download {name}")
+    return Path(found).parent
 
 
 def settled(config: TrainConfig) -> TrainConfig:
@@ -25,21 +49,19 @@ def settled(config: TrainConfig) -> TrainConfig:
 
     Raises UsageError where another value was asked for and for what is no adapter, NotBuilt for one that learns otherwise than ours.
     """
-    directory = adapter_directory(config)
-    where = str(directory / ADAPTER_CONFIG)
-    brought = _brought(config, _described(directory), where)
+    described = directory(config) / ADAPTER_CONFIG
+    brought = _brought(config, _described(described), str(described))
     for name, value in brought.items():
         stated = getattr(config, name)
         if config.asked(name) and stated != value and name not in ("lora_dropout", "lora_target_modules"):  # of the targets the tensors tell
             raise UsageError(f"{name}: {stated} was asked for, and the adapter that the run starts from has {value}", where=config.sources[name],
                              cure=f"leave out {name} or init_adapter")
     brought = {name: value for name, value in brought.items() if not config.asked(name)}
-    return config.with_(**brought, sources={**config.sources, **dict.fromkeys(brought, where)})
+    return config.with_(**brought, sources={**config.sources, **dict.fromkeys(brought, str(described))})
 
 
-def _described(directory: Path) -> dict:
-    """adapter_config.json, where it describes a LoRA as ours are. Raises UsageError, NotBuilt."""
-    path = directory / ADAPTER_CONFIG
+def _described(path: Path) -> dict:
+    """What is in an adapter_config.json that describes a LoRA as ours are. Raises UsageError, NotBuilt."""
     try:
         about = json.loads(path.read_bytes())
         kind = about["peft_type"]
@@ -65,23 +87,3 @@ def _brought(config: TrainConfig, about: dict, where: str) -> dict:
     values = {"adapter": kind, "lora_rank": about.get("r", 8), "lora_alpha": about.get("lora_alpha", 8), "lora_dropout": about.get("lora_dropout", 0.0),
               "lora_target_modules": about.get("target_modules")}
     return {name: parsed(name, value, where) for name, value in values.items()}
-
-
-def read(config: TrainConfig) -> dict[str, np.ndarray]:
-    """What the adapter has learned, {name in the file: float32 array}. Raises UsageError for what is damaged or not finite."""
-    path = adapter_directory(config) / ADAPTER
-    try:
-        tensors = dict(deserialize(path.read_bytes()))
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"not a safetensors file: {error}", where=str(path), cure="the adapter once more from where it came") from None
-    return {name: _array(name, about, str(path)) for name, about in tensors.items()}
-
-
-def _array(name: str, about: dict, where: str) -> np.ndarray:
-    if about["dtype"] not in TYPES:
-        raise UsageError(f"{name} is of type {about['dtype']}", where=where, cure=f"an adapter in {', '.join(TYPES)}")
-    array = np.frombuffer(about["data"], TYPES[about["dtype"]])
-    array = (array.astype(np.uint32) << 16).view(np.float32) if about["dtype"] == "BF16" else array.astype(np.float32)
-    if not np.isfinite(array).all():
-        raise UsageError(f"{name} has numbers that are not finite", where=where, cure="an adapter of a run that went well")
-    return array.reshape(about["shape"])

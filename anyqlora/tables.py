@@ -131,6 +131,7 @@ KERNELS = ("portable", "exact", "triton", "native")  # ops of the framework; our
 FROZEN_PRODUCTS = ("full", "int8", "fp8")
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 PRECISIONS = ("fp32", "bf16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's names of an adapter's files
 CHAT_TEMPLATES = {"zephyr": (), "chatml": ("<|im_start|>", "<|im_end|>"), "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")}  # what they need
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_full_shard", "hybrid_shard_grad_op", "ddp")
 

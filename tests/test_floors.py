@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: ["anyqlora/__init__.py", "anyqlora/errors.py", "anyqlora/terminal.py", "anyqlora/redaction.py", "anyqlora/imports.py", "anyqlora/tables.py", "anyqlora/plugins.py", "anyqlora/settings.py", "anyqlora/checks.py", "anyqlora/config.py", "anyqlora/layouts.py", "anyqlora/prequantized.py"],
+    0: ["anyqlora/__init__.py", "anyqlora/errors.py", "anyqlora/terminal.py", "anyqlora/redaction.py", "anyqlora/imports.py", "anyqlora/tables.py", "anyqlora/plugins.py", "anyqlora/settings.py", "anyqlora/checks.py", "anyqlora/starting.py", "anyqlora/config.py", "anyqlora/layouts.py", "anyqlora/prequantized.py"],
     1: ["anyqlora/memory.py", "anyqlora/machine.py", "anyqlora/mesh.py", "anyqlora/plan.py", "anyqlora/fit.py", "anyqlora/targets.py", "anyqlora/world.py", "backend_manager.py"],
     4: ["train.py", "anyqlora/__main__.py", "anyqlora/commands", "anyqlora/worker.py"],
     3: ["anyqlora/on_torch", "anyqlora/on_mlx", "anyqlora/distribution", "anyqlora/export", "anyqlora/report", "anyqlora/testing.py"],

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_run import fail
 
-from anyqlora import starting
+from anyqlora.checkpoint import read_adapter
 from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, UsageError
 from anyqlora.layouts import DEMO_BASE
@@ -140,7 +140,7 @@ def test_a_directory_that_is_no_adapter(first, copied, tmp_path):
     (tmp_path / "empty").mkdir()
     shutil.copytree(copied, tmp_path / "list")
     (tmp_path / "list" / "adapter_config.json").write_text("[]")
-    for directory, told in ((tmp_path / "empty", "no adapter_config.json in"), (tmp_path / "none", "is neither a directory nor a hub id"),
+    for directory, told in ((tmp_path / "empty", "no adapter_config.json in"), (tmp_path / "none", "no such directory"), ("some/adapter", "hf download some/adapter"),
                             (DEMO_BASE, "--model_name"), (tmp_path / "list", "not the description of a PEFT adapter")):
         with pytest.raises(UsageError) as found:
             asked(directory)
@@ -167,4 +167,4 @@ def test_a_damaged_file(copied):
     file = copied / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(UsageError, match="adapter_model.safetensors: not a safetensors file"):
-        starting.read(asked(copied))
+        read_adapter(file)
