@@ -16,7 +16,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4Router
 from anyqlora.errors import UsageError
 from anyqlora.on_torch.linears import is_linear, kept_in_float32, linears, text_linears
 from anyqlora.on_torch.quantizers.bnb import Nf4
-from anyqlora.on_torch.weights import Placing, _Stream, _StreamConfig, exact_dtype, read
+from anyqlora.on_torch.weights import Placing, _Fill, _Stream, _StreamConfig, exact_dtype, read
 
 
 def nf4(directory, dtype=torch.float32):
@@ -161,3 +161,11 @@ def test_freed_memory_leaves_the_process():
     out = subprocess.run([sys.executable, "-c", HOLES], cwd=tiny_models.ROOT, capture_output=True, text=True, check=True).stdout
     without, with_it = map(float, out.split())
     assert without > 0.5 > 0.35 > with_it
+
+
+def test_a_weight_of_whole_numbers_is_not_packed():
+    """transformers 5.17 casts a weight to the type of the parameter that it is for: to whole numbers, which are 0, where that is packed."""
+    stream = _Stream(_StreamConfig(Placing(None, lambda *given: pytest.fail("it was packed"), None)))
+    stream.directory = "somewhere"
+    with pytest.raises(UsageError, match="somewhere: model.q_proj.weight comes as int32"):
+        _Fill(stream).filled("model.q_proj.weight", torch.zeros(2, 2, dtype=torch.int32))

@@ -126,6 +126,9 @@ class _Fill(ConversionOps):
     @torch.no_grad()
     def filled(self, name: str, tensor) -> nn.Parameter:
         tensor = tensor[0] if isinstance(tensor, list) else tensor
+        if not tensor.is_floating_point():  # whole numbers that a library made of a weight would be packed without a word, most of them as 0
+            raise UsageError(f"{name} comes as {tensor.dtype}".replace("torch.", ""), where=self.stream.directory,
+                             cure="weights in bf16, fp16 or float32; and the versions of requirements.txt")
         if name in self.stream.experts:
             self.stream.experts[name].fill(tensor)
             return nn.Parameter(torch.empty(0, device=tensor.device), requires_grad=False)
