@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def stated(config: TrainConfig) -> str:
     name, where = config.chat_template, config.sources.get("chat_template", "")
     if not name:
         return ""
-    path = Path(__file__).parent / "templates" / f"{name}.jinja" if name in CHAT_TEMPLATES else Path(name).expanduser()
+    path = Path(__file__).parent / "templates" / f"{name}.jinja" if name in CHAT_TEMPLATES else Path(os.path.expanduser(name))
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -56,7 +57,7 @@ def put(tokenizer, config: TrainConfig) -> None:
     except TemplateSyntaxError as error:
         raise UsageError(f"not a Jinja template: {error.message}", where=f"{config.chat_template}:{error.lineno}",
                          cure=f"{', '.join(CHAT_TEMPLATES)} are built in") from None
-    except (TemplateError, TypeError, ValueError, KeyError):
+    except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError):
         return  # it may want something else than one turn: what the rows are, it will be told
 
 
@@ -111,7 +112,7 @@ def _applied(tokenizer, messages: list[dict], tools, generation: bool) -> str:
                                              tokenize=False, add_generation_prompt=generation)
     except TemplateSyntaxError as error:
         raise UsageError(f"the chat template is no template: {error}", where=str(tokenizer.name_or_path)) from None
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise BadRow(f"the chat template refuses it: {error}", _cure(str(error), messages)) from None
     return writable(said, "what the chat template writes")
 

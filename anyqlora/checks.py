@@ -41,11 +41,11 @@ def checked(config: TrainConfig) -> TrainConfig:
         tables.strategy_target(config.strategy, where("strategy"))
         plugins.options(config)
     for name, (only, reason) in _REFUSED.items():
-        if _is_said(config, name) and getattr(config, name) != only:
+        if is_said(config, name) and getattr(config, name) != only:
             raise NotBuilt(f"{name}: {reason}", where=where(name), cure=f"leave out {name}")
     for names, other, has_effect, why in _ONLY_WITH:
         for name in names:
-            if _is_said(config, name) and not has_effect(config):
+            if is_said(config, name) and not has_effect(config):
                 contradiction(name, other, why)
     if config.adapter == "full" and config.quantizer != "none":
         contradiction("quantizer", "adapter", "quantized weights cannot be trained", "--quantizer none, or --adapter lora")
@@ -62,7 +62,7 @@ def checked(config: TrainConfig) -> TrainConfig:
         contradiction("reentrant_checkpointing", "use_gradient_checkpointing", "there is nothing to recompute")
     if config.recomputed_layers != "auto" and config.use_gradient_checkpointing in (True, False) and bool(config.recomputed_layers) != config.use_gradient_checkpointing:
         contradiction("recomputed_layers", "use_gradient_checkpointing", "one says that something is recomputed, the other that nothing is")
-    if config.warmup_steps >= 0 and _is_said(config, "warmup_ratio") and _layer(where("warmup_ratio")) == _layer(where("warmup_steps")):
+    if config.warmup_steps >= 0 and is_said(config, "warmup_ratio") and _layer(where("warmup_ratio")) == _layer(where("warmup_steps")):
         contradiction("warmup_steps", "warmup_ratio", "both state the warm-up")
     if config.max_steps == 0 or config.max_steps < -1:
         raise UsageError(f"max_steps: {config.max_steps} is neither -1 nor at least 1", where=where("max_steps"),
@@ -135,7 +135,7 @@ _ONLY_WITH = (  # settings, the setting that they depend on, when they do someth
 )
 
 
-def _is_said(config: TrainConfig, name: str) -> bool:
+def is_said(config: TrainConfig, name: str) -> bool:
     """Whether somebody means this setting: it was stated, and not merely with its default in a file that states all of them."""
     is_file = _layer(config.sources.get(name, "")) == "file"
     return config.asked(name) and not (is_file and getattr(config, name) == SETTINGS[name].default)

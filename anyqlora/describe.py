@@ -13,6 +13,7 @@ from .checkpoint import to_json
 from .config import TrainConfig
 from .redaction import redacted
 from .sources import placed
+from .tables import CHAT_TEMPLATES
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "tokenizers", "numpy", "mlx")
 
@@ -30,13 +31,14 @@ def resolved_yaml(config: TrainConfig) -> str:
 def kept(config: TrainConfig) -> TrainConfig:
     """The configuration as a run directory keeps it: without secrets, and readable from any working directory.
 
-    The whole path of a model or of rows that are on this machine is no secret, whatever else has the same letters: the run is read
+    The whole path of a model, an adapter, a template or of rows that are on this machine is no secret, whatever else has the same letters: the run is read
     again by it.
     """
     places = {name: placed(getattr(config, name), redacted) for name in ("dataset", "eval_dataset")}
-    model = Path(config.model_name).expanduser()
-    if model.is_dir() and not config.is_demo:
-        places["model_name"] = str(model.absolute())
+    for name, is_here, built_in in (("model_name", os.path.isdir, ("demo",)), ("init_adapter", os.path.isdir, ()), ("chat_template", os.path.isfile, CHAT_TEMPLATES)):
+        value = getattr(config, name)
+        if value not in built_in and is_here(os.path.expanduser(value)):
+            places[name] = os.path.abspath(os.path.expanduser(value))
     return config.with_(**{**redacted(config.settings()), **places})
 
 

@@ -98,7 +98,7 @@ def find(name: str = "") -> Finished:
         if not there:
             raise UsageError(f"no finished run in {root}", cure="python train.py makes one; or name the run's directory")
         return read(max(there, key=lambda path: (path / "result.json").stat().st_mtime))
-    for directory in (Path(name).expanduser(), root / name):
+    for directory in (Path(os.path.expanduser(name)), root / name):
         if directory.is_dir():
             return read(directory)
     raise UsageError(f"no run {name!r}{nearest(name, [path.name for path in there])}", where="command line",

@@ -24,7 +24,7 @@ def base_directory(config: TrainConfig) -> Path:
     if config.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for whatever else would ask the hub: transformers, peft
     directory = model_directory(config)
-    if directory is None or not (config.is_demo or Path(config.model_name).expanduser().is_dir()):
+    if directory is None or not (config.is_demo or Path(os.path.expanduser(config.model_name)).is_dir()):
         directory = _snapshot(config)
     check_weights(directory)
     return directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,7 +271,7 @@ def model_directory(config: TrainConfig) -> Path | None:
     name, where = config.model_name, config.sources.get("model_name", "")
     if config.is_demo:
         return DEMO_BASE
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise _no_model(path, where)
@@ -299,7 +300,7 @@ def _no_model(path: Path, where: str) -> UsageError:
     base = read_config(adapter, "adapter_config.json").get("base_model_name_or_path") or "the model that it was trained on"
     further = f"; to train it further, the command of its run with --run_name {run.name} --resume force and more --max_steps"
     return UsageError(f"{path} is {'an adapter' if path == adapter else 'a run directory with an adapter'}, not a model directory", where=where,
-                      cure=f"--model_name {base}, its base, starts a new adapter" + further * (run / "config.resolved.yaml").is_file())
+                      cure=f"--model_name {base}, its base, starts a new adapter, and one that starts from this with --init_adapter {adapter}" + further * (run / "config.resolved.yaml").is_file())
 
 
 def described(config: TrainConfig) -> dict:

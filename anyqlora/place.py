@@ -218,6 +218,9 @@ def _named(config: TrainConfig, directory: Path, identity: dict) -> Path:
         identity = _as_many_processes(config, identity, old)
     if config.resume == "never" and (old is not None or Checkpoints(directory / "checkpoints").steps()):
         raise UsageError(f"{directory} already holds a run", where=where, cure="another --run_name, or leave out --resume never")
+    if config.init_adapter and config.resume == "force" and old is not None and old.get("init_adapter") != identity["init_adapter"]:
+        raise UsageError(f"{directory} did not start from {config.init_adapter}, and --resume force goes on from its own state", where=config.sources.get("init_adapter", ""),
+                         cure="another --run_name, or leave out init_adapter")
     if old is not None and old != identity and config.resume != "force":
         changed = [f"  {key}: {old.get(key)!r} there, {identity.get(key)!r} now"
                    for key in sorted({*old, *identity}) if old.get(key) != identity.get(key)]

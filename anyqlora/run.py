@@ -14,7 +14,7 @@ from typing import NamedTuple
 from . import starting
 from .audit import findings
 from .card import card
-from .checkpoint import ADAPTER, Content, Disk, read_adapter, replace, saved_by, size_and_hash, to_json, write_directory
+from .checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Disk, read_adapter, replace, saved_by, size_and_hash, to_json, write_directory
 from .data import Batch, Data, Stream, halved
 from .describe import described, environment
 from .errors import DiskFull, NonFinite, OutOfMemory, RunError, UsageError
@@ -358,8 +358,10 @@ class Run:
         config = self.config
         if not config.init_adapter:
             return None
-        self.console.say(f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}")
-        return self.ranks.told_arrays(read_adapter(starting.directory(config) / ADAPTER) if self.ranks.is_first else None)
+        directory = starting.directory(config)
+        made_for = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+        self.console.say(f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, trained on {made_for}")
+        return self.ranks.told_arrays(read_adapter(directory / ADAPTER) if self.ranks.is_first else None)
 
     def best_adapter(self) -> dict | None:
         """What was learned at the step that `keep best` ends with, {name: array}; None where that is the last step anyway."""

@@ -43,7 +43,7 @@ class TrainConfig:
     lora_alpha: float = setting(32.0, "scale of the adapters, times rank", above=0)
     lora_dropout: float = setting(0.1, "dropout on the adapters' input", low=0, high=0.999)
     lora_target_modules: str = setting("all", "all: every linear layer; default: PEFT's choice; a comma-separated list; or a regex of module names", also=("target_modules",))
-    init_adapter: str = setting("", "adapter to start from, whose rank, alpha and targets are taken: directory of a run or of an adapter, or hub id of one that has been downloaded", also=("adapter_name_or_path", "lora_model_dir"))
+    init_adapter: str = setting("", "adapter to start from, whose rank, alpha, targets, dropout and chat template are taken: directory of a run or of an adapter, or hub id of one that has been downloaded", also=("adapter_name_or_path", "lora_model_dir"))
 
     # Model and data
     model_name: str = setting("", "directory or hub id of the base model", also=("model", "model_name_or_path"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -59,7 +60,7 @@ class Source:
 
 def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
     """[(source, weight)] of "a.jsonl=2,b.jsonl=0.5". A spec that is itself a path is one source."""
-    if Path(spec).expanduser().exists():
+    if Path(os.path.expanduser(spec)).exists():
         return [(spec, 1.0)]
     found = []
     for part in filter(None, (part.strip() for part in spec.split(","))):
@@ -79,7 +80,7 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
 def placed(spec: str, otherwise: Callable[[str], str]) -> str:
     """The same specification with whole paths, so that it can be read from anywhere; `otherwise` gives what is no file here."""
     def whole(name: str) -> str:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         return str(path.absolute()) if path.exists() and name not in MADE_HERE else otherwise(name)
 
     found = [(whole(name), weight) for name, weight in weighted(spec)] if spec else []
@@ -95,7 +96,7 @@ def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | 
 
     Raises UsageError for what is no source at all.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name == "demo":
         return DEMO / ("heldout.jsonl" if held_out else "train.jsonl")
     if name == "dummy":

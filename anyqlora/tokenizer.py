@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ def load(name: str, trust_remote_code: bool = False, revision: str = "main", off
     with uncollected("transformers"):
         from transformers import AutoTokenizer
 
-    local = DEMO if name == "demo" else Path(name).expanduser()
+    local = DEMO if name == "demo" else Path(os.path.expanduser(name))
     here = local.exists()
     try:
         found = AutoTokenizer.from_pretrained(str(local) if here else name, trust_remote_code=trust_remote_code, revision=revision,

@@ -148,7 +148,7 @@ def test_an_adapter_or_a_run_in_place_of_a_model_is_refused_with_what_is_possibl
     assert main(["plan", "--model_name", str(finished / part)]) == 2
     said = capsys.readouterr().err
     assert f"--model-name: {finished / part} is {'an adapter' if part else 'a run directory with an adapter'}, not a model directory" in said
-    assert f"cure: --model_name {DEMO_BASE}, its base, starts a new adapter; to train it further" in said
+    assert f"cure: --model_name {DEMO_BASE}, its base, starts a new adapter, and one that starts from this with --init_adapter" in said
     assert f"--run_name {finished.name} --resume force and more --max_steps" in said
     shutil.copytree(finished / "adapter", tmp_path / "alone" / "mine")
     assert main(["plan", "--model_name", str(tmp_path / "alone" / "mine")]) == 2

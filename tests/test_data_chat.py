@@ -252,7 +252,7 @@ def test_a_stated_template_writes_what_its_models_read(name, tokenizer, tmp_path
 
 
 def test_a_template_writes_no_begin_token_that_the_model_has_not(tmp_path):
-    for special in ({}, {"bos_token": "</s>"}):  # as Qwen's, and as GPT-2's, whose one token is both
+    for special in ({}, {"bos_token": "</s>"}, {"bos_token": "<|im_start|>"}):  # as Qwen's; as GPT-2's, whose one token is both; as SmolLM2-Instruct's
         tokens = PreTrainedTokenizerFast(tokenizer_object=byte_level(None).backend_tokenizer, eos_token="</s>", pad_token="<pad>", **special)
         chat_template.put(tokens, settings("none", chat_template="zephyr"))
         assert tokens.apply_chat_template(DIALOGUE, tokenize=False) == WRITTEN["zephyr"]
@@ -268,7 +268,7 @@ def test_a_file_takes_the_place_of_the_tokenizers_own_template(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "told"), [
-    (None, "cannot be read: No such file"), ("", "an empty chat template"), ("{% for m in messages %}\n{{ m.role }", "mine.jinja:2: not a Jinja template"),
+    (None, "cannot be read: No such file"), ("{{ 1 / 0 }}{{ messages[0].role }", "mine.jinja:1: not a Jinja template"), ("", "an empty chat template"), ("{% for m in messages %}\n{{ m.role }", "mine.jinja:2: not a Jinja template"),
     (b"\xff\xfe", "mine.jinja: not UTF-8")])
 def test_a_template_that_cannot_be_used(content, told, tmp_path):
     path = tmp_path / "mine.jinja"

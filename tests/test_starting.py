@@ -102,6 +102,32 @@ def test_another_start_is_another_run(first, copied, tmp_path):
         runs.run(tmp_path, **{**SMALL, "init_adapter": str(copied)})
 
 
+def test_a_forced_run_does_not_start_again(first, tmp_path):
+    settings = {**SMALL, **OWN, "max_steps": 1}
+    runs.run(tmp_path, **settings)
+    with pytest.raises(UsageError, match="did not start from .*, and --resume force goes on from its own state"):
+        runs.run(tmp_path, **{**settings, "max_steps": 2, "init_adapter": str(first), "resume": "force"})
+    assert "init_adapter" not in json.loads((tmp_path / "run" / "identity.json").read_text())
+
+
+def test_a_run_is_found_again_from_anywhere(first, tmp_path, monkeypatch):
+    """Names of directories that were given from where the run was made."""
+    shutil.copytree(first / "adapter", tmp_path / "theirs")
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    monkeypatch.chdir(tmp_path)
+    settings = {**SMALL, "max_steps": 1, "init_adapter": "theirs", "chat_template": "mine.jinja"}
+    directory = runs.run("out", **settings).absolute()
+    monkeypatch.chdir(first)
+    again = resolve({"config": str(directory / "config.resolved.yaml")}, environ={}, said="test")
+    assert (again.init_adapter, again.chat_template) == (str(tmp_path / "theirs"), str(tmp_path / "mine.jinja"))
+
+
+def test_the_template_of_the_adapter_is_taken(copied):
+    (copied / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert asked(copied).chat_template == str(copied / "chat_template.jinja")
+    assert asked(copied, chat_template="zephyr").chat_template == "zephyr"
+
+
 def test_mlx_starts_from_it_too(first, tmp_path):
     pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
     second = runs.run(tmp_path, **{**SMALL, "backend": "mlx", "lr": 0, "max_steps": 1, "init_adapter": str(first)})
@@ -124,16 +150,34 @@ def test_what_contradicts_it(settings, told, first):
 def test_what_is_stated_and_does_not_contradict_it(first):
     config = asked(first, lora_rank=4, lora_dropout=0.3, train_type="custom_qlora")
     assert (config.lora_rank, config.lora_alpha, config.lora_dropout, config.adapter, config.quantizer) == (4, 12, 0.3, "lora", "nf4")
+    assert asked(first, adapter="auto").adapter == "lora"
     assert config.sources["lora_alpha"].endswith("adapter_config.json") and config.sources["lora_rank"] == "test"
 
 
 @pytest.mark.parametrize(("changes", "error", "told"), [
     ({"peft_type": "IA3"}, NotBuilt, "to start from a IA3 adapter"), ({"rank_pattern": {"q_proj": 8}}, NotBuilt, 'rank_pattern {"q_proj": 8}'),
     ({"bias": "all"}, NotBuilt, 'bias "all"'), ({"modules_to_save": ["lm_head"]}, NotBuilt, "modules_to_save"), ({"r": "many"}, UsageError, "lora_rank: 'many' is not a whole number"),
-    ({"target_modules": None}, UsageError, "lora_target_modules: None is not a value")])
+    ({"init_lora_weights": "pissa_niter_4"}, NotBuilt, 'init_lora_weights "pissa_niter_4"'), ({"init_lora_weights": "olora"}, NotBuilt, "init_lora_weights"),
+    ({"use_dora": True, "use_rslora": True}, NotBuilt, "use_dora true, use_rslora true"), ({"target_modules": None}, UsageError, "lora_target_modules: None is not a value")])
 def test_an_adapter_that_is_not_as_ours(changes, error, told, copied):
     with pytest.raises(error, match=told):
         asked(edited(copied, **changes))
+
+
+@pytest.mark.parametrize("changes", [
+    {"target_modules": ["c_attn", "q_proj", "query_key_value", "layers.0.mlp.down_proj", "down_proj"]}, {"fan_in_fan_out": True}, {"init_lora_weights": "gaussian"}])
+def test_what_peft_passes_by_is_passed_by(changes, first, copied, tmp_path):
+    second = runs.run(tmp_path, **{**SMALL, "lr": 0, "max_steps": 1, "init_adapter": str(edited(copied, **changes))})
+    same(second, first / "adapter")
+
+
+def test_a_checkpoint_whose_adapter_acts_on_another_base(tmp_path):
+    directory = runs.run(tmp_path, **{**SMALL, "adapter": "pissa", "lora_rank": 2, "max_steps": 1})
+    with pytest.raises(UsageError, match="is a checkpoint of a run with adapter pissa"):
+        asked(directory / "checkpoints" / "step-000001")
+    again = runs.run(tmp_path, "again", **{**SMALL, "lr": 0, "max_steps": 1, "init_adapter": str(directory)})
+    same(again, directory / "adapter")
+    assert runs.evaluations(again)[0]["loss"] == pytest.approx(runs.evaluations(directory)[-1]["loss"], rel=1e-4)
 
 
 def test_a_directory_that_is_no_adapter(first, copied, tmp_path):
@@ -145,7 +189,11 @@ def test_a_directory_that_is_no_adapter(first, copied, tmp_path):
         with pytest.raises(UsageError) as found:
             asked(directory)
         assert told in f"{found.value} {found.value.cure}"
-    (copied / "adapter_model.safetensors").unlink()
+    (copied / "adapter_model.safetensors").rename(copied / "adapters.safetensors")
+    with pytest.raises(UsageError) as found:
+        asked(copied)
+    assert f"export {copied} --to peft" in found.value.cure
+    (copied / "adapters.safetensors").unlink()
     with pytest.raises(UsageError, match=r"no adapter_model.safetensors in"):
         asked(copied)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from .. import tables
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     from ..on_torch.packed_files import packing, write
 
-    original = str(directory.absolute()) if config.is_demo or Path(model).expanduser().is_dir() else model
+    original = str(directory.absolute()) if config.is_demo or Path(os.path.expanduser(model)).is_dir() else model
     base = original if kind in tables.AFFINE else ""  # nf4 is what PEFT and transformers read themselves
     done = write(directory, Path(out), packing(config), base=base)
     print(printable(f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {shown(done['bytes'])}"))

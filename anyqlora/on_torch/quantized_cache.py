@@ -62,7 +62,7 @@ class QuantizedCache:
     @cached_property
     def path(self) -> Path:
         asked, key = self.config.quantized_cache, fingerprint.of_text(json.dumps(self.made_of, sort_keys=True))
-        root = Path(asked).expanduser() if isinstance(asked, str) else fingerprint.memory_file().with_name("quantized")
+        root = Path(os.path.expanduser(asked)) if isinstance(asked, str) else fingerprint.memory_file().with_name("quantized")
         name = re.sub(r"[^\w.-]+", "-", Path(self.config.model_name).name) or "model"
         return root / f"{name}-{self.config.quantizer}-{key[:16]}"
 
