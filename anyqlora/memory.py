@@ -18,6 +18,7 @@ GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for ch
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 256 << 20, 512 << 20, 128_000  # of the logits that are made at a time
 LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
+SCORES_ON_MLX = 128 << 20  # of the pairs of tokens of the heads that attention looks at together
 COMPILED, OF_PRODUCT = 128, 600 << 10  # products in 16 bits that oneDNN may keep (heap.py), two or three lengths with 40 or 50 shapes each; bytes
 TAKE_ATTENTION = ("o_proj", "dense", "out_proj")  # the linear that attention's output goes into, as architectures name it
 ROWS = 512  # tokens whose sums in int32 are there at a time: they stay in a processor's caches
@@ -279,10 +280,8 @@ def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def scores_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """What attention keeps of each pair of tokens, [B, heads, T, T]. Eager: capped, softmax, and in 16 bits its copy; MLX: the softmax,
-    as where a gradient is asked its kernel (ScaledDotProductAttention::use_fallback, mlx 0.32) makes way for plain products."""
-    width = 2 * FULL if shapes.eager_attention else Widths.of(config).computed if config.backend == "mlx" else 0
-    return config.batch_size * shapes.heads * config.context_length**2 * width
+    """What eager attention keeps of each pair of tokens, [B, heads, T, T]: capped, softmax, and in 16 bits its copy."""
+    return config.batch_size * shapes.heads * config.context_length**2 * 2 * FULL if shapes.eager_attention else 0
 
 
 def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -320,11 +319,14 @@ def in_c(shapes: Shapes, config: TrainConfig) -> bool:
 
 
 def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Per token and layer: gate, act(gate) and up, or the one that act takes (their product is down_proj's input); native: gate and up.
+    """Per token and layer: gate, act(gate) and up, or the one that act takes (their product is down_proj's input); native: gate and up;
+    MLX, which makes act of several operations: silu's sigmoid, or three steps of gelu, too.
 
     Experts keep their outputs before and after weighting too; they are not linear modules, so autocast makes them 16 bits.
     """
     width, values = Widths.of(config), 3 if shapes.gated else 1
+    if config.backend == "mlx":
+        values += 1 if shapes.silu_gate or (shapes.fused_qkv and shapes.gated) else 3
     if not shapes.experts:
         return width.inner * (2 if config.kernels == "native" and shapes.silu_gate else values) * shapes.intermediate
     routed = width.computed * shapes.experts_per_token * (values * shapes.intermediate + 2 * shapes.hidden) + FULL * shapes.hidden
@@ -419,13 +421,16 @@ def chunk_width(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """Backward of one layer: its largest weight dequantized, the MLP's gradients; MLX: of each pair of tokens the scores, and the
-    gradients of softmax and scores."""
+    """Backward of one layer: its largest weight dequantized, the MLP's gradients; MLX, which has up to ten operations under way, of those
+    four times as much, or where that is more, of the pairs of tokens the scores, their softmax and the gradients of both, or twice as much
+    of those that attention looks at together."""
     width, tokens = Widths.of(config), config.batch_size * config.context_length
     weight = max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed if config.quantizer != "none" else 0
     gradients = 2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
-    pairs = 3 * scores_bytes(shapes, config) if config.backend == "mlx" else 0
-    return weight + gradients + pairs + rounding_bytes(shapes, config)
+    if config.backend == "mlx":
+        one = config.context_length**2 * width.computed  # head
+        gradients = max(4 * gradients, min(4 * config.batch_size * shapes.heads * one, 8 * max(SCORES_ON_MLX, one)))
+    return weight + gradients + rounding_bytes(shapes, config)
 
 
 def rounding_bytes(shapes: Shapes, config: TrainConfig) -> int:

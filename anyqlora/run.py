@@ -399,6 +399,7 @@ class Run:
             "adjustments": [asdict(a) for a in plan.adjustments],
             "eval": {"before": progress.before, "after": self.after} if self.after else None,
         }
+        self._compare_held_out()
         self.opened.close()
         try:
             replace(self.directory / IDENTITY, to_json(self.place.identity), self.disk)  # of a forced run that stopped before any checkpoint
@@ -408,6 +409,14 @@ class Run:
             raise self._unfinished(RESULT, error) from None
         self.console.report(self.directory)
         return result
+
+
+    def _compare_held_out(self) -> None:
+        """Say when the held-out rows have gained nothing: a falling training loss does not tell."""
+        before, after = self.progress.before, self.after
+        if before and after and not is_better(after, before):
+            self.console.warn(f"the held-out loss was {before['loss']:.4f} before step 1 and is {after['loss']:.4f} after step {after['step']}: on rows that it was "
+                              "not trained on the model is no better than it was; a lower --learning_rate, fewer epochs, or --keep best with --eval_steps may help")
 
 
 def without_samples(found: dict | None) -> dict | None:

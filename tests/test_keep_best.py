@@ -50,7 +50,7 @@ def shown(directory):
     return stream.getvalue()
 
 
-def test_the_best_step_is_written_and_named(wrecked, tmp_path):
+def test_the_best_step_is_written_and_named(wrecked, tmp_path, capfd):
     directory = runs.run(tmp_path, **wrecked)
     seen = losses(directory)
     best = min(seen, key=seen.get)
@@ -62,6 +62,7 @@ def test_the_best_step_is_written_and_named(wrecked, tmp_path):
     assert f"| optimizer steps, rows per step | {best}, 4 |" in (directory / "adapter/README.md").read_text()
     assert f"| trained tokens | {kept.read(best).state['tokens_trained']} |" in (directory / "adapter/README.md").read_text()
     assert f"after step {best}" in shown(directory)
+    assert "no better than it was" not in capfd.readouterr().err, "what is written is the best step, and better than the base"
 
 
 def test_the_last_step_may_be_the_best(best, tmp_path):

@@ -299,12 +299,13 @@ def test_more_than_stays_resident_is_told_once_and_limits_are_put_back(tmp_path,
                                   pytest.param({"use_gradient_checkpointing": True}, marks=pytest.mark.slow),
                                   pytest.param({"adapter": "dora"}, marks=pytest.mark.slow)], ids=["fp32", "affine4", "checkpointed", "dora"])
 def test_memory_is_predicted_and_measured(tmp_path, more):
-    """Of rows that are mostly shorter than the plan takes them to be."""
+    """Of rows that fill the context, as the plan takes them to."""
     base = tiny_models.make(tmp_path / "base", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
-    run = runs.run(tmp_path, **{**MLX, "model_name": str(base), "batch_size": 8, "max_steps": 1, "gradient_accumulation_steps": 1, **more})
+    run = runs.run(tmp_path, **{**MLX, "model_name": str(base), "context_length": 48, "batch_size": 8, "max_steps": 1,
+                                "gradient_accumulation_steps": 1, **more})
     result = runs.result(run)
     print("planned", memory.shown(result["planned_memory_bytes"]), "measured", memory.shown(result["peak_memory_bytes"]))
-    assert 0.6 < result["peak_memory_bytes"] / result["planned_memory_bytes"] < 1.25
+    assert 0.8 < result["peak_memory_bytes"] / result["planned_memory_bytes"] < 1.25
 
 
 @pytest.mark.parametrize(("settings", "said"), [

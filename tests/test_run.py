@@ -260,7 +260,10 @@ def test_evaluation_equals_a_plain_forward_over_each_row(tmp_path):
     assert runs.evaluations(directory)[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
 
 
-def test_early_stopping(tmp_path):
+NOTHING_GAINED = "the model is no better than it was"
+
+
+def test_early_stopping(tmp_path, capfd):
     directory = runs.run(tmp_path, **{**HELD_OUT, "lr": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "early_stopping": 2, "max_steps": 40,
                                       "save_steps": 0, "grad_norm": 100})
     losses = [e["loss"] for e in runs.evaluations(directory)[1:]]
@@ -268,6 +271,15 @@ def test_early_stopping(tmp_path):
     assert stopped_at < 40
     best = losses.index(min(losses[:-1]))
     assert stopped_at == 2 * (best + 1 + 2)
+    before, after = (runs.evaluations(directory)[at] for at in (0, -1))
+    assert after["loss"] > before["loss"] and f"{before['loss']:.4f} before step 1 and is {after['loss']:.4f} after step {stopped_at}" in (said := capfd.readouterr().err)
+    assert said.count(NOTHING_GAINED) == 1
+
+
+def test_a_run_that_helps_is_not_warned_of(tmp_path, capfd):
+    directory = runs.run(tmp_path, **{**HELD_OUT, "lr": 1e-3})
+    assert runs.result(directory)["eval"]["after"]["loss"] < runs.result(directory)["eval"]["before"]["loss"]
+    assert NOTHING_GAINED not in capfd.readouterr().err
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_three_end_the_run(tmp_path):

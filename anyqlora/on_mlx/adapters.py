@@ -43,7 +43,8 @@ def _of_added(primals, cotangent, output):
 
 def gradients(x: mx.array, factor: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
     """Of x F^T: those by x, in x's dtype, and by F, in float32."""
-    return cotangent @ factor.astype(x.dtype), summed(cotangent, x)
+    of_factor = summed(cotangent, x)
+    return mx.depends([cotangent @ factor.astype(x.dtype)], [of_factor])[0], of_factor
 
 
 def summed(gradient: mx.array, x: mx.array) -> mx.array:

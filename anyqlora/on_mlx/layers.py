@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
+from .attention import scores_made_again
 from .quantizers import Nf4Linear, UnpackedLinear
 
 
@@ -46,7 +47,8 @@ def recompute(block: nn.Module) -> None:
         def __call__(self, x, *others, **named):
             def forward(trained, x):
                 self.update(trained)
-                return kind.__call__(self, x, *others, **named)
+                with scores_made_again():  # here too, as this runs again when the loss has long returned
+                    return kind.__call__(self, x, *others, **named)
 
             return mx.checkpoint(forward)(self.trainable_parameters(), x)
 

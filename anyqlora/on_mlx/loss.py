@@ -12,6 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..data import IGNORE, Batch
+from .attention import scores_made_again
 
 SHARES = 8  # of a padded micro-batch's tokens: those that are trained are counted in whole ones, so that there are few shapes
 NEAR, NEAR_IN_16_BITS = 1e-4, 0.03  # of the largest logit: how near those of some tokens are to the model's own
@@ -75,7 +76,8 @@ class WholeLoss:
     def run(self, given: Inputs) -> mx.array:
         """The model's logits [B, T, V]. Rows are padded on the right, so under causal attention padding reaches no trained token."""
         cache = None if given.segments is None else [Documents(given.segments)] * len(self.model.layers)
-        return self.model(given.ids, cache=cache)
+        with scores_made_again():
+            return self.model(given.ids, cache=cache)
 
 
 class TrainedTokenLoss(WholeLoss):
