@@ -113,22 +113,23 @@ def test_backward_keeps_no_weight_that_forward_unpacked(adapter, quantizer, drop
         assert taken(lambda step=step: mx.eval(step(values, x)))[2] < COUNT / 3 * 4 * 256 * 256
 
 
-@pytest.mark.parametrize(("precision", "checkpointing", "mib"), [("fp32", False, 128), ("fp32", False, 8), ("fp32", True, 8),
-                                                                 pytest.param("bf16", True, 128, marks=pytest.mark.slow)])
-def test_what_attention_takes_for_pairs_of_tokens_is_planned(tmp_path, monkeypatch, precision, checkpointing, mib):
+@pytest.mark.parametrize(("precision", "checkpointing", "mib", "compiled"), [
+    ("fp32", False, 128, False), ("fp32", False, 8, False), ("fp32", True, 8, False), pytest.param("bf16", True, 128, False, marks=pytest.mark.slow),
+    pytest.param("fp32", False, 128, True, marks=pytest.mark.slow), pytest.param("fp32", False, 8, True, marks=pytest.mark.slow)])
+def test_what_attention_takes_for_pairs_of_tokens_is_planned(tmp_path, monkeypatch, precision, checkpointing, mib, compiled):
     """Of long rows it is most of what a step needs: 32 MiB for each array of the scores of all heads, of which backward has four."""
     monkeypatch.setattr(memory, "SCORES_ON_MLX", mib << 20)
     base = tiny_models.make(tmp_path, "llama", num_attention_heads=8, num_hidden_layers=3, max_position_embeddings=1024)
     settings = {"precision": precision, "context_length": 1024, "batch_size": 1, "use_gradient_checkpointing": checkpointing}
 
     def step():
-        runtime, batch = begun(base, monkeypatch, **settings)
+        runtime, batch = begun(base, monkeypatch, compiled, **settings)
         runtime.backward(batch, 1024)
         return runtime.plan.memory
 
     planned, _, most = taken(step)
     print("planned", planned.total, planned.peak)
-    assert 0.8 < most / planned.total < 1.2
+    assert (0.7 if compiled else 0.8) < most / planned.total < 1.2, "compiled, operations on single numbers are one, which the plan does not count on"
     assert mib > 32 or most < 80 << 20
 
 
