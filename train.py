@@ -123,7 +123,7 @@ def torch_loop(run) -> dict:
         if run.due("save", step):
             run.save(step + 1, lambda: snapshot(runtime, built))
 
-    if run.data.held_out:
+    if run.ends_unevaluated:
         run.evaluate(run.last_step, evaluation)
     restore_best(runtime, run)
     sha256 = run.write_finished(*finished(runtime, built, run))
@@ -180,7 +180,7 @@ def mlx_loop(run) -> dict:
         if run.due("save", step):
             run.save(step + 1, lambda: snapshot(runtime, built))
 
-    if run.data.held_out:
+    if run.ends_unevaluated:
         run.evaluate(run.last_step, evaluation)
     restore_best(runtime, run)
     sha256 = run.write_finished(*finished(runtime, built, run))

@@ -17,7 +17,8 @@ class Progress:
     loop_seconds: float = 0.0  # of these in steps
     saving_seconds: float = 0.0
     before: dict | None = None  # the evaluation before the first step
-    best: dict | None = None  # the best evaluation since: {"step", "loss", ...}
+    after: dict | None = None  # the last one since: {"step", "loss", ...}
+    best: dict | None = None  # the best one since
     kept: dict | None = None  # the best one whose step has a checkpoint
     without_improvement: int = 0  # evaluations since the best one
     pending_evaluation: bool = False  # a signal dropped the evaluation after `step`: it comes first
@@ -36,7 +37,7 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict) -> Progress:
         found = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
-        found.before, found.best, found.kept = map(with_numbers, (found.before, found.best, state.get("kept", found.best)))
+        found.before, found.after, found.best, found.kept = map(with_numbers, (found.before, found.after, found.best, state.get("kept", found.best)))
         return found
 
     def to_state(self) -> dict:

@@ -56,7 +56,7 @@ class Run:
         if self.finished:
             return
         self.progress = Progress.from_state(self.restored.state) if self.restored else Progress()
-        self.first_step, self.after = self.progress.step, None
+        self.first_step, self.after = self.progress.step, self.progress.after
         self.saved_step = self.first_step  # or as near to it as the disk allows
         self.learned = self.progress  # of the step whose weights are written in the end
         self.spikes = Spikes(self.config.spike_guard, self.progress.recent_losses)
@@ -154,6 +154,11 @@ class Run:
     @property
     def stops_early(self) -> bool:
         return 0 < self.config.early_stopping <= self.progress.without_improvement
+
+    @property
+    def ends_unevaluated(self) -> bool:
+        """Whether the held-out rows have not seen the last step yet: an evaluation that ended the run early has shown it to them."""
+        return bool(self.data.held_out) and (self.after is None or self.after["step"] != self.last_step)
 
     def check_room(self, trained_numbers: int) -> None:
         """Raises DiskFull when what the run will write clearly does not fit."""
@@ -299,7 +304,7 @@ class Run:
         if step == 0:
             progress.before = without_samples(found)
             return
-        self.after = {"step": step, **without_samples(found)}
+        self.after = progress.after = {"step": step, **without_samples(found)}
         progress.evaluated(self.after)
         if step == self.first_step:  # its checkpoint is what the run goes on from
             progress.kept = self._kept(step)

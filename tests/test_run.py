@@ -269,11 +269,23 @@ def test_early_stopping(tmp_path, capfd):
     losses = [e["loss"] for e in runs.evaluations(directory)[1:]]
     stopped_at = runs.result(directory)["steps"]
     assert stopped_at < 40
-    best = losses.index(min(losses[:-1]))
-    assert stopped_at == 2 * (best + 1 + 2)
+    assert stopped_at == 2 * (losses.index(min(losses)) + 1 + 2)
+    assert [e["step"] for e in runs.evaluations(directory)] == list(range(0, stopped_at + 1, 2)), "each step once, the last one too"
     before, after = (runs.evaluations(directory)[at] for at in (0, -1))
     assert after["loss"] > before["loss"] and f"{before['loss']:.4f} before step 1 and is {after['loss']:.4f} after step {stopped_at}" in (said := capfd.readouterr().err)
     assert said.count(NOTHING_GAINED) == 1
+
+
+def test_a_run_that_stopped_early_and_died_before_it_was_written_ends_as_one_that_did_not(tmp_path, monkeypatch):
+    settings = {**HELD_OUT, "lr": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "early_stopping": 1, "max_steps": 40, "save_steps": 0, "grad_norm": 100}
+    whole = runs.run(tmp_path, "whole", **settings)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Run, "write_finished", lambda *_: 1 / 0)
+        runs.run(tmp_path, **settings)
+    directory = runs.run(tmp_path, **settings)
+    assert runs.result(whole)["steps"] < 40 and runs.result(directory)["eval"] == runs.result(whole)["eval"]
+    ours, theirs = ([(e["step"], e["loss"]) for e in runs.evaluations(one)] for one in (directory, whole))
+    assert ours == theirs
 
 
 def test_a_run_that_helps_is_not_warned_of(tmp_path, capfd):
