@@ -423,13 +423,14 @@ def chunk_width(shapes: Shapes, config: TrainConfig) -> int:
 def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """Backward of one layer: its largest weight dequantized, the MLP's gradients; MLX, which has up to ten operations under way, of those
     four times as much, or where that is more, of the pairs of tokens the scores, their softmax and the gradients of both, or twice as much
-    of those that attention looks at together."""
+    of those that attention looks at together (eager: of all)."""
     width, tokens = Widths.of(config), config.batch_size * config.context_length
     weight = max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed if config.quantizer != "none" else 0
     gradients = 2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
     if config.backend == "mlx":
         one = config.context_length**2 * width.computed  # head
-        gradients = max(4 * gradients, min(4 * config.batch_size * shapes.heads * one, 8 * max(SCORES_ON_MLX, one)))
+        pairs = min(4 * config.batch_size * shapes.heads * one, 8 * max(SCORES_ON_MLX, one))
+        gradients = max(4 * gradients, 3 * scores_bytes(shapes, config) if shapes.eager_attention else pairs)
     return weight + gradients + rounding_bytes(shapes, config)
 
 

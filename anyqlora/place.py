@@ -198,6 +198,8 @@ def _take_up(found: Place, identity: dict | None, has_ended: bool) -> None:
                            cure="nothing was changed; another --run_name starts a new run")
     if found.restored and (has_ended or list(found.directory.glob(f"result-{found.restored.step:06d}*.json"))):
         found.restored.state["pending_evaluation"] = True
+    if found.restored and found.replaces:
+        found.restored.state["after"] = None  # it may have been of other rows
     for swept in (found.directory, checkpoints.directory):
         sweep(swept, checkpoints.disk)
 

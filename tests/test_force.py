@@ -11,6 +11,8 @@ from anyqlora.checkpoint import Checkpoints, Disk
 from anyqlora.errors import DiskFull, NoCheckpoint, UsageError
 from anyqlora.finished import read
 from anyqlora.place import IDENTITY
+from anyqlora.run import Run
+from anyqlora.sources import DEMO
 
 CONSTANT = {**SMALL, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": 3}  # a rate that does not ask how many steps there will be
 
@@ -104,6 +106,19 @@ def test_a_run_without_a_step_left_is_not_forced(finished):
     with pytest.raises(UsageError, match="3 steps are done, and with these settings the run has 3(.|\n)*--max_steps"):
         runs.run(finished.parent, **{**CONSTANT, "lr": 9e-4, "resume": "force"})
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+def test_a_forced_run_is_evaluated_on_its_own_rows(tmp_path, monkeypatch):
+    """Where the one before had stopped early and died before its end."""
+    settings = {**CONSTANT, "eval_dataset": "demo", "eval_steps": 1, "exact_match": False, "eval_batch_size": 32, "lr": 0.5, "early_stopping": 1, "max_steps": 8}
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Run, "write_finished", lambda *_: 1 / 0)
+        runs.run(tmp_path, **settings)
+    others = tmp_path / "others.jsonl"
+    others.write_text("".join((DEMO / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))
+    directory = runs.run(tmp_path, **{**settings, "eval_dataset": str(others), "resume": "force"})
+    before, after = runs.evaluations(directory)[-2:]
+    assert before["step"] == after["step"] == runs.result(directory)["steps"] and before["loss"] != after["loss"] == runs.result(directory)["eval"]["after"]["loss"]
 
 
 def test_a_forced_run_that_stops_early_at_once_is_the_one_that_was_asked_for(tmp_path):

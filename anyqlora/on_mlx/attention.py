@@ -8,6 +8,7 @@ mlx 0.32). Those keep the softmax [B, heads, T, T] of every layer, and backward 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -77,8 +78,10 @@ def parts(queries: tuple, keys: tuple, width: int) -> list[tuple[tuple, tuple]]:
     if fitting >= heads:
         whole = [(slice(row, row + fitting // heads), slice(None)) for row in range(0, rows, fitting // heads)]
         return list(zip(whole, whole, strict=True))
-    groups = max(fitting // group, 1) * group  # heads of whole groups
-    step = min(fitting, groups)
-    return [((slice(row, row + 1), slice(first, min(first + step, start + groups, heads))),
-             (slice(row, row + 1), slice(first // group, -(-min(first + step, start + groups, heads) // group))))
-            for row in range(rows) for start in range(0, heads, groups) for first in range(start, min(start + groups, heads), step)]
+    together, cuts = max(fitting // group, 1) * group, []  # heads of whole groups
+    for row, start in itertools.product(range(rows), range(0, heads, together)):
+        end = min(start + together, heads)
+        for first in range(start, end, fitting):  # more than one only where a group does not fit
+            last = min(first + fitting, end)
+            cuts.append(((slice(row, row + 1), slice(first, last)), (slice(row, row + 1), slice(first // group, -(-last // group)))))
+    return cuts
