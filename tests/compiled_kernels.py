@@ -3,6 +3,7 @@
 The interpreter runs what a compiler may refuse. Run without TRITON_INTERPRET.
 """
 
+import itertools
 import sys
 
 import torch
@@ -29,8 +30,8 @@ def kernels(dtype: str, capability: int):
         for learns in (True, False):
             yield f"norm's backward {late=} {learns=}", rms_norm._backward, [x, x, x, "*fp32", x, "*fp32", INT, INT, FLOAT], {
                 "LATE": late, "LEARNS": learns, "WIDTH": 4096}, {"num_warps": 16, "enable_fp_fusion": False}
-    for back in (True, False):
-        yield f"rotate {back=}", rope._rotate, [x, x, x, x, INT, INT, INT], {"BACK": back, "HEADS": 32, "HALF": 64}, {"enable_fp_fusion": False}
+    for back, angles in itertools.product((True, False), {x, "*fp32"}):
+        yield f"rotate {back=} {angles=}", rope._rotate, [x, x, angles, angles, INT, INT, INT], {"BACK": back, "HEADS": 32, "HALF": 64}, {"enable_fp_fusion": False}
     yield "gate", swiglu._forward, [x, x, x, INT], {"BLOCK": swiglu.BLOCK}, {"enable_fp_fusion": False}
     yield "gate's backward", swiglu._backward, [x, x, x, x, x, INT], {"BLOCK": swiglu.BLOCK}, {"enable_fp_fusion": False}
     for columns in (True, False) if capability >= 89 else ():  # the first with float8

@@ -17,7 +17,7 @@ from anyqlora.errors import NotBuilt, UsageError
 from anyqlora.on_torch import build, device, flat
 from anyqlora.on_torch import loss as losses
 from anyqlora.on_torch.adapters.fused import fused_layers
-from anyqlora.on_torch.kernels import attention, deterministic, lora
+from anyqlora.on_torch.kernels import attention, deterministic, lora, native
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy, defined
 from anyqlora.on_torch.kernels.deterministic import DEVICES, REFUSE, WARN, begun, within
 
@@ -377,7 +377,7 @@ def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, t
     tell theirs only to the mask)."""
     own = {"use_sliding_window": True, "sliding_window": tiny_models.WINDOW, "max_window_layers": 0} if architecture == "qwen2_moe" else {}
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
-    assert started.runtime.loss.inputs is flat.flat and started.built.notes == []
+    assert started.runtime.loss.inputs.func is flat.flat and started.built.notes == []
     rows, device = started.run.data.train[:4], torch.device("cpu")
     trainable = list(started.built.trainable.values())
     found = []
@@ -418,6 +418,16 @@ def test_flat_rows_have_few_lengths():
     lengths = [tokens + flat.filler(tokens) for tokens in range(1, 4097)]
     assert all(tokens <= length < tokens + max(8, tokens / 16 + 1) for tokens, length in enumerate(lengths, 1))
     assert len({length for length in lengths if 1024 < length <= 2048}) == 16 and len(set(lengths)) < 120
+
+
+@pytest.mark.parametrize(("settings", "few"), [({}, False), ({"kernels": "portable"}, True), ({"fused": False}, True), ({"lora_target_modules": ["q_proj"]}, True)])
+def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(settings, few, tmp_path):
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), precision="bf16", **settings)
+    rows = started.run.data.train
+    batches = (data.padded([[row] for row in rows[:count]], 0) for count in range(2, 30))
+    batch = next(batch for batch in batches if flat.filler(batch.tokens) >= 16)
+    given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
+    assert given["input_ids"].numel() == batch.tokens + (flat.filler(batch.tokens) if few or not native.has("product") else -batch.tokens % 16)
 
 
 @pytest.mark.parametrize(("architecture", "own", "why"), [

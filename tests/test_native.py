@@ -74,6 +74,17 @@ def test_rotation_has_the_bits_of_its_definition(turns):
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("turns", [2, 1], ids=["positions of each row", "one for all rows"])
+def test_rotation_by_float32_angles_is_rounded_once(turns):
+    x, weight = drawn(2, 7, 3, 16), drawn(2, 7, 3, 16, seed=3)
+    cos, sin = (drawn(turns, 7, 16, seed=seed).float() + 1e-3 for seed in (1, 2))
+    ours, theirs = (with_gradients(lambda x, kernels=kernels: kernels.rotate(x, cos, sin), [x], weight) for kernels in (native, defined))
+    exact = with_gradients(lambda x: defined.rotate(x, cos.double(), sin.double()), [x.double()], weight)
+    for mine, other, true in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == other.dtype == torch.bfloat16 and true.dtype == torch.float64
+        assert all(bool(((made.double() - true).abs() <= 2.001 * ROUNDING * true.abs() + 1e-6).all()) for made in (mine, other))
+
+
 @pytest.mark.parametrize("width", [8, 20])
 def test_a_rotation_of_another_width_is_refused_and_not_read_past_its_end(width):
     x, cos, sin = drawn(1, 7, 3, 16), drawn(1, 7, width), drawn(1, 7, width, seed=1)
@@ -217,6 +228,45 @@ def test_modules_are_asked_what_they_do_without_their_weights():
     assert {name: model.get_submodule(name) for name in linears} == linears
     model(torch.arange(4)[None])
     assert set(read) == set(linears)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+def test_positions_are_turned_by_float32_angles(architecture, tmp_path):
+    """Those that the same model gives in float32 (Gemma 3's layers have two kinds), in a run that recomputes, too."""
+    base = tiny_models.make(tmp_path / "base", architecture)
+    started = tiny_models.Started(tmp_path, base, kernels="native", precision="bf16", use_gradient_checkpointing=True)
+    assert not any("angles" in note for note in started.built.notes)
+    layers = [module for module in started.model.modules() if isinstance(module, modules.Attention)]
+    seen = {module.layer_idx: [] for module in layers}
+    for module in layers:
+        module.rotate = lambda x, cos, sin, to=seen[module.layer_idx]: to.append((cos, sin)) or native.rotate(x, cos, sin)
+    (batch,) = started.run.stream[0]
+    started.runtime.loss(started.model, batch, torch.device("cpu")).backward()
+
+    given, _ = flat.flat(batch, torch.device("cpu"))
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    expected = {}
+    for module in whole.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_pre_hook(lambda module, _, options: expected.update({module.layer_idx: options["position_embeddings"]}), with_kwargs=True)
+    whole(given["input_ids"], position_ids=given["position_ids"])
+    assert len(layers) == len(expected) == 2
+    for layer, angles in seen.items():
+        assert len(angles) == 4  # q and k, and both again
+        assert all(a.dtype == torch.float32 and torch.equal(a, b) for both in angles for a, b in zip(both, expected[layer], strict=True))
+
+
+def test_angles_that_are_more_than_rounded_stay_as_they_are():
+    class OwnRotaryEmbedding(torch.nn.Module):
+        def forward(self, x, position_ids):
+            cos = (position_ids[..., None] * torch.ones(32)).float().cos()
+            return cos.to(x.dtype) + (0.0 if x.dtype == torch.float32 else 0.25), cos.to(x.dtype)
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)).bfloat16().eval()
+    model.model.rotary_emb = OwnRotaryEmbedding()
+    assert modules.install(model, "native") == ["OwnRotaryEmbedding rounds its angles: it is no rotation that is known here (1 modules)"]
+    cos, _ = model.model.rotary_emb(torch.zeros(1, 3, 64).bfloat16(), torch.arange(3)[None])
+    assert cos.dtype == torch.bfloat16 and not hasattr(cos, "exact")
 
 
 HALF = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}

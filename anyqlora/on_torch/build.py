@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,10 +18,11 @@ from ..layouts import read_config
 from ..prequantized import quantized_as
 from . import flat, rounding, weights
 from ._compat import quietly
-from .adapters.fused import fuse
+from .adapters.fused import all_fused, fuse
 from .device import room_for
 from .generate import evaluating
 from .heap import unmapping
+from .kernels import native
 from .kernels.cross_entropy import After
 from .kernels.probe import broken
 from .kernels.products import Float8, Int8, NativeInt8, NativeWhole, Whole
@@ -133,7 +135,7 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
         if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
             with runtime.autocast():
-                built.notes += unpadded(model, runtime, kernels)
+                built.notes += unpadded(built, runtime, kernels)
         if config.deterministic and runtime.device.type == "cuda":
             flat.make_deterministic(model)
     if config.frozen_products != "full" and sample:
@@ -163,12 +165,13 @@ def loss_for(model: nn.Module, rows: int, strategy, kernels: str) -> tuple[Calla
     return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows, kernels == "native"), ""
 
 
-def unpadded(model: nn.Module, runtime: Runtime, kernels: str) -> list[str]:
+def unpadded(built: Built, runtime: Runtime, kernels: str) -> list[str]:
     """Give the model rows without padding, all documents in one launch of attention where that is among the kernels. Returns why not."""
     in_one = kernels == "triton" and COMPUTE[runtime.plan.precision] != torch.float32
-    slow = flat.use(model, flat.VARLEN) if in_one else ""
-    why = flat.use(model, flat.NATIVE if kernels == "native" else flat.NAME) if slow or not in_one else ""
-    runtime.loss.inputs = flat.padded if why else flat.flat
+    slow = flat.use(built.model, flat.VARLEN) if in_one else ""
+    why = flat.use(built.model, flat.NATIVE if kernels == "native" else flat.NAME) if slow or not in_one else ""
+    in_c = kernels == "native" and native.has("product") and all_fused(built.model, built.quantizer.module_type)
+    runtime.loss.inputs = flat.padded if why else partial(flat.flat, is_compiled=not in_c)
     return [f"attention runs a document at a time: {slow}"] * bool(slow) + [f"rows are padded: {why}"] * bool(why)
 
 

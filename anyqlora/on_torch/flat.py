@@ -74,25 +74,26 @@ def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor],
     return inputs, tensor(batch.targets.reshape(-1), device)
 
 
-def flat(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def flat(batch: Batch, device: torch.device, is_compiled: bool = True) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are.
 
-    On a CPU tokens that nobody sees, since they come after all others, bring N to one of the few lengths that `filler` leaves: oneDNN
-    compiles its products for each, and keeps them.
+    On a CPU tokens that nobody sees, since they come after all others, bring N to one of the lengths that `filler` leaves, and few where a
+    product `is_compiled` for each: oneDNN's are, and kept.
     """
     own = batch.segments >= 0
     if not own.any() or own.all() and not batch.segments.any():  # a process that has no row in this step still takes part in it
         return padded(batch, device)
-    more = filler(batch.tokens) if device.type == "cpu" else 0
+    more = filler(batch.tokens, is_compiled) if device.type == "cpu" else 0
     ids, positions, targets = (tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
                                for of_batch, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE)))
     documents = (positions == 0).cumsum(0, dtype=torch.int32)  # counted where they start
     return {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": documents[None, None, None]}, targets
 
 
-def filler(tokens: int) -> int:
-    """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most."""
-    return -tokens % (1 << min(max(tokens.bit_length() - 5, 3), 6))
+def filler(tokens: int, is_compiled: bool = True) -> int:
+    """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most.
+    Not `is_compiled`: to a multiple of 16."""
+    return -tokens % ((1 << min(max(tokens.bit_length() - 5, 3), 6)) if is_compiled else 16)
 
 
 def tensor(array, device: torch.device) -> torch.Tensor:

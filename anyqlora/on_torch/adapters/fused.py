@@ -13,6 +13,7 @@ from ...layouts import sharing
 from ..kernels.lora import WHOLE, Linear, linears
 from ..kernels.products import Products
 from ..linears import is_linear
+from ..linears import linears as linear_layers
 
 DEFAULT = ["default"]  # PEFT's name of the one adapter
 PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit") if hasattr(lora, name))  # the latter where bitsandbytes is
@@ -112,3 +113,9 @@ def _is_plain(module: lora.LoraLayer, quantizer) -> bool:
 
 def fused_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, _Fused)]
+
+
+def all_fused(model: nn.Module, held: type) -> bool:
+    """Whether each frozen linear layer, `held` by a quantizer or plain, is in a fused one."""
+    inside = {id(layer.base_layer) for layer in fused_layers(model)}
+    return all(id(module) in inside for name, module in linear_layers(model, held).items() if "lora_" not in name)

@@ -16,14 +16,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x cos + (-x2, x1) sin, with x1 and x2 the halves of x [B, T, H, D]; cos, sin [B or 1, T, D] (Su et al. 2021)."""
-    x1, x2 = x.chunk(2, -1)
-    return x * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)
+    """x cos + (-x2, x1) sin, with x1 and x2 the halves of x [B, T, H, D]; cos, sin [B or 1, T, D] (Su et al. 2021).
+
+    Where these are float32 and x has 16 bits, the sum alone is rounded, to x's dtype.
+    """
+    exact = x.to(torch.promote_types(x.dtype, cos.dtype))
+    x1, x2 = exact.chunk(2, -1)
+    return (exact * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)).to(x.dtype)
 
 
-def is_whole(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether cos and sin turn all of each head, as kernels that read them by x's width have to know."""
-    return cos.shape[-1] == sin.shape[-1] == x.shape[-1]
+def is_angle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether cos and sin turn all of each head and are of x's dtype or float32, as kernels that read them by x's width have to know."""
+    return cos.shape[-1] == sin.shape[-1] == x.shape[-1] and cos.dtype == sin.dtype and cos.dtype in (x.dtype, torch.float32) and x.dtype != torch.float64
 
 
 class Rotation(torch.autograd.Function):

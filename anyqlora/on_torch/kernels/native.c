@@ -76,21 +76,33 @@ void rms_norm_backward(const bf16 *of_y, const bf16 *x, const bf16 *weight, cons
     }
 }
 
-/* Rotary positions of x [tokens, heads, 2 half] by cos and sin [positions, 2 half]; back: the transpose. */
-void rotate(const bf16 *x, const bf16 *cos, const bf16 *sin, bf16 *y, long tokens, long heads, long half, long positions, int back) {
+/* A head of `rotate`: by bf16 angles each product is rounded, by float32 ones the sum alone. */
+static inline __attribute__((always_inline)) void turned(const bf16 *x, const void *cos, const void *sin, bf16 *y, long half, int back, int exact) {
+#define ANGLE(angles, i) (exact ? ((const float *)(angles))[i] : up(((const bf16 *)(angles))[i]))
+#define PRODUCT(a, b) (exact ? (a) * (b) : round_to_bf16((a) * (b)))
+#pragma omp simd
+    for (long i = 0; i < half; i++) {
+        float a = up(x[i]), b = up(x[half + i]);
+        float into_first = back ? PRODUCT(b, ANGLE(sin, half + i)) : PRODUCT(-b, ANGLE(sin, i));
+        float into_second = back ? PRODUCT(-a, ANGLE(sin, i)) : PRODUCT(a, ANGLE(sin, half + i));
+        y[i] = down(PRODUCT(a, ANGLE(cos, i)) + into_first);
+        y[half + i] = down(PRODUCT(b, ANGLE(cos, half + i)) + into_second);
+    }
+#undef ANGLE
+#undef PRODUCT
+}
+
+/* Rotary positions of x [tokens, heads, 2 half] by cos and sin [positions, 2 half], bf16 or, exact, float32; back: the transpose. */
+void rotate(const bf16 *x, const void *cos, const void *sin, bf16 *y, long tokens, long heads, long half, long positions, int back, int exact) {
 #pragma omp parallel for schedule(static)
     for (long t = 0; t < tokens; t++) {
-        const bf16 *c = cos + (t % positions) * 2 * half, *s = sin + (t % positions) * 2 * half;
-        for (long h = 0; h < heads; h++) {
-            const bf16 *first = x + (t * heads + h) * 2 * half, *second = first + half;
-            bf16 *out = y + (t * heads + h) * 2 * half;
-#pragma omp simd
-            for (long i = 0; i < half; i++) {
-                float a = up(first[i]), b = up(second[i]);
-                float into_first = back ? b * up(s[half + i]) : -b * up(s[i]), into_second = back ? -a * up(s[i]) : a * up(s[half + i]);
-                out[i] = down(round_to_bf16(a * up(c[i])) + round_to_bf16(into_first));
-                out[half + i] = down(round_to_bf16(b * up(c[half + i])) + round_to_bf16(into_second));
-            }
+        long at = (t % positions) * 2 * half * (exact ? sizeof(float) : sizeof(bf16));
+        const void *c = (const char *)cos + at, *s = (const char *)sin + at;
+        for (long h = t * heads; h < (t + 1) * heads; h++) {
+            if (exact)
+                turned(x + h * 2 * half, c, s, y + h * 2 * half, half, back, 1);
+            else
+                turned(x + h * 2 * half, c, s, y + h * 2 * half, half, back, 0);
         }
     }
 }

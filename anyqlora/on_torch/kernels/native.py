@@ -35,7 +35,7 @@ SIGNATURES = {
     "quantize_4bit": (POINTER, POINTER, POINTER, LONG, POINTER, POINTER, INT, INT),
     "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
     "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
-    "rotate": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT),
+    "rotate": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT, INT),
     "swiglu": (POINTER, POINTER, POINTER, LONG),
     "swiglu_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG),
 }
@@ -223,14 +223,14 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`defined.rotate`, bit for bit, of x [B, T, H, D] with its gradient."""
-    return defined.Rotation.apply(x, cos, sin, _turned) if is_for(x, cos, sin) and defined.is_whole(x, cos, sin) else defined.rotate(x, cos, sin)
+    """`defined.rotate` of x [B, T, H, D] with its gradient: bit for bit by angles in x's dtype, to float32's rounding by float32 ones."""
+    return defined.Rotation.apply(x, cos, sin, _turned) if is_for(x) and defined.is_angle(x, cos, sin) else defined.rotate(x, cos, sin)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
     x = x.contiguous()
     out, (batch, length, heads, width) = torch.empty_like(x), x.shape
-    _call("rotate", x, cos, sin, out, batch * length, heads, width // 2, len(cos) * length, is_back)
+    _call("rotate", x, cos, sin, out, batch * length, heads, width // 2, len(cos) * length, is_back, cos.dtype == torch.float32)
     return out
 
 
