@@ -69,6 +69,7 @@ class Found:
     collective: str | None = None
     cores: int = 0                    # of the processor; 0: not asked
     threads: int = 0                  # that the environment states; 0: none
+    processes: int = 0                # of a run, that are on this machine; 0: all of them
     automatic: bool = True            # whether `auto` may take it
     device: str = ""                  # where it is not the row's: MLX's CPU build has no gpu
     reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
@@ -93,7 +94,13 @@ class Found:
         """The same of the devices that so many processes take, one each: what one of them does not do, the run does not."""
         devices = self.devices[:processes]
         lacks = _no_bf16(devices) if devices and devices[0].bf16 else {}
-        return replace(self, devices=devices, dtypes=tuple(dtype for dtype in self.dtypes if dtype not in lacks), reasons={**self.reasons, **lacks})
+        return replace(self, devices=devices, processes=min(processes, self.processes or processes),
+                       dtypes=tuple(dtype for dtype in self.dtypes if dtype not in lacks), reasons={**self.reasons, **lacks})
+
+    @property
+    def sharing(self) -> int:
+        """Processes for each device, where there are more of them than devices, as on a processor."""
+        return -(-self.processes // max(1, len(self.devices)))
 
     def why(self, cell: str) -> str:
         """Why this machine does not do `cell`; "" when it does."""
@@ -166,7 +173,7 @@ def _narrowed(row: Capabilities, machine: Machine, devices: tuple[Device, ...], 
         lacks["collective"] = f"this torch has no {row.collective}"
     collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
     kept = {name: tuple(cell for cell in getattr(row, name) if cell not in lacks) for name in ("dtypes", "quantizers", "optimizers", "kernels")}
-    return Found(True, devices, **{**kept, **more}, cores=machine.cores, threads=machine.threads, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
+    return Found(True, devices, **{**kept, **more}, cores=machine.cores, threads=machine.threads, processes=machine.processes, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
 
 
 def _called(device: Device) -> str:
@@ -244,7 +251,7 @@ def _mlx(row, machine):
     if build == "mlx-cpu":
         slow[""] = "mlx's CPU build is there to try things out, and slow"
         dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
-    return Found(True, (device,), tuple(d for d in dtypes if d in row.dtypes), row.quantizers, row.optimizers, row.collective,
+    return Found(True, (device,), tuple(d for d in dtypes if d in row.dtypes), row.quantizers, row.optimizers, row.collective, processes=machine.processes,
                  automatic=has_metal, device="cpu" if build == "mlx-cpu" else "", slow=slow)
 
 

@@ -97,15 +97,15 @@ def batch(draft, shapes, free: int | None) -> None:
         draft.warnings.append(f"{predicted} predicted and {memory.shown(free)} free: expect to run out of memory")
 
 
-def cache(draft, shapes, found) -> None:
+def cache(draft, shapes, free: int | None) -> None:
     """Dequantized weights of as many layers as fit into half of the free memory beside all else: of all, a half, a quarter or none,
     and of the free memory a power of two, so that two runs on one machine hardly ever choose otherwise."""
     config = draft.config
     if config.weight_cache != AUTO:
         return
     layers = 0
-    if shapes is not None and found.memory_free and config.fused and (config.quantizer, config.frozen_products) != ("none", "full"):
-        room = (1 << found.memory_free.bit_length() - 1) // 2 // (config.world_size if config.backend == "cpu" else 1)  # a host's memory is for all
+    if shapes is not None and free and config.fused and (config.quantizer, config.frozen_products) != ("none", "full"):
+        room = (1 << free.bit_length() - 1) // 2
         trials = (shapes.layers, shapes.layers // 2, shapes.layers // 4)
         layers = next((n for n in trials if memory.estimate(shapes, config.with_(weight_cache=n)).total <= room), 0)
     draft.choose("weight_cache", layers)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from .imports import uncollected
-from .world import device_of, local_rank
+from .world import device_of, local_rank, local_size
 
 MLX_BUILDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cuda", "mlx-cpu")  # mlx's device code is in packages of its own
 CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16"}
@@ -60,6 +60,7 @@ class Machine:
     memory_available: int
     cpu_features: tuple[str, ...] = ()
     threads: int = 0                                     # that OMP_NUM_THREADS allows; 0: it says nothing
+    processes: int = 0                                   # of this run, that a launcher has started here; 0: it says nothing
     torch: Mapping = field(default_factory=dict)         # version, cuda, hip, xpu (versions it is built for), collectives, error
     cuda: tuple[Device, ...] = ()                        # NVIDIA's or, where torch is built for ROCm, AMD's
     xpu: tuple[Device, ...] = ()
@@ -95,6 +96,7 @@ def observe() -> Machine:
         "memory_available": memory_available,
         "cpu_features": _cpu_features(),
         "threads": _stated_threads(),
+        "processes": local_size(),
         "mlx": _mlx(),
         "triton": _triton(),
         "compiler": compiler(),

@@ -44,10 +44,11 @@ class RunPlan:
     framework: str
     device: str
     memory: memory.Estimate | None   # None: unknown, for the reason in memory_unknown
-    memory_free: int | None          # bytes on the device when the plan was made; None: not measured
+    memory_free: int | None          # bytes on the device when the plan was made, for each process that shares it; None: not measured
     adjustments: tuple[Adjustment, ...] = ()
     warnings: tuple[str, ...] = ()   # these change nothing
     memory_unknown: str = ""
+    sharing: int = 1                 # processes that share a device's memory
 
     precision, quantizer, adapter = _planned("precision"), _planned("quantizer"), _planned("adapter")
     strategy, world_size = _planned("strategy"), _planned("world_size")
@@ -83,6 +84,7 @@ class RunPlan:
             lines.append(f"memory      unknown: {self.memory_unknown}{self._one_row()}")
         else:
             free = f"free memory unknown{self._one_row()}" if self.memory_free is None else f"{memory.shown(self.memory_free)} free"
+            free += f" for each of {self.sharing} processes here" if self.memory_free is not None and self.sharing > 1 else ""
             lines.append(f"memory      {memory.shown(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:")
             lines += [f"  {name:22} {memory.shown(part):>10}" for name, part in self.memory.parts.items() if part]
             others = {moment: sum(parts.values()) for moment, parts in self.memory.moments.items() if moment != self.memory.peak}
@@ -178,17 +180,19 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         targets.check(draft.config.lora_target_modules, (linear.name for linear in shapes.linears), draft.config.sources.get("lora_target_modules", ""))
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
-    if shapes is not None and found.memory_free is not None:
-        fit.shard(draft, shapes, found.memory_free)  # before what depends on whether the model is split
+    sharing = 1 if row.activation_offload else found.sharing  # a device with memory of its own is one process's
+    free = None if found.memory_free is None else found.memory_free // sharing
+    if shapes is not None and free is not None:
+        fit.shard(draft, shapes, free)  # before what depends on whether the model is split
     _kernels(draft, backend, row, found)
     _products(draft, backend, row, found)
     _fast_paths(draft, row, shapes, found)
     if shapes and not (described and prequantized.quantized_as(described)):
         _groups(draft, shapes)
-    if shapes is not None and found.memory_free is not None:
-        fit.evaluation(draft, shapes, found.memory_free)
-    fit.batch(draft, shapes, found.memory_free)
-    fit.cache(draft, shapes, found)
+    if shapes is not None and free is not None:
+        fit.evaluation(draft, shapes, free)
+    fit.batch(draft, shapes, free)
+    fit.cache(draft, shapes, free)
     _quantized_cache(draft, row, described, shapes)
     _warn(draft, backend, found)
     c = draft.config
@@ -196,7 +200,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         raise UsageError("strict: this machine does not do what was asked: " + "; ".join(map(str, draft.adjustments)),
                          where=c.sources.get("strict", ""), cure="ask for what the machine does, or leave out strict")
     return RunPlan(config=c, backend=backend, framework=row.framework, device=device,
-                   memory=memory.estimate(shapes, c) if shapes else None, memory_free=found.memory_free,
+                   memory=memory.estimate(shapes, c) if shapes else None, memory_free=free, sharing=sharing,
                    adjustments=tuple(draft.adjustments), warnings=tuple(draft.warnings), memory_unknown=draft.memory_unknown)
 
 
@@ -345,7 +349,7 @@ def _fast_paths(draft, row, shapes, found) -> None:
     draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if draft.config.threads == AUTO and found.cores:
         narrow = shapes is not None and shapes.hidden * shapes.intermediate < NARROW
-        draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, draft.config.world_size))))
+        draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, found.processes))))
 
 
 def _quantized_cache(draft, row, described: dict | None, shapes) -> None:

@@ -72,16 +72,14 @@ class World:
         """mlx.launch gives each process its rank, and a file with the addresses of all."""
         path = environ.get("MLX_HOSTFILE", "")
         try:
-            hosts = json.loads(Path(path).read_text(encoding="utf-8"))
-            size = len(hosts)
-            local = [host[0].rpartition(":")[0] for host in hosts]
+            hosts = _mlx_hosts(path)
         except (OSError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise UsageError(f"MLX_RANK is set, and MLX_HOSTFILE {path!r} cannot be read: {error}", where="environment",
                              cure="mlx.launch --backend ring, which sets both; or --world_size N without it") from None
-        rank = _number(environ, "MLX_RANK")
+        rank, size = _number(environ, "MLX_RANK"), len(hosts)
         if rank >= size:
             raise UsageError(f"MLX_RANK {rank} is not one of the {size} of {path}", where="environment", cure="start with mlx.launch, which sets both")
-        return cls(rank, size, local[:rank].count(local[rank]), "mlx.launch")
+        return cls(rank, size, hosts[:rank].count(hosts[rank]), "mlx.launch")
 
     @classmethod
     def _of_slurm(cls, config: TrainConfig, environ: Mapping[str, str]) -> World:
@@ -116,6 +114,11 @@ def first_host(nodes: str) -> str:
     return found[1] + (found[2] or "")
 
 
+def _mlx_hosts(path: str) -> list[str]:
+    """The host of each process, from the file that mlx.launch gives them. Raises what a file that is none raises."""
+    return [addresses[0].rpartition(":")[0] for addresses in json.loads(Path(path).read_text(encoding="utf-8"))]
+
+
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not text.isdigit():
@@ -134,6 +137,22 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     has_others = (environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")) != "1"
     said = environ.get("LOCAL_RANK") or (environ.get("SLURM_LOCALID") if is_task and has_others else None)
     return int(said) if said and said.isdigit() else None
+
+
+def local_size(environ: Mapping[str, str] = os.environ) -> int:
+    """How many of a run's processes torchrun, mlx.launch or srun has started on this machine; 0 where it does not say."""
+    if environ.get("LOCAL_WORLD_SIZE", "").isdigit():
+        return int(environ["LOCAL_WORLD_SIZE"])
+    try:
+        if environ.get("MLX_RANK"):
+            hosts = _mlx_hosts(environ.get("MLX_HOSTFILE", ""))
+            return hosts.count(hosts[int(environ["MLX_RANK"])])
+        if environ.get("SLURM_STEP_TASKS_PER_NODE"):  # 2(x3),1: two on each of three nodes, one on the next
+            parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"])
+            return [int(count) for count, nodes in parts for _ in range(int(nodes or 1))][int(environ.get("SLURM_NODEID", "0"))]
+    except (OSError, ValueError, TypeError, IndexError, AttributeError):  # World.here says what is wrong with it
+        pass
+    return 0
 
 
 class Alone:

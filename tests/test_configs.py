@@ -33,8 +33,8 @@ NO_BITSANDBYTES = {"m1_macos13", "nothing"}
 GPUS = {"a100", "a100_80gb", "arc", "h200", "rtx4090", "rx7900", "t4"}
 FITS = {  # configuration -> the machines on which it is predicted to fit
     "first": MACHINES.keys() - NO_BITSANDBYTES, "cpu": MACHINES.keys() - NO_BITSANDBYTES, "mac": MACHINES.keys() - NO_BITSANDBYTES,
-    "one_24gb_card": MACHINES.keys() - NO_BITSANDBYTES, "70b": {"a100_80gb", "h200"}, "two_cards": GPUS | {"linux_mlx"}}
-WARNED = {"70b": GPUS - {"a100_80gb", "h200"}}  # planned, with a warning that says how much is needed and how much is there
+    "one_24gb_card": MACHINES.keys() - NO_BITSANDBYTES, "70b": {"a100_80gb", "h200"}, "two_cards": GPUS}
+WARNED = {"70b": GPUS - {"a100_80gb", "h200"}, "two_cards": {"linux_mlx"}}  # planned, with a warning that says how much is needed and how much is there
 
 
 def asked(name, **settings):

@@ -377,7 +377,7 @@ def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, t
     tell theirs only to the mask)."""
     own = {"use_sliding_window": True, "sliding_window": tiny_models.WINDOW, "max_window_layers": 0} if architecture == "qwen2_moe" else {}
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
-    assert started.runtime.loss.inputs.func is flat.flat and started.built.notes == []
+    assert started.runtime.loss.inputs is flat.flat and started.built.notes == []
     rows, device = started.run.data.train[:4], torch.device("cpu")
     trainable = list(started.built.trainable.values())
     found = []

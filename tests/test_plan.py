@@ -499,3 +499,20 @@ def test_what_is_sharded_is_predicted_in_parts(settings, weights, optimizer):
     assert many["linear weights"] == pytest.approx(one["linear weights"] / weights, rel=1e-3)
     assert many["optimizer"] == pytest.approx(one["optimizer"] / optimizer, rel=1e-3)
     assert ("layers put together" in many) == (weights > 1)
+
+
+@pytest.mark.parametrize(("backend", "machine"), [("cpu", "a100"), ("mlx", "m3")])
+def test_processes_of_one_machine_share_its_memory_and_its_cores(backend, machine):
+    """As many as a launcher says are here, all of them where nobody does; a GPU's memory is one process's."""
+    def planned(world_size, here=0, backend=backend, **settings):
+        found = replace(MACHINES[machine], processes=here)
+        return BackendManager(backend, machine=found).plan(asked(backend=backend, world_size=world_size, strategy="auto", **settings))
+
+    alone, two, far = planned(1), planned(2), planned(2, here=1)
+    assert two.memory_free == alone.memory_free // 2 and far.memory_free == alone.memory_free
+    assert f"{memory.shown(two.memory_free)} free for each of 2 processes here" in str(two.explain()) and "for each of" not in str([*alone.explain(), *far.explain()])
+    if backend == "cpu":
+        cores, wide = MACHINES[machine].cores, {"model_name": LLAMA_8B}
+        assert cores >= 8 and [planned(n, here, **wide).config.threads for n, here in ((1, 0), (4, 0), (4, 2))] == [cores, cores // 4, cores // 2]
+        gpus = planned(4, here=4, backend="cuda")
+        assert gpus.sharing == 1 and gpus.memory_free == planned(1, backend="cuda").memory_free

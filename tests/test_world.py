@@ -6,7 +6,7 @@ from anyqlora import place
 from anyqlora.checkpoint import Loaded, to_json
 from anyqlora.config import resolve
 from anyqlora.errors import UsageError
-from anyqlora.world import World, device_of, first_host, local_rank
+from anyqlora.world import World, device_of, first_host, local_rank, local_size
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
@@ -106,3 +106,17 @@ def test_the_only_device_that_a_task_sees_is_its_own(number, visible, own):
 def test_the_number_on_the_machine_is_known_where_somebody_started_several():
     batch_script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
     assert [local_rank(environ) for environ in (TORCHRUN, SRUN, batch_script, {})] == [1, 1, None, None]
+
+
+@pytest.mark.parametrize(("node", "size"), [("0", 2), ("2", 2), ("3", 1), ("9", 0), ("x", 0)])
+def test_how_many_are_on_this_machine(node, size):
+    """SLURM tells it for each node of a step; what cannot be read says nothing, and World.here what is wrong with it."""
+    assert local_size({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": node}) == size
+    assert local_size({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}) == 2 and local_size(TORCHRUN) == local_size({}) == 0
+
+
+def test_how_many_of_mlx_launch_are_on_this_machine(tmp_path):
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text('[["10.0.0.1:5000"], ["10.0.0.2:5000"], ["10.0.0.1:5001"]]')
+    assert [local_size({"MLX_RANK": rank, "MLX_HOSTFILE": str(hosts)}) for rank in ("0", "1", "2", "3")] == [2, 1, 2, 0]
+    assert local_size({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "absent")}) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
@@ -171,7 +170,7 @@ def unpadded(built: Built, runtime: Runtime, kernels: str) -> list[str]:
     slow = flat.use(built.model, flat.VARLEN) if in_one else ""
     why = flat.use(built.model, flat.NATIVE if kernels == "native" else flat.NAME) if slow or not in_one else ""
     in_c = kernels == "native" and native.has("product") and all_fused(built.model, built.quantizer.module_type)
-    runtime.loss.inputs = flat.padded if why else partial(flat.flat, is_compiled=not in_c)
+    runtime.loss.inputs = flat.padded if why else flat.flat_in_c if in_c else flat.flat
     return [f"attention runs a document at a time: {slow}"] * bool(slow) + [f"rows are padded: {why}"] * bool(why)
 
 

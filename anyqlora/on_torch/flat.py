@@ -90,6 +90,11 @@ def flat(batch: Batch, device: torch.device, is_compiled: bool = True) -> tuple[
     return {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": documents[None, None, None]}, targets
 
 
+def flat_in_c(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same where no product is compiled."""
+    return flat(batch, device, is_compiled=False)
+
+
 def filler(tokens: int, is_compiled: bool = True) -> int:
     """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most.
     Not `is_compiled`: to a multiple of 16."""
