@@ -100,7 +100,7 @@ class Found:
     @property
     def sharing(self) -> int:
         """Processes for each device, where there are more of them than devices, as on a processor."""
-        return -(-self.processes // max(1, len(self.devices)))
+        return max(1, -(-self.processes // max(1, len(self.devices))))
 
     def why(self, cell: str) -> str:
         """Why this machine does not do `cell`; "" when it does."""
@@ -173,7 +173,7 @@ def _narrowed(row: Capabilities, machine: Machine, devices: tuple[Device, ...], 
         lacks["collective"] = f"this torch has no {row.collective}"
     collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
     kept = {name: tuple(cell for cell in getattr(row, name) if cell not in lacks) for name in ("dtypes", "quantizers", "optimizers", "kernels")}
-    return Found(True, devices, **{**kept, **more}, cores=machine.cores, threads=machine.threads, processes=machine.processes, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
+    return Found(True, devices, **{**kept, **more}, cores=machine.cores, threads=machine.threads, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
 
 
 def _called(device: Device) -> str:
@@ -251,7 +251,7 @@ def _mlx(row, machine):
     if build == "mlx-cpu":
         slow[""] = "mlx's CPU build is there to try things out, and slow"
         dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
-    return Found(True, (device,), tuple(d for d in dtypes if d in row.dtypes), row.quantizers, row.optimizers, row.collective, processes=machine.processes,
+    return Found(True, (device,), tuple(d for d in dtypes if d in row.dtypes), row.quantizers, row.optimizers, row.collective,
                  automatic=has_metal, device="cpu" if build == "mlx-cpu" else "", slow=slow)
 
 
@@ -350,7 +350,8 @@ class BackendManager:
         """What this machine does of backend `name`."""
         if name not in self._found:
             try:
-                self._found[name] = self.spec(name).probe(self.machine)
+                found = self.spec(name).probe(self.machine)
+                self._found[name] = replace(found, processes=found.processes or self.machine.processes)
             except UsageError as error:  # a broken plugin is absent; it does not break the other backends
                 self._found[name] = _absent(str(error))
         return self._found[name]

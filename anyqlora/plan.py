@@ -115,7 +115,7 @@ class RunPlan:
     def to_dict(self) -> dict:
         """JSON-able: plan.json of the run directory."""
         names = ("backend", "framework", "device", "precision", "quantizer", "adapter", "strategy", "world_size", "batch_size",
-                 "gradient_accumulation_steps", "use_gradient_checkpointing", "use_activation_cpu_offload", "packing", "kernels", "memory_free")
+                 "gradient_accumulation_steps", "use_gradient_checkpointing", "use_activation_cpu_offload", "packing", "kernels", "memory_free", "sharing")
         return {**{name: getattr(self, name) for name in names}, "backend": str(self.backend),
                 "memory": self.memory and self.memory.to_dict(),
                 "adjustments": [vars(adjustment) for adjustment in self.adjustments], "warnings": list(self.warnings),

@@ -73,7 +73,7 @@ class World:
         path = environ.get("MLX_HOSTFILE", "")
         try:
             hosts = _mlx_hosts(path)
-        except (OSError, ValueError, TypeError, IndexError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise UsageError(f"MLX_RANK is set, and MLX_HOSTFILE {path!r} cannot be read: {error}", where="environment",
                              cure="mlx.launch --backend ring, which sets both; or --world_size N without it") from None
         rank, size = _number(environ, "MLX_RANK"), len(hosts)
@@ -134,25 +134,29 @@ def device_of(local_rank: int, visible: int) -> int:
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """The process's number on its machine, as torchrun or srun says it; None where nobody has started several."""
     is_task = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
-    has_others = (environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")) != "1"
-    said = environ.get("LOCAL_RANK") or (environ.get("SLURM_LOCALID") if is_task and has_others else None)
+    said = environ.get("LOCAL_RANK") or (environ.get("SLURM_LOCALID") if is_task and _has_others(environ) else None)
     return int(said) if said and said.isdigit() else None
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int:
     """How many of a run's processes torchrun, mlx.launch or srun has started on this machine; 0 where it does not say."""
-    if environ.get("LOCAL_WORLD_SIZE", "").isdigit():
-        return int(environ["LOCAL_WORLD_SIZE"])
     try:
+        if environ.get("LOCAL_WORLD_SIZE"):
+            return int(environ["LOCAL_WORLD_SIZE"])
         if environ.get("MLX_RANK"):
             hosts = _mlx_hosts(environ.get("MLX_HOSTFILE", ""))
             return hosts.count(hosts[int(environ["MLX_RANK"])])
-        if environ.get("SLURM_STEP_TASKS_PER_NODE"):  # 2(x3),1: two on each of three nodes, one on the next
+        if environ.get("SLURM_STEP_TASKS_PER_NODE") and _has_others(environ):  # 2(x3),1: two on each of three nodes, one on the next
             parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"])
             return [int(count) for count, nodes in parts for _ in range(int(nodes or 1))][int(environ.get("SLURM_NODEID", "0"))]
-    except (OSError, ValueError, TypeError, IndexError, AttributeError):  # World.here says what is wrong with it
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # World.here says what is wrong with it
         pass
     return 0
+
+
+def _has_others(environ: Mapping[str, str]) -> bool:
+    """Whether the SLURM step, or else the job, has several tasks."""
+    return (environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")) != "1"
 
 
 class Alone:

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from anyqlora.config import resolve
 from anyqlora.errors import RunError, UsageError
 from anyqlora.on_torch import flat, loss
-from anyqlora.on_torch.kernels import attention, defined, modules, native
+from anyqlora.on_torch.kernels import attention, defined, lora, modules, native
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy
 from anyqlora.on_torch.kernels.cross_entropy import defined as defined_loss
+from anyqlora.on_torch.kernels.products import NativeInt8, NativeWhole
 from backend_manager import BackendManager
 
 pytestmark = pytest.mark.skipif("native" not in BackendManager("cpu").found.kernels, reason="no C compiler, or no AVX512-BF16, is here")
@@ -256,6 +257,55 @@ def test_positions_are_turned_by_float32_angles(architecture, tmp_path):
         assert all(a.dtype == torch.float32 and torch.equal(a, b) for both in angles for a, b in zip(both, expected[layer], strict=True))
 
 
+class Turns(torch.nn.Module):
+    """A rotary module that is called by names, and gives float32 where it is told to."""
+
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.dtype, self.calls = dtype, 0
+
+    def forward(self, x, position_ids):
+        self.calls += 1
+        angles = (position_ids[..., None] * torch.ones(32)).float()
+        return angles.cos().to(self.dtype or x.dtype), angles.sin().to(self.dtype or x.dtype)
+
+
+Turns.__name__ = "TurnsRotaryEmbedding"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_angles_are_made_twice_only_where_they_are_rounded(dtype):
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)).bfloat16().eval()
+    rotary = model.model.rotary_emb = Turns(dtype)
+    assert modules.install(model, "native") == []
+    rotary.calls = 0
+    x, positions = torch.zeros(1, 3, 64).bfloat16(), torch.arange(3)[None]
+    for cos, sin in (rotary(x, positions), rotary(x, position_ids=positions), rotary(x=x, position_ids=positions)):
+        exact = [angles if dtype else angles.exact for angles in (cos, sin)]
+        assert all(angles.dtype == torch.float32 for angles in exact) and torch.equal(exact[0], positions[..., None].float().cos().expand(1, 3, 32))
+    assert rotary.calls == (3 if dtype else 6)
+
+
+def test_a_kernel_that_turns_wrongly_by_float32_angles_is_not_used(monkeypatch):
+    assert native.broken() == ""
+    right = native._turned
+    monkeypatch.setattr(native, "_turned", lambda x, cos, sin, *, is_back: right(x, cos, cos if cos.dtype == torch.float32 else sin, is_back=is_back))
+    assert "other numbers" in native.broken()
+
+
+@pytest.mark.parametrize("products", [NativeWhole(), NativeInt8()], ids=["full", "int8"])
+def test_no_product_of_a_layer_is_torchs_under_dropout(products):
+    """oneDNN would compile each for each number of tokens."""
+    if not native.has("product"):
+        pytest.skip("here oneDNN's are faster")
+    x, weights = drawn(1, 40, 64).requires_grad_(), [drawn(96, 64, seed=1), drawn(32, 64, seed=2)]
+    layers = [lora.Linear(lambda w=w: products.weight(w), None, torch.nn.Parameter(drawn(6, 64, seed=3).float()), torch.nn.Parameter(drawn(len(w), 6, seed=4).float()), 0.5)
+              for w in weights]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        sum(y.sum() for y in lora.linears(x, layers, 0.1, products)).backward()
+    assert x.grad.isfinite().all() and not {event.key for event in seen.key_averages()} & {"aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::_int_mm"}
+
+
 def test_angles_that_are_more_than_rounded_stay_as_they_are():
     class OwnRotaryEmbedding(torch.nn.Module):
         def forward(self, x, position_ids):
@@ -264,7 +314,7 @@ def test_angles_that_are_more_than_rounded_stay_as_they_are():
 
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)).bfloat16().eval()
     model.model.rotary_emb = OwnRotaryEmbedding()
-    assert modules.install(model, "native") == ["OwnRotaryEmbedding rounds its angles: it is no rotation that is known here (1 modules)"]
+    assert modules.install(model, "native") == ["OwnRotaryEmbedding gives no float32 angles: it is no rotation that is known here (1 modules)"]
     cos, _ = model.model.rotary_emb(torch.zeros(1, 3, 64).bfloat16(), torch.arange(3)[None])
     assert cos.dtype == torch.bfloat16 and not hasattr(cos, "exact")
 

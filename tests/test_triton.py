@@ -15,6 +15,7 @@ import pytest
 import runs
 import tiny_models
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import train
 
@@ -222,6 +223,20 @@ def test_rotation_is_its_definition_bit_for_bit(exact, rows, dtype, heads, width
         found.append((y.detach(), x.grad))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_exact_rotation_by_float32_angles_has_the_bits_of_a_models_own(dtype):
+    """A model in float32 under autocast has such, and its own formula, as transformers writes it, rounds what comes back part by part."""
+    cos, sin, weight = (some(1, 5, 12, seed=seed) for seed in (1, 2, 4))
+    found = []
+    for rotation in (modules.kernels_called("exact").rotate, lambda x, cos, sin: apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0]):
+        x = some(2, 5, 3, 12, dtype=dtype).requires_grad_()
+        y = rotation(x, cos, sin)
+        (y * weight[:, :, None]).sum().backward()
+        found.append((y.detach(), x.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
 # -------------------------------------------------------------------------------------------------------- dropout in LoRA's products

@@ -113,6 +113,12 @@ def test_how_many_are_on_this_machine(node, size):
     """SLURM tells it for each node of a step; what cannot be read says nothing, and World.here what is wrong with it."""
     assert local_size({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": node}) == size
     assert local_size({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}) == 2 and local_size(TORCHRUN) == local_size({}) == 0
+    assert local_size({**TORCHRUN, "LOCAL_WORLD_SIZE": "\u00b2"}) == 0
+
+
+def test_the_only_task_of_a_step_says_nothing_of_processes_that_it_starts():
+    """srun --pty bash, and --world_size 4 in it."""
+    assert local_size({**SRUN, "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}) == 0
 
 
 def test_how_many_of_mlx_launch_are_on_this_machine(tmp_path):
@@ -120,3 +126,8 @@ def test_how_many_of_mlx_launch_are_on_this_machine(tmp_path):
     hosts.write_text('[["10.0.0.1:5000"], ["10.0.0.2:5000"], ["10.0.0.1:5001"]]')
     assert [local_size({"MLX_RANK": rank, "MLX_HOSTFILE": str(hosts)}) for rank in ("0", "1", "2", "3")] == [2, 1, 2, 0]
     assert local_size({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "absent")}) == 0
+    hosts.write_text('[{"ssh": "m1"}, {"ssh": "m2"}]')
+    of_ssh = {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}
+    assert local_size(of_ssh) == 0
+    with pytest.raises(UsageError, match="cannot be read"):
+        World.here(config(), of_ssh)

@@ -169,9 +169,14 @@ def unpadded(built: Built, runtime: Runtime, kernels: str) -> list[str]:
     in_one = kernels == "triton" and COMPUTE[runtime.plan.precision] != torch.float32
     slow = flat.use(built.model, flat.VARLEN) if in_one else ""
     why = flat.use(built.model, flat.NATIVE if kernels == "native" else flat.NAME) if slow or not in_one else ""
-    in_c = kernels == "native" and native.has("product") and all_fused(built.model, built.quantizer.module_type)
+    in_c = kernels == "native" and native.has("product") and all_fused(built.model, built.quantizer.module_type) and not is_mixture(built.model)
     runtime.loss.inputs = flat.padded if why else flat.flat_in_c if in_c else flat.flat
     return [f"attention runs a document at a time: {slow}"] * bool(slow) + [f"rows are padded: {why}"] * bool(why)
+
+
+def is_mixture(model: nn.Module) -> bool:
+    """Whether it has experts, packed or as they are."""
+    return any(isinstance(module, PackedExperts) for module in model.modules()) or bool(expert_parameters(model))
 
 
 def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "portable") -> list[str]:

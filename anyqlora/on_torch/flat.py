@@ -74,16 +74,16 @@ def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor],
     return inputs, tensor(batch.targets.reshape(-1), device)
 
 
-def flat(batch: Batch, device: torch.device, is_compiled: bool = True) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def flat(batch: Batch, device: torch.device, few_lengths: bool = True) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are.
 
-    On a CPU tokens that nobody sees, since they come after all others, bring N to one of the lengths that `filler` leaves, and few where a
-    product `is_compiled` for each: oneDNN's are, and kept.
+    On a CPU tokens that nobody sees, since they come after all others, bring N to one of the lengths that `filler` leaves: `few_lengths` where
+    products are oneDNN's, which compiles them for each, and keeps them.
     """
     own = batch.segments >= 0
     if not own.any() or own.all() and not batch.segments.any():  # a process that has no row in this step still takes part in it
         return padded(batch, device)
-    more = filler(batch.tokens, is_compiled) if device.type == "cpu" else 0
+    more = filler(batch.tokens, few_lengths) if device.type == "cpu" else 0
     ids, positions, targets = (tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
                                for of_batch, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE)))
     documents = (positions == 0).cumsum(0, dtype=torch.int32)  # counted where they start
@@ -91,14 +91,14 @@ def flat(batch: Batch, device: torch.device, is_compiled: bool = True) -> tuple[
 
 
 def flat_in_c(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same where no product is compiled."""
-    return flat(batch, device, is_compiled=False)
+    """The same where the products with a layer's weights are products.c's."""
+    return flat(batch, device, few_lengths=False)
 
 
-def filler(tokens: int, is_compiled: bool = True) -> int:
+def filler(tokens: int, few_lengths: bool = True) -> int:
     """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most.
-    Not `is_compiled`: to a multiple of 16."""
-    return -tokens % ((1 << min(max(tokens.bit_length() - 5, 3), 6)) if is_compiled else 16)
+    Not `few_lengths`: to a multiple of 16."""
+    return -tokens % ((1 << min(max(tokens.bit_length() - 5, 3), 6)) if few_lengths else 16)
 
 
 def tensor(array, device: torch.device) -> torch.Tensor:

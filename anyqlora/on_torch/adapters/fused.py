@@ -116,6 +116,8 @@ def fused_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def all_fused(model: nn.Module, held: type) -> bool:
-    """Whether each frozen linear layer, `held` by a quantizer or plain, is in a fused one."""
-    inside = {id(layer.base_layer) for layer in fused_layers(model)}
-    return all(id(module) in inside for name, module in linear_layers(model, held).items() if "lora_" not in name)
+    """Whether each frozen linear layer, `held` by a quantizer or plain, is in a fused one, of an even rank as products.c has it."""
+    layers = fused_layers(model)
+    inside = {id(layer.base_layer) for layer in layers}
+    frozen = [module for name, module in linear_layers(model, held).items() if "lora_" not in name]
+    return all(layer.lora_A["default"].out_features % 2 == 0 for layer in layers) and all(id(module) in inside for module in frozen)

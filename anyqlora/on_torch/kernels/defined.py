@@ -20,14 +20,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     Where these are float32 and x has 16 bits, the sum alone is rounded, to x's dtype.
     """
-    exact = x.to(torch.promote_types(x.dtype, cos.dtype))
-    x1, x2 = exact.chunk(2, -1)
-    return (exact * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)).to(x.dtype)
+    return promoted(x.to(torch.promote_types(x.dtype, cos.dtype)), cos, sin).to(x.dtype)
 
 
-def is_angle(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether cos and sin turn all of each head and are of x's dtype or float32, as kernels that read them by x's width have to know."""
-    return cos.shape[-1] == sin.shape[-1] == x.shape[-1] and cos.dtype == sin.dtype and cos.dtype in (x.dtype, torch.float32) and x.dtype != torch.float64
+def promoted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The same in the wider dtype of both, as models write it: what comes back for x is rounded part by part."""
+    x1, x2 = x.chunk(2, -1)
+    return x * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)
+
+
+def are_read(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether kernels, which go by x's width, can read cos and sin: they turn all of each head, and are of x's dtype or float32."""
+    return (cos.shape[-1] == sin.shape[-1] == x.shape[-1] and cos.dtype == sin.dtype and cos.dtype in (x.dtype, torch.float32)
+            and x.dtype != torch.float64 and x.device == cos.device == sin.device)
 
 
 class Rotation(torch.autograd.Function):

@@ -81,7 +81,7 @@ class _Linears(torch.autograd.Function):
                 is_last = number == max(used) and mask is None
                 of_x = products.backward(g, ctx.layers[number].weight(), of_x, narrow if is_last else None)
             if mask is not None:
-                of_x += dropped(of_middle @ narrow[1].to(x.dtype), mask)
+                of_x += dropped(products.out_of(*narrow), mask)
         return None if of_x is None else of_x.view(x.shape), None, None, None, *of_factors
 
 

@@ -34,8 +34,10 @@ def kernels_called(name: str) -> Kernels:
         from .native import rms_norm, rotate, swiglu
     else:
         from .rms_norm import rms_norm
-        from .rope import rotate
+        from .rope import rotate, rotate_as_models
         from .swiglu import swiglu
+
+        rotate = rotate_as_models if name == "exact" else rotate
     return Kernels(rms_norm, rotate, swiglu)
 
 
@@ -118,9 +120,9 @@ def install(model: nn.Module, kernels: str) -> list[str]:
             elif why:
                 left[f"{type(module).__name__} runs as it is: {why}"] += 1
     if kernels != "exact" and any(isinstance(module, Attention) for module in model.modules()):
-        for module in model.modules():
+        for module in model.get_decoder().modules():
             if type(module).__name__.endswith("RotaryEmbedding") and not _keeps_angles(module, some):
-                left[f"{type(module).__name__} rounds its angles: it is no rotation that is known here"] += 1
+                left[f"{type(module).__name__} gives no float32 angles: it is no rotation that is known here"] += 1
     return [f"{line} ({count} modules)" for line, count in left.items()]
 
 
@@ -186,11 +188,11 @@ def _keeps_angles(module: nn.Module, some) -> bool:
     x, kinds = some(1, 4, 1), sorted({*(getattr(getattr(module, "config", None), "layer_types", None) or ())})
     positions, asked = torch.arange(4, device=x.device)[None], []
     for kind in ((), *((kind,) for kind in kinds)):
-        with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        with contextlib.suppress(Exception):  # a module that is not called like this fails in its own way
             asked.append((module(x, positions, *kind), module(x.float(), positions, *kind)))
     if not asked or not all(_is_rounded(*both) for both in asked):
         return False
-    if x.dtype != torch.float32:
+    if any(angles.dtype != torch.float32 for given, _ in asked for angles in given):
         module.register_forward_hook(_note_exact, with_kwargs=True)
     return True
 
@@ -202,8 +204,10 @@ def _is_rounded(angles, exact) -> bool:
 
 
 def _note_exact(module: nn.Module, given: tuple, options: dict, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, *others = given
-    for some, whole in zip(angles, module.forward(x.new_zeros((), dtype=torch.float32).expand(x.shape), *others, **options), strict=True):
+    x = given[0] if given else options["x"]  # of which it reads dtype, device and shape
+    stand_in = x.new_zeros((), dtype=torch.float32).expand(x.shape)
+    exact = module.forward(stand_in, *given[1:], **options) if given else module.forward(**{**options, "x": stand_in})
+    for some, whole in zip(angles, exact, strict=True):
         some.exact = whole
 
 

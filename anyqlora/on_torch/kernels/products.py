@@ -52,6 +52,9 @@ class Products(Protocol):
     def back_into(self, g: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
         """scale g b, [M, R] of g [M, out]."""
 
+    def out_of(self, m: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """m a, [M, in] of m [M, R] and a [R, in]."""
+
     def outer(self, m: torch.Tensor, x: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
         """A factor's gradient: m^T x [R, N] of x [M, N]; is_turned: [N, R]. In x's dtype or a wider one."""
 
@@ -85,6 +88,9 @@ class Whole:
 
     def back_into(self, g, b, scale):
         return (g @ b.to(g.dtype)).mul_(scale)
+
+    def out_of(self, m, a):
+        return m @ a.to(m.dtype)
 
     def outer(self, m, x, is_turned=False):
         made = m.T @ x
@@ -121,6 +127,9 @@ class NativeWhole(Whole):
         if not _is_narrowed(g, [b]):
             return super().back_into(g, b, scale)
         return native.narrow_product(g, b, _of_columns((scale,), (b.shape[1],)), is_turned=True)
+
+    def out_of(self, m, a):
+        return NativeWhole.backward(self, m, a.to(m.dtype), None)  # also where the frozen weights are codes
 
     def outer(self, m, x, is_turned=False):
         if not (native.has("outer_product") and native.is_for(m, x) and m.stride(1) == 1):

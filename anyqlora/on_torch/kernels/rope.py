@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .defined import Rotation, is_angle
+from .defined import Rotation, are_read, promoted
 from .defined import rotate as defined
 
 
@@ -17,7 +17,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     function of several outputs. Where cos and sin are of another width than x, or neither of its dtype nor float32, torch's own
     operators run, or refuse them.
     """
-    return Rotation.apply(x, cos, sin, _launched) if is_angle(x, cos, sin) else defined(x, cos, sin)
+    return Rotation.apply(x, cos, sin, _launched) if are_read(x, cos, sin) else defined(x, cos, sin)
 
 
 def _launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
@@ -26,6 +26,11 @@ def _launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back:
     _rotate[(batch * length,)](x, out, cos, sin, heads, width, cos.shape[0] * length, BACK=is_back, HEADS=triton.next_power_of_2(heads),
                                HALF=triton.next_power_of_2(width // 2), enable_fp_fusion=False)  # the definition rounds each product, to the dtype of cos
     return out
+
+
+def rotate_as_models(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The same with the bits of a model's own, forward and back: float32 angles give float32."""
+    return rotate(x, cos, sin) if cos.dtype == x.dtype else promoted(x, cos, sin)
 
 
 @triton.jit
