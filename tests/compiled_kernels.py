@@ -43,6 +43,13 @@ def kernels(dtype: str, capability: int):
     yield "dropout add_back", dropout._add_back, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
 
 
+def fused_in(ptx: str) -> int:
+    """How many products and sums are rounded together. GPUs before sm_90 have neither a product nor a sum of bf16 alone: one is a b + -0 there, the other a 1 + b or a -1 + b."""
+    words = [line.replace(",", " ").rstrip(";").split() for line in ptx.splitlines() if line.strip()]
+    alone = {line[1] for line in words if line[0] == "mov.b16" and line[2] in ("0x8000", "0x3F80", "0xBF80")}  # -0, 1 and -1
+    return sum(line[0].startswith("fma.") and not alone & set(line[2:]) for line in words)
+
+
 def main(capability: int, dtypes: list[str]) -> None:
     for dtype in dtypes:
         for name, kernel, types, constants, options in kernels(dtype, capability):
@@ -51,7 +58,7 @@ def main(capability: int, dtypes: list[str]) -> None:
                                attrs={(number,): ALIGNED for number, kind in enumerate(types) if kind[0] == "*" or kind == INT} if name.startswith("dropout") else None)
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             ptx = made.asm["ptx"]
-            fused = sum(line.split()[0].startswith("fma.") for line in ptx.splitlines() if line.strip())
+            fused = fused_in(ptx)
             print(f"{dtype} {name}: {made.metadata.shared} bytes shared, {fused} fused multiply-adds, "
                   f"{sum('mma' in line for line in ptx.splitlines())} matrix instructions")
 
