@@ -149,8 +149,8 @@ def local_size(environ: Mapping[str, str] = os.environ) -> int:
         if environ.get("SLURM_STEP_TASKS_PER_NODE") and _has_others(environ):  # 2(x3),1: two on each of three nodes, one on the next
             parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"])
             return [int(count) for count, nodes in parts for _ in range(int(nodes or 1))][int(environ.get("SLURM_NODEID", "0"))]
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # World.here says what is wrong with it
-        pass
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # what cannot be read says nothing
+        return 0
     return 0
 
 

@@ -20,7 +20,7 @@ from anyqlora.on_torch.kernels.products import NativeInt8, NativeWhole
 from backend_manager import BackendManager
 
 pytestmark = pytest.mark.skipif("native" not in BackendManager("cpu").found.kernels, reason="no C compiler, or no AVX512-BF16, is here")
-ROUNDING = 2**-9  # half a unit in bf16's last place: by so much one rounding is off at most
+ROUNDING = 2**-9  # half a unit in the last place of bf16's numbers below 1; of a number, one rounding is off by twice that at most
 
 
 def drawn(*shape, seed=0, scale=1.0):
@@ -244,7 +244,7 @@ def test_positions_are_turned_by_float32_angles(architecture, tmp_path):
     (batch,) = started.run.stream[0]
     started.runtime.loss(started.model, batch, torch.device("cpu")).backward()
 
-    given, _ = flat.flat(batch, torch.device("cpu"))
+    given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     expected = {}
     for module in whole.modules():

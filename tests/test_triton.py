@@ -33,6 +33,7 @@ from anyqlora.on_torch.kernels import dequantize as dequantizing
 from anyqlora.on_torch.kernels import dropout as dropping
 from anyqlora.on_torch.kernels import rms_norm as norms
 from anyqlora.on_torch.kernels.dropout import Dropout, philox
+from anyqlora.on_torch.kernels.probe import broken
 from anyqlora.on_torch.kernels.products import FLOAT8, coded
 from anyqlora.on_torch.quantizers import bnb
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4
@@ -237,6 +238,14 @@ def test_exact_rotation_by_float32_angles_has_the_bits_of_a_models_own(dtype):
         found.append((y.detach(), x.grad))
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wrong", [torch.bfloat16, torch.float32], ids=str)
+def test_a_kernel_that_turns_wrongly_by_either_angles_is_not_used(wrong, monkeypatch):
+    assert broken("triton", torch.device(DEVICE), torch.bfloat16) == ""
+    right = rope._launched
+    monkeypatch.setattr(rope, "_launched", lambda x, cos, sin, *, is_back: right(x, cos, cos if cos.dtype == wrong else sin, is_back=is_back))
+    assert "other numbers" in broken("triton", torch.device(DEVICE), torch.bfloat16)
 
 
 # -------------------------------------------------------------------------------------------------------- dropout in LoRA's products

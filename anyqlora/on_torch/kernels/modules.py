@@ -182,7 +182,7 @@ def _attention(module: nn.Module, some, ours: Kernels) -> tuple[Attention | None
 def _keeps_angles(module: nn.Module, some) -> bool:
     """Let a rotary module that gives cosines and sines in 16 bits note them in float32, too: as their `exact`, by which attention of ours turns.
 
-    Rounded to bf16 they are off by up to 0.2 %, at each step alike, and what a token sees depends on where a text begins (Wang et al. 2024, arXiv
+    Rounded to bf16 they are off by up to 0.4 %, at each step alike, and what a token sees depends on where a text begins (Wang et al. 2024, arXiv
     2411.13476). False where what it gives is anything but rounded.
     """
     x, kinds = some(1, 4, 1), sorted({*(getattr(getattr(module, "config", None), "layer_types", None) or ())})
