@@ -227,6 +227,33 @@ def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypa
     assert tuple(map(calls.count, names)) == expected
 
 
+SEVERAL = {"three layers": (96, (64, 32, 32), (4, 6, 16), False, 3), "a bias": (64, (96,), (16,), True, 1), "rows half a page apart": (1536, (48, 80), (2, 4), True, 2),
+           "one of which nothing is used": (48, (32, 16, 8), (2, 4, 2), False, 2), "an odd rank": (48, (32, 16), (4, 3), False, 2)}
+
+
+@needs_own
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("rows", [19, 0])
+@pytest.mark.parametrize("case", SEVERAL)
+def test_layers_at_once_are_the_layers_one_by_one(case, rows, dropout):
+    """The same bits: outputs, and all gradients of those that are used."""
+    inputs, outputs, ranks, has_bias, used = SEVERAL[case]
+    found, made = [], []
+    for is_kept in (True, False):
+        torch.manual_seed(5)
+        factors = [torch.randn(shape).requires_grad_() for size, rank in zip(outputs, ranks, strict=True) for shape in ((rank, inputs), (size, rank))]
+        x = drawn(2, rows, inputs, seed=6).requires_grad_()
+        parts = [lora.Linear(lambda w=drawn(size, inputs, seed=size): w, drawn(size, seed=size) if has_bias else None, a, b, 0.5, is_kept)
+                 for size, a, b in zip(outputs, factors[::2], factors[1::2], strict=True)]
+        ys = lora.linears(x, parts, dropout, products=NativeWhole())
+        gradients = torch.autograd.grad(ys[:used], [x, *factors], [drawn(2, rows, size, seed=size) for size in outputs[:used]], allow_unused=True)
+        found.append([*(y.detach() for y in ys), *(g for g in gradients if g is not None)])
+        made.append(type(ys[0].grad_fn).__name__)
+    assert made == ["_LinearsBackward" if case == "an odd rank" else "_AtOnceBackward", "_LinearsBackward"]
+    assert len(found[0]) == len(found[1]) == len(outputs) + 1 + 2 * used
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @needs_int8
 def test_sums_of_the_largest_codes_do_not_saturate():
     """127^2 * 4096 is beyond what 16-bit sums of two products hold, as processors without VNNI have them."""
@@ -275,6 +302,18 @@ def test_a_run_in_int8_learns_what_a_whole_one_does(tmp_path):
     differences = [x / y - 1 for x, y in zip(ours, whole, strict=True)]
     assert max(map(abs, differences)) < 0.02 and abs(sum(ours) / sum(whole) - 1) < rounding.LOSS
     assert "rounded products are at most" in said and "multiplied in int8" in said
+
+
+@needs_own
+def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(tmp_path, monkeypatch):
+    """Where they are made for each product they are so one at a time, for which the plan has room."""
+    calls, plain = [], native.linears
+    monkeypatch.setattr(native, "linears", lambda *given: calls.append(given[2]) or plain(*given))
+    settings = {"quantizer": "nf4", "kernels": "native", "max_steps": 2, "batch_size": 2}
+    kept = trained(tmp_path, "kept", **settings)
+    number = len(calls)
+    made = trained(tmp_path, "made", **settings, weight_cache=0)
+    assert number > 0 and len(calls) == number and kept[:2] == made[:2]
 
 
 @needs_int8

@@ -43,8 +43,8 @@ class Group:
     def multiply_by(self, products: Products, keeps: bool = True) -> None:
         """From now on the products with the frozen weights are these. Not `keeps`: nothing stays in memory, whatever the group does else."""
         self.products = products
-        weights = [functools.partial(self._weight, layer) for layer in self.layers]
-        self.weights = [functools.cache(weight) for weight in weights] if keeps and self.keeps else weights
+        weights, self.is_kept = [functools.partial(self._weight, layer) for layer in self.layers], keeps and self.keeps
+        self.weights = [functools.cache(weight) for weight in weights] if self.is_kept else weights
 
     def _weight(self, layer: nn.Module):
         return self.products.weight(self.quantizer.dequantize(layer.base_layer))
@@ -70,13 +70,14 @@ class Group:
             kind = torch.get_autocast_dtype(x.device.type)
         dropout = first.lora_dropout["default"]
         rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        out = self.product(x.to(kind), list(map(self._parts, self.layers, self.weights)), rate, self.products)
+        parts = [self._parts(layer, weight, self.is_kept or not packed) for layer, weight in zip(self.layers, self.weights, strict=True)]
+        out = self.product(x.to(kind), parts, rate, self.products)
         # bitsandbytes' layers give back the type that they were given
         return {id(layer): y.to(x.dtype) if packed else y for layer, y in zip(self.layers, out, strict=True)}
 
     @staticmethod
-    def _parts(layer: nn.Module, weight) -> Linear:
-        return Linear(weight, layer.base_layer.bias, layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"])
+    def _parts(layer: nn.Module, weight, is_kept: bool) -> Linear:
+        return Linear(weight, layer.base_layer.bias, layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"], is_kept)
 
 
 @functools.cache

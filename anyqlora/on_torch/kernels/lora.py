@@ -18,7 +18,7 @@ NARROW = ("mps",)  # devices on which torch draws no numbers of 64 bits ("random
 class Linear(NamedTuple):
     """One linear layer: y = W x + bias + scale B A x, with W [out, in] frozen, A [rank, in] and B [out, rank] learned.
 
-    weight() is what the group's products make of W.
+    weight() is what the group's products make of W; is_kept: it is in memory, and not made for each product.
     """
 
     weight: Callable[[], object]
@@ -26,6 +26,7 @@ class Linear(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    is_kept: bool = False
 
 
 def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0, products: Products = WHOLE) -> tuple[torch.Tensor, ...]:
@@ -36,6 +37,9 @@ def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0, pro
     """
     factors = [factor for layer in layers for factor in (layer.a, layer.b)]
     with torch.autocast(x.device.type, enabled=False):
+        at_once = products.at_once(x, layers, 1 - whole(dropout))
+        if at_once:
+            return _AtOnce.apply(x, tuple(layers), at_once, dropout, products, *factors)
         return _Linears.apply(x, tuple(layers), dropout, products, *factors)
 
 
@@ -83,6 +87,34 @@ class _Linears(torch.autograd.Function):
             if mask is not None:
                 of_x += dropped(products.out_of(*narrow), mask)
         return None if of_x is None else of_x.view(x.shape), None, None, None, *of_factors
+
+
+class _AtOnce(torch.autograd.Function):
+    """The same numbers by `products.forward_all` and `backward_all`: where tokens are few, calls take as long as what they compute."""
+
+    @staticmethod
+    def forward(ctx, x, layers, at_once, dropout, products, *factors):
+        flat = x.reshape(-1, x.shape[-1])  # [M, in]
+        mask = drawn(flat, dropout) if dropout else None
+        out, middles = products.forward_all(flat, dropped(flat, mask), at_once, x.shape[:-1])
+        ctx.weights, ctx.at_once, ctx.products = [layer.weight for layer in layers], [layer._replace(weight=None) for layer in at_once], products
+        ctx.save_for_backward(x, mask, middles, *factors)
+        ctx.set_materialize_grads(False)
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx, *of_outputs):
+        x, mask, middles, *factors = ctx.saved_tensors
+        flat, of_factors = x.reshape(-1, x.shape[-1]), [None] * len(factors)
+        used = [number for number, of_y in enumerate(of_outputs) if of_y is not None]
+        layers = [ctx.at_once[number]._replace(weight=ctx.weights[number](), a=factors[2 * number], b=factors[2 * number + 1]) for number in used]
+        of_y = [of_outputs[number].reshape(-1, of_outputs[number].shape[-1]) for number in used]  # [M, out]
+        of_x, of_dropped, of_a, of_b = ctx.products.backward_all(dropped(flat, mask), layers, middles, of_y, ctx.needs_input_grad[0], mask is not None)
+        for number, *of_both in zip(used, of_a.split([layer.a.shape[0] for layer in layers]), of_b, strict=True):
+            of_factors[2 * number : 2 * number + 2] = of_both
+        if of_dropped is not None:
+            of_x += dropped(of_dropped, mask)
+        return None if of_x is None else of_x.view(x.shape), None, None, None, None, *of_factors
 
 
 def _parts(middles: torch.Tensor, factors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

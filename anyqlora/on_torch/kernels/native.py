@@ -7,9 +7,12 @@ import functools
 import hashlib
 import os
 import platform
+import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +31,9 @@ SIGNATURES = {
     "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT),
     "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT, INT),
     "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
-    "narrow_product": (*4 * (POINTER,), *3 * (LONG,), INT),
+    "linears": (POINTER, POINTER, ctypes.c_char_p, POINTER, *3 * (LONG,)),
+    "linears_backward": (POINTER, ctypes.c_char_p, *4 * (POINTER,), *4 * (LONG,)),
+    "narrow_product": (*4 * (POINTER,), *4 * (LONG,), INT),
     "outer_product": (*3 * (POINTER,), *4 * (LONG,), INT),
     "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
     "product": (*8 * (POINTER,), *5 * (LONG,), *4 * (INT,)),
@@ -39,6 +44,7 @@ SIGNATURES = {
     "swiglu": (POINTER, POINTER, POINTER, LONG),
     "swiglu_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG),
 }
+LAYER = struct.Struct("@6Pd3l")  # products.c's Layer
 LANES = 16  # a head is a multiple of it wide
 
 
@@ -158,7 +164,7 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_tu
 def narrow_product(left: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
     """scales [R] * left [M, K] factor^T, bf16 [M, R], of a bf16 left with an even K and a float32 factor [R, K], is_turned: [K, R]."""
     made = left.new_empty(len(left), len(scales))
-    _call("narrow_product", left.contiguous(), factor.contiguous(), scales, made, *left.shape, len(scales), is_turned)
+    _call("narrow_product", left.contiguous(), factor.contiguous(), scales, made, len(scales), *left.shape, len(scales), is_turned)
     return made
 
 
@@ -168,6 +174,41 @@ def outer_product(narrow: torch.Tensor, wide: torch.Tensor, is_turned: bool = Fa
     made = torch.empty(*((columns, rank) if is_turned else (rank, columns)))
     _call("outer_product", narrow, wide.contiguous(), made, len(wide), rank, columns, narrow.stride(0), is_turned)
     return made
+
+
+class Layer(NamedTuple):
+    """One of several layers that read one x: y = x W^T + bias + m b^T, with m = scale x a^T of an x of which some may be dropped. bf16 W [out, in] and bias [out], float32 a [R, in] and b [out, R]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    first: int  # of its R columns among all layers' m
+
+    def packed(self, y: torch.Tensor, of_b: torch.Tensor | None = None) -> bytes:
+        tensors = self.weight, self.bias, self.a, self.b, y, of_b
+        return LAYER.pack(*(0 if x is None else x.data_ptr() for x in tensors), self.scale, *self.b.shape, self.first)
+
+
+def linears(x: torch.Tensor, dropped: torch.Tensor, layers: Sequence[Layer], shape: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Each layer's y [*shape, out], and their m side by side [M, the sum of their R], which are of `dropped`. All is contiguous; in, out and R are even."""
+    made, middles = [x.new_empty(*shape, layer.b.shape[0]) for layer in layers], x.new_empty(x.shape[0], sum(layer.b.shape[1] for layer in layers))
+    listed = b"".join(layer.packed(y) for layer, y in zip(layers, made, strict=True))
+    _call("linears", x, dropped, listed, middles, len(layers), *x.shape)
+    return made, middles
+
+
+def linears_backward(dropped: torch.Tensor, layers: Sequence[Layer], middles: torch.Tensor, of_outputs: Sequence[torch.Tensor], needs_x: bool,
+                     is_dropped: bool) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, list[torch.Tensor]]:
+    """From the gradients of these layers' y [M, out], contiguous, those of x, where it needs one; of `dropped`, is_dropped, without which x's is not whole;
+    of their a, one below the other; and of each b."""
+    of_x = dropped.new_empty(dropped.shape) if needs_x else None
+    of_dropped = dropped.new_empty(dropped.shape) if needs_x and is_dropped else None
+    of_a, of_b = torch.empty(sum(layer.b.shape[1] for layer in layers), dropped.shape[1]), [torch.empty(layer.b.shape) for layer in layers]
+    listed = b"".join(layer.packed(*gradients) for layer, *gradients in zip(layers, of_outputs, of_b, strict=True))
+    _call("linears_backward", dropped, listed, middles, of_a, of_x, of_dropped, len(layers), *dropped.shape, middles.shape[1])
+    return of_x, of_dropped, of_a, of_b
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

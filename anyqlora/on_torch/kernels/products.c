@@ -241,7 +241,7 @@ static void paired(uint32_t *words, const float *factor, long rank, long depth, 
 
 /* `count` rows of `vectors` registers of columns. */
 static inline __attribute__((always_inline)) void narrow_tile(const char *left, long apart, int count, int vectors, const uint32_t *words, long pairs, long width,
-                                                              const float *scales, bf16 *out, long rank, long columns) {
+                                                              const float *scales, bf16 *out, long out_stride, long columns) {
     __m512 y[SUMS];
 #pragma GCC unroll 24
     for (int i = 0; i < count * vectors; i++) y[i] = _mm512_setzero_ps();
@@ -262,13 +262,13 @@ static inline __attribute__((always_inline)) void narrow_tile(const char *left, 
         for (int v = 0; v < vectors; v++) {
             __mmask16 some = of_lanes(columns - v * LANES);
             __m512 scaled = y[r * vectors + v] * _mm512_maskz_loadu_ps(some, scales + v * LANES);
-            _mm256_mask_storeu_epi16(out + r * rank + v * LANES, some, (__m256i)_mm512_cvtneps_pbh(scaled));
+            _mm256_mask_storeu_epi16(out + r * out_stride + v * LANES, some, (__m256i)_mm512_cvtneps_pbh(scaled));
         }
 }
 
 /* out [rows, rank] = left [rows, depth] factor, its columns times `scales`; the factor [rank, depth] is turned around for that, or is turned already: [depth, rank].
-   depth is even. */
-void narrow_product(const bf16 *left, const float *factor, const float *scales, bf16 *out, long rows, long depth, long rank, int turned) {
+   depth is even; out's rows lie out_stride numbers apart. */
+void narrow_product(const bf16 *left, const float *factor, const float *scales, bf16 *out, long out_stride, long rows, long depth, long rank, int turned) {
     long width = rounded_up(rank, LANES), stride = 2 * depth, apart = set_apart(stride);
     uint32_t *words = aligned_alloc(64, rounded_up(depth / 2 * width * 4, 64));
     paired(words, factor, rank, depth, width, turned);
@@ -285,7 +285,7 @@ void narrow_product(const bf16 *left, const float *factor, const float *scales, 
                 long vectors = smaller(MOST, (width - c) / LANES), r = 0;
 #define TILES(COUNT, VECTORS)                                                                                                                    \
     for (; r + COUNT <= count; r += COUNT)                                                                                                       \
-        narrow_tile(from + r * apart, apart, COUNT, VECTORS, words + c, depth / 2, width, scales + c, out + (first + r) * rank + c, rank, rank - c);
+        narrow_tile(from + r * apart, apart, COUNT, VECTORS, words + c, depth / 2, width, scales + c, out + (first + r) * out_stride + c, out_stride, rank - c);
                 if (vectors == 1) {
                     TILES(24, 1) TILES(8, 1) TILES(1, 1)
                 } else if (vectors == 2) {
@@ -358,6 +358,64 @@ void outer_product(const bf16 *narrow, const bf16 *wide, float *out, long rows, 
         free(sums);
     }
     free(words);
+}
+
+/* A layer of several that read one input: y = x weight^T + bias + scale (x a^T) b^T, weight [columns, depth], a [rank, depth] and b [columns, rank]. Backward
+   y is its gradient, and of_b that of b. */
+typedef struct {
+    const bf16 *weight, *bias;
+    const float *a, *b;
+    bf16 *y;
+    float *of_b;
+    double scale;
+    long columns, rank, middle; /* the first of its columns among all layers' middles */
+} Layer;
+
+/* All layers' a, one below the other, and each row's scale: [R, depth] and, after them, [R]. */
+static float *stacked(const Layer *layers, long count, long depth, long ranks) {
+    float *factor = malloc((ranks * depth + ranks) * sizeof(float)), *a = factor, *scale = factor + ranks * depth;
+    for (const Layer *layer = layers; layer < layers + count; layer++) {
+        memcpy(a, layer->a, layer->rank * depth * sizeof(float));
+        a += layer->rank * depth;
+        for (long r = 0; r < layer->rank; r++) *scale++ = (float)layer->scale;
+    }
+    return factor;
+}
+
+static long ranks_of(const Layer *layers, long count) {
+    long sum = 0;
+    for (long i = 0; i < count; i++) sum += layers[i].rank;
+    return sum;
+}
+
+/* Each layer's y of x [rows, depth], and of `dropped`, which may be x, the middles scale x a^T, side by side: [rows, R]. */
+void linears(const bf16 *x, const bf16 *dropped, const Layer *layers, bf16 *middles, long count, long rows, long depth) {
+    long ranks = ranks_of(layers, count);
+    float *below = stacked(layers, count, depth, ranks);
+    narrow_product(dropped, below, below + ranks * depth, middles, ranks, rows, depth, ranks, 0);
+    for (const Layer *layer = layers; layer < layers + count; layer++)
+        product(x, layer->weight, NULL, NULL, layer->bias, middles + layer->middle, layer->b, layer->y, rows, depth, layer->columns, layer->rank, ranks, 2, 0, 0, 0);
+    free(below);
+}
+
+/* The gradients of each b, of all a [R, depth] and, unless they are NULL, of x and of `dropped`, else of both in x's, of those layers whose y was used; the
+   middles are those of all, `stride` numbers a row. */
+void linears_backward(const bf16 *dropped, const Layer *layers, const bf16 *middles, float *of_a, bf16 *of_x, bf16 *of_dropped, long count, long rows, long depth,
+                      long stride) {
+    long ranks = ranks_of(layers, count), column = 0;
+    float *below = stacked(layers, count, depth, ranks);
+    bf16 *of_middles = malloc(rows * ranks * sizeof(bf16));
+    for (const Layer *layer = layers; layer < layers + count; column += layer++->rank) {
+        narrow_product(layer->y, layer->b, below + ranks * depth + column, of_middles + column, ranks, rows, layer->columns, layer->rank, 1);
+        outer_product(middles + layer->middle, layer->y, layer->of_b, rows, layer->rank, layer->columns, stride, 1);
+    }
+    outer_product(of_middles, dropped, of_a, rows, ranks, depth, ranks, 0);
+    for (long i = 0; of_x && i < count; i++) {
+        long narrow = i + 1 == count && !of_dropped ? ranks : 0;
+        product(layers[i].y, layers[i].weight, NULL, NULL, NULL, of_middles, below, of_x, rows, layers[i].columns, depth, narrow, ranks, 2, 1, i > 0, 0);
+    }
+    if (of_dropped) product(of_middles, below, NULL, NULL, NULL, of_middles, below, of_dropped, rows, 0, depth, ranks, ranks, 2, 1, 0, 0);
+    free(below), free(of_middles);
 }
 
 #endif

@@ -58,6 +58,16 @@ class Products(Protocol):
     def outer(self, m: torch.Tensor, x: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
         """A factor's gradient: m^T x [R, N] of x [M, N]; is_turned: [N, R]. In x's dtype or a wider one."""
 
+    def at_once(self, x: torch.Tensor, layers: Sequence, kept: float) -> tuple | None:
+        """`layers` (lora.Linear) of x [..., in], of whose numbers the part `kept` is, as `forward_all` and `backward_all` take them; None: they do not."""
+
+    def forward_all(self, x: torch.Tensor, dropped: torch.Tensor, layers: Sequence, shape: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Each layer's output [*shape, out], and what `into` makes of `dropped`: the numbers of all calls above, in one."""
+
+    def backward_all(self, dropped: torch.Tensor, layers: Sequence, middles: torch.Tensor, of_outputs: Sequence[torch.Tensor], needs_x: bool, is_dropped: bool):
+        """The gradients of x where it needs one and, is_dropped, of what was dropped from apart from it, else None; of these layers' a, one below the
+        other; and of each b."""
+
 
 class Whole:
     """Products in x's dtype."""
@@ -95,6 +105,9 @@ class Whole:
     def outer(self, m, x, is_turned=False):
         made = m.T @ x
         return made.T if is_turned else made  # the other way round oneDNN takes a third longer
+
+    def at_once(self, x, layers, kept):
+        return None
 
     @staticmethod
     def _widened(y, narrow, is_turned=False):
@@ -152,6 +165,20 @@ class NativeWhole(Whole):
         return of_x
 
 
+    def at_once(self, x, layers, kept):
+        if not (native.has("linears") and native.is_for(x) and all(layer.is_kept for layer in layers)):
+            return None  # of weights that are made for each product there is one at a time
+        ranks = [layer.a.shape[0] for layer in layers]
+        made = tuple(native.Layer(layer.weight(), layer.bias, layer.a, layer.b, layer.scale / kept, sum(ranks[:i])) for i, layer in enumerate(layers))
+        return made if all(map(_is_native, made)) else None
+
+    def forward_all(self, x, dropped, layers, shape):
+        return native.linears(x.contiguous(), dropped.contiguous(), layers, shape)
+
+    def backward_all(self, dropped, layers, middles, of_outputs, needs_x, is_dropped):
+        return native.linears_backward(dropped.contiguous(), layers, middles, [g.contiguous() for g in of_outputs], needs_x, is_dropped)
+
+
 class Int8(Whole):
     """Products of int8 codes, summed in int32: twice bf16's rate on processors with AVX512-VNNI or AMX."""
 
@@ -196,6 +223,8 @@ class Int8(Whole):
 class NativeInt8(Int8, NativeWhole):
     """The same of bf16 on a CPU, in C: what is around the products and, where oneDNN's are not faster, the products."""
 
+    at_once = Whole.at_once
+
     def _coded(self, x, columns=None, is_spread=False):
         return native.int8_rows(x, columns, is_spread) if native.is_for(x) else super()._coded(x, columns, is_spread)
 
@@ -217,6 +246,13 @@ def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> boo
     depth = left.shape[-1] * left.element_size()
     return (native.has("product") and left.dtype == right.dtype in (torch.bfloat16, torch.int8) and depth % 4 == 0 and right.is_contiguous()
             and (narrow is None or native.is_for(narrow[0]) and narrow[1].dtype == torch.float32 and narrow[0].shape[1] % 2 == 0 and narrow[0].stride(1) == 1))
+
+
+def _is_native(layer: native.Layer) -> bool:
+    """Whether `native.linears` multiplies this one."""
+    is_even = not (layer.weight.shape[0] % 2 or layer.weight.shape[1] % 2 or layer.a.shape[0] % 2)
+    narrow = layer.a.dtype == layer.b.dtype == torch.float32 and layer.a.is_contiguous() and layer.b.is_contiguous()
+    return is_even and narrow and native.is_for(layer.weight) and layer.weight.is_contiguous() and (layer.bias is None or native.is_for(layer.bias))
 
 
 def _is_narrowed(x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
