@@ -59,7 +59,7 @@ class Products(Protocol):
         """A factor's gradient: m^T x [R, N] of x [M, N]; is_turned: [N, R]. In x's dtype or a wider one."""
 
     def at_once(self, x: torch.Tensor, layers: Sequence, kept: float) -> tuple | None:
-        """`layers` (lora.Linear) of x [..., in], of whose numbers the part `kept` is, as `forward_all` and `backward_all` take them; None: they do not."""
+        """`layers` (lora.Linear) of x [..., in] as `forward_all` and `backward_all` take them, None where they do not; kept: the part that dropout leaves."""
 
     def forward_all(self, x: torch.Tensor, dropped: torch.Tensor, layers: Sequence, shape: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Each layer's output [*shape, out], and what `into` makes of `dropped`: the numbers of all calls above, in one."""
@@ -163,7 +163,6 @@ class NativeWhole(Whole):
         of_x = g.new_empty(len(g), weight.shape[1]) if to is None else to
         native.product(g.contiguous(), weight, of_x, is_turned=True, is_added=to is not None, narrow=narrow)
         return of_x
-
 
     def at_once(self, x, layers, kept):
         if not (native.has("linears") and native.is_for(x) and all(layer.is_kept for layer in layers)):
