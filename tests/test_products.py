@@ -234,8 +234,9 @@ SEVERAL = {"three layers": (96, (64, 32, 32), (4, 6, 16), False, 3), "a bias": (
 @needs_own
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("rows", [19, 0])
+@pytest.mark.parametrize("products", [NativeWhole(), NativeInt8()], ids=["bf16", "int8"])
 @pytest.mark.parametrize("case", SEVERAL)
-def test_layers_at_once_are_the_layers_one_by_one(case, rows, dropout):
+def test_layers_at_once_are_the_layers_one_by_one(case, products, rows, dropout):
     """The same bits: outputs, and all gradients of those that are used."""
     inputs, outputs, ranks, has_bias, used = SEVERAL[case]
     found, made = [], []
@@ -243,9 +244,9 @@ def test_layers_at_once_are_the_layers_one_by_one(case, rows, dropout):
         torch.manual_seed(5)
         factors = [torch.randn(shape).requires_grad_() for size, rank in zip(outputs, ranks, strict=True) for shape in ((rank, inputs), (size, rank))]
         x = drawn(2, rows, inputs, seed=6).requires_grad_()
-        parts = [lora.Linear(lambda w=drawn(size, inputs, seed=size): w, drawn(size, seed=size) if has_bias else None, a, b, 0.5, is_kept)
+        parts = [lora.Linear(lambda w=products.weight(drawn(size, inputs, seed=size)): w, drawn(size, seed=size) if has_bias else None, a, b, 0.5, is_kept)
                  for size, a, b in zip(outputs, factors[::2], factors[1::2], strict=True)]
-        ys = lora.linears(x, parts, dropout, products=NativeWhole())
+        ys = lora.linears(x, parts, dropout, products=products)
         gradients = torch.autograd.grad(ys[:used], [x, *factors], [drawn(2, rows, size, seed=size) for size in outputs[:used]], allow_unused=True)
         found.append([*(y.detach() for y in ys), *(g for g in gradients if g is not None)])
         made.append(type(ys[0].grad_fn).__name__)
@@ -305,11 +306,12 @@ def test_a_run_in_int8_learns_what_a_whole_one_does(tmp_path):
 
 
 @needs_own
-def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("products", ["full", "int8"])
+def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, tmp_path, monkeypatch):
     """Where they are made for each product they are so one at a time, for which the plan has room."""
     calls, plain = [], native.linears
     monkeypatch.setattr(native, "linears", lambda *given: calls.append(given[2]) or plain(*given))
-    settings = {"quantizer": "nf4", "kernels": "native", "max_steps": 2, "batch_size": 2}
+    settings = {"quantizer": "nf4", "kernels": "native", "frozen_products": products, "max_steps": 2, "batch_size": 2}
     kept = trained(tmp_path, "kept", **settings)
     number = len(calls)
     made = trained(tmp_path, "made", **settings, weight_cache=0)

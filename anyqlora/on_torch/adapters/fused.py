@@ -70,7 +70,8 @@ class Group:
             kind = torch.get_autocast_dtype(x.device.type)
         dropout = first.lora_dropout["default"]
         rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        parts = [self._parts(layer, weight, self.is_kept or not packed) for layer, weight in zip(self.layers, self.weights, strict=True)]
+        is_kept = self.is_kept or not packed and self.products is self.whole  # then it is the model's own
+        parts = [self._parts(layer, weight, is_kept) for layer, weight in zip(self.layers, self.weights, strict=True)]
         out = self.product(x.to(kind), parts, rate, self.products)
         # bitsandbytes' layers give back the type that they were given
         return {id(layer): y.to(x.dtype) if packed else y for layer, y in zip(self.layers, out, strict=True)}

@@ -44,7 +44,7 @@ SIGNATURES = {
     "swiglu": (POINTER, POINTER, POINTER, LONG),
     "swiglu_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG),
 }
-LAYER = struct.Struct("@6Pd3l")  # products.c's Layer
+LAYER = struct.Struct("@7Pd3l")  # products.c's Layer
 LANES = 16  # a head is a multiple of it wide
 
 
@@ -177,9 +177,12 @@ def outer_product(narrow: torch.Tensor, wide: torch.Tensor, is_turned: bool = Fa
 
 
 class Layer(NamedTuple):
-    """One of several layers that read one x: y = x W^T + bias + m b^T, with m = scale x a^T of an x of which some may be dropped. bf16 W [out, in] and bias [out], float32 a [R, in] and b [out, R]."""
+    """One of several layers that read one x: y = x W^T + bias + m b^T, with m = scale x a^T of an x of which some may be dropped. bf16 W [out, in] and bias [out], float32 a [R, in] and b [out, R].
 
-    weight: torch.Tensor
+    W may be `products.Int8`'s: codes int8, and float32 scales [out].
+    """
+
+    weight: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     bias: torch.Tensor | None
     a: torch.Tensor
     b: torch.Tensor
@@ -187,7 +190,8 @@ class Layer(NamedTuple):
     first: int  # of its R columns among all layers' m
 
     def packed(self, y: torch.Tensor, of_b: torch.Tensor | None = None) -> bytes:
-        tensors = self.weight, self.bias, self.a, self.b, y, of_b
+        weight = self.weight if isinstance(self.weight, tuple) else (self.weight, None)
+        tensors = *weight, self.bias, self.a, self.b, y, of_b
         return LAYER.pack(*(0 if x is None else x.data_ptr() for x in tensors), self.scale, *self.b.shape, self.first)
 
 

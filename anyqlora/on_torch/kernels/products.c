@@ -361,9 +361,11 @@ void outer_product(const bf16 *narrow, const bf16 *wide, float *out, long rows, 
 }
 
 /* A layer of several that read one input: y = x weight^T + bias + scale (x a^T) b^T, weight [columns, depth], a [rank, depth] and b [columns, rank]. Backward
-   y is its gradient, and of_b that of b. */
+   y is its gradient, and of_b that of b. int8: the weight's codes, spread, and each column's scale; bf16 has none. */
 typedef struct {
-    const bf16 *weight, *bias;
+    const void *weight;
+    const float *of_columns;
+    const bf16 *bias;
     const float *a, *b;
     bf16 *y;
     float *of_b;
@@ -388,14 +390,27 @@ static long ranks_of(const Layer *layers, long count) {
     return sum;
 }
 
-/* Each layer's y of x [rows, depth], and of `dropped`, which may be x, the middles scale x a^T, side by side: [rows, R]. */
+void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long rows, long width, int spreads); /* native.c */
+
+/* Room for rows of int8 codes, and after them a scale for each row; NULL where layers are bf16. */
+static int8_t *room_for_codes(const Layer *layers, long count, long rows, long depth) {
+    long widest = depth;
+    for (long i = 0; i < count; i++) widest = larger(widest, layers[i].columns);
+    return layers->of_columns ? malloc(rounded_up(rows * widest, sizeof(float)) + rows * sizeof(float)) : NULL;
+}
+
+/* Each layer's y of x [rows, depth], and of `dropped`, which may be x, the middles scale x a^T, side by side: [rows, R]. Layers are all bf16 or all int8. */
 void linears(const bf16 *x, const bf16 *dropped, const Layer *layers, bf16 *middles, long count, long rows, long depth) {
     long ranks = ranks_of(layers, count);
     float *below = stacked(layers, count, depth, ranks);
+    int8_t *codes = room_for_codes(layers, 0, rows, depth);
+    float *of_rows = codes ? (float *)(codes + rounded_up(rows * depth, sizeof(float))) : NULL;
     narrow_product(dropped, below, below + ranks * depth, middles, ranks, rows, depth, ranks, 0);
+    if (codes) int8_rows(x, NULL, codes, of_rows, rows, depth, 1);
     for (const Layer *layer = layers; layer < layers + count; layer++)
-        product(x, layer->weight, NULL, NULL, layer->bias, middles + layer->middle, layer->b, layer->y, rows, depth, layer->columns, layer->rank, ranks, 2, 0, 0, 0);
-    free(below);
+        product(codes ? (void *)codes : (void *)x, layer->weight, of_rows, layer->of_columns, layer->bias, middles + layer->middle, layer->b, layer->y, rows, depth,
+                layer->columns, layer->rank, ranks, codes ? 1 : 2, 0, 0, 0);
+    free(below), free(codes);
 }
 
 /* The gradients of each b, of all a [R, depth] and, unless they are NULL, of x and of `dropped`, else of both in x's, of those layers whose y was used; the
@@ -410,12 +425,16 @@ void linears_backward(const bf16 *dropped, const Layer *layers, const bf16 *midd
         outer_product(middles + layer->middle, layer->y, layer->of_b, rows, layer->rank, layer->columns, stride, 1);
     }
     outer_product(of_middles, dropped, of_a, rows, ranks, depth, ranks, 0);
-    for (long i = 0; of_x && i < count; i++) {
-        long narrow = i + 1 == count && !of_dropped ? ranks : 0;
-        product(layers[i].y, layers[i].weight, NULL, NULL, NULL, of_middles, below, of_x, rows, layers[i].columns, depth, narrow, ranks, 2, 1, i > 0, 0);
+    int8_t *codes = of_x ? room_for_codes(layers, count, rows, 0) : NULL;
+    for (const Layer *layer = layers; of_x && layer < layers + count; layer++) {
+        long narrow = layer + 1 == layers + count && !of_dropped ? ranks : 0;
+        float *of_rows = codes ? (float *)(codes + rounded_up(rows * layer->columns, sizeof(float))) : NULL;
+        if (codes) int8_rows(layer->y, layer->of_columns, codes, of_rows, rows, layer->columns, 0);
+        product(codes ? (void *)codes : (void *)layer->y, layer->weight, of_rows, NULL, NULL, of_middles, below, of_x, rows, layer->columns, depth, narrow, ranks,
+                codes ? 1 : 2, 1, layer > layers, codes != NULL);
     }
     if (of_dropped) product(of_middles, below, NULL, NULL, NULL, of_middles, below, of_dropped, rows, 0, depth, ranks, ranks, 2, 1, 0, 0);
-    free(below), free(of_middles);
+    free(below), free(of_middles), free(codes);
 }
 
 #endif

@@ -222,8 +222,6 @@ class Int8(Whole):
 class NativeInt8(Int8, NativeWhole):
     """The same of bf16 on a CPU, in C: what is around the products and, where oneDNN's are not faster, the products."""
 
-    at_once = Whole.at_once
-
     def _coded(self, x, columns=None, is_spread=False):
         return native.int8_rows(x, columns, is_spread) if native.is_for(x) else super()._coded(x, columns, is_spread)
 
@@ -248,10 +246,12 @@ def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> boo
 
 
 def _is_native(layer: native.Layer) -> bool:
-    """Whether `native.linears` multiplies this one."""
-    is_even = not (layer.weight.shape[0] % 2 or layer.weight.shape[1] % 2 or layer.a.shape[0] % 2)
+    """Whether `native.linears` multiplies this one: it reads words of 32 bits."""
+    weight = layer.weight[0] if isinstance(layer.weight, tuple) else layer.weight
+    words = 4 // weight.element_size()
+    fits = weight.dtype in (torch.bfloat16, torch.int8) and not (weight.shape[0] % words or weight.shape[1] % words or layer.a.shape[0] % 2)
     narrow = layer.a.dtype == layer.b.dtype == torch.float32 and layer.a.is_contiguous() and layer.b.is_contiguous()
-    return is_even and narrow and native.is_for(layer.weight) and layer.weight.is_contiguous() and (layer.bias is None or native.is_for(layer.bias))
+    return fits and narrow and weight.is_contiguous() and weight.device.type == "cpu" and (layer.bias is None or native.is_for(layer.bias))
 
 
 def _is_narrowed(x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
