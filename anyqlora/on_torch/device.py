@@ -72,7 +72,7 @@ class Memory:
     def __init__(self, device: torch.device, planned: int = 0):
         """`planned` bytes; 0: unknown."""
         self.device, self.planned, self.before, self.highest = device, planned, 0, 0
-        self.stopped = threading.Event()
+        self.stopped, self.heap = threading.Event(), None
 
     def start(self) -> None:
         """Count from here: before the weights are read, after what is imported for them."""
@@ -102,6 +102,9 @@ class Memory:
     def close(self) -> None:
         """Stop sampling."""
         self.stopped.set()
+        if self.heap:
+            self.heap.close()
+            self.heap = None
 
 
 def _sample(of: weakref.ref, stopped: threading.Event) -> None:
@@ -112,7 +115,8 @@ def _sample(of: weakref.ref, stopped: threading.Event) -> None:
             return
         used = memory.used()
         memory.highest = max(memory.highest, used)
-        memory.heap.give_back(used)
+        if heap := memory.heap:  # not closed since
+            heap.give_back(used)
         del memory
 
 

@@ -1,4 +1,4 @@
-"""glibc's heap: freed memory that would stay in the process goes back to the system, while loading and while training; and oneDNN's."""
+"""glibc's heap: which freed memory goes back to the system, while loading and while training; and oneDNN's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,32 @@ import os
 import sys
 
 # mallopt's parameters, from glibc's malloc.h
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-LOADING = 64 << 10  # bytes: larger blocks get pages of their own, which are unmapped when they are freed
-TRAINING = 32 << 20  # where glibc's own adaptive threshold ends
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
+# A block of MMAP_THRESHOLD bytes or more gets pages of its own, MMAP_MAX of them at most, which are unmapped when it is freed
+RESTING = {MMAP_THRESHOLD: 32 << 20, MMAP_MAX: 65536, TRIM_THRESHOLD: 64 << 20}  # where glibc's own adaptive thresholds end
+LOADING = {MMAP_THRESHOLD: 64 << 10, MMAP_MAX: 65536, TRIM_THRESHOLD: 128 << 10}
+TRAINING = {MMAP_MAX: 0, TRIM_THRESHOLD: -1}  # nothing leaves by itself
 WORTH = 0.05  # of the plan; less is not worth the way
 SMALLEST_HOARD = 32 << 20  # bytes
+
+_now = RESTING
+
+
+def _set(settings: dict[int, int]) -> dict[int, int]:
+    """Have glibc's heap so; elsewhere nothing changes. Returns how it was."""
+    global _now
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    for parameter, value in settings.items() if mallopt else ():
+        mallopt(parameter, value)
+    before, _now = _now, settings
+    return before
+
+
+def _trim() -> None:
+    """Give back what is free."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim:
+        trim(0)
 
 
 @contextlib.contextmanager
@@ -21,18 +42,13 @@ def unmapping():
 
     glibc raises its threshold to the size of each large block that is freed, so that the weights of a shard come to lie in one heap
     among the codes made from them, and the holes stay resident: 886 MB for 206 MB of tensors in a 330 M-parameter model.
-    Afterwards the threshold is where it would have gone by itself, since training frees and takes the same sizes again and again.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
-        mallopt(MMAP_THRESHOLD, LOADING)
+    before = _set(LOADING)
     try:
         yield
     finally:
-        if mallopt:
-            mallopt(MMAP_THRESHOLD, TRAINING)
-            mallopt(TRIM_THRESHOLD, 2 * TRAINING)
-            ctypes.CDLL(None).malloc_trim(0)
+        _set(before)
+        _trim()
 
 
 class _Info(ctypes.Structure):
@@ -43,7 +59,10 @@ class _Info(ctypes.Structure):
 
 
 class Heap:
-    """Keeps a process within the memory that was planned for it, where glibc would hoard what tensors have freed.
+    """Keeps a process's pages while it trains, and the process within the memory that was planned for it.
+
+    Training frees and takes the same sizes again and again. Blocks of 32 MiB or more would have their pages cleared anew each time, which
+    takes 2-3 % of a step where a layer's outputs are that large.
 
     torch asks for blocks on 64-byte borders, and glibc before 2.39 does not put one where another of its size was freed (its bug
     30723): a 135 M-parameter model held 1.7 GB of pages for 0.9 GB of tensors. Those holes are given back, but only when the
@@ -59,6 +78,8 @@ class Heap:
             self.libc.mallinfo2.restype = _Info
         self.planned, self.hoard = planned, max(SMALLEST_HOARD, WORTH * planned)
         self.before = self._alive()
+        if self.can_tell:
+            _set(TRAINING)
 
     def _alive(self) -> int:
         """Bytes of the blocks that are in use."""
@@ -70,7 +91,12 @@ class Heap:
     def give_back(self, used: int) -> None:
         """Give free pages back if the process, which by now takes `used` bytes more, has outgrown its plan by more than `hoard`, and hoards that."""
         if self.can_tell and used > self.planned + self.hoard and used - (self._alive() - self.before) > self.hoard:
-            self.libc.malloc_trim(0)
+            _trim()
+
+    def close(self) -> None:
+        """Let pages go again, as glibc does by itself."""
+        _set(RESTING)
+        _trim()
 
 
 def keep_products(number: int) -> None:
