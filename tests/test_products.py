@@ -263,6 +263,19 @@ def test_sums_of_the_largest_codes_do_not_saturate():
         assert (torch._int_mm(codes, (sign * codes[:16]).T) == sign * 127 * 127 * 4096).all()
 
 
+@pytest.mark.parametrize("is_biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("products", [pytest.param(Whole(), id="whole"), pytest.param(NativeWhole(), id="whole in C", marks=needs_native),
+                                      *(pytest.param(way.values[0], id=way.id, marks=way.marks) for way in WAYS if "fp8" not in way.id)])
+def test_what_lora_adds_is_not_lost_where_it_is_less_than_a_step_of_the_frozen_part(products, is_biased):
+    """In the mean of many outputs it is all there. Added to the frozen part's rounded outputs, four fifths of it would be lost, as in a run's first steps."""
+    x, w, small = drawn(300, 512), drawn(384, 512, seed=1, scale=512**-0.5), 2.0**-11
+    bias = drawn(384, seed=2) if is_biased else None
+    narrow = torch.full((300, 16), small).bfloat16(), torch.full((384, 16), 1 / 16)
+    made, read = products.weight(w), products.read(x)
+    added = products.forward(read, made, bias, narrow).double() - products.forward(read, made, bias).double()
+    assert abs(added.mean() / small - 1) < 0.1
+
+
 @pytest.mark.parametrize(("products", "kind"), WAYS)
 def test_fused_linears_round_the_frozen_part_alone(products, kind):
     """What the factors learn from is not rounded: given one gradient of the outputs, theirs are those of whole products."""

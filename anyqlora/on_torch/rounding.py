@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import RunError
 from .adapters.fused import Group, fused_layers
-from .kernels.products import Products, Whole
+from .kernels.products import Products, Whole, widened
 
 NEAR = 0.08   # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
 TINY = 1e-30
@@ -36,13 +36,13 @@ class _Compared(Whole):
     def forward(self, read, weight, bias, narrow=None):
         y = super().forward(read, weight, bias)
         self._note("outputs", y, weight, lambda rounded, made: rounded.forward(rounded.read(read), made, bias))
-        return self._widened(y, narrow)
+        return widened(y, narrow)
 
     def backward(self, g, weight, to, narrow=None):
         of_x = super().backward(g, weight, None)
         self._note("gradients", of_x, weight, lambda rounded, made: rounded.backward(g, made, None))
         of_x = of_x if to is None else to.add_(of_x)
-        return self._widened(of_x, narrow, is_turned=True)
+        return widened(of_x, narrow, is_turned=True)
 
     def _note(self, what: str, whole: torch.Tensor, weight: torch.Tensor, product: Callable) -> None:
         noted = self.squares[what]

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from ...memory import ROWS
 from . import native
@@ -82,13 +81,14 @@ class Whole:
         return x
 
     def forward(self, read, weight, bias, narrow=None):
-        y = F.linear(read, weight.to(read.dtype), None if bias is None else bias.to(read.dtype))
-        return self._widened(y, narrow)
+        y = read.new_empty(*read.shape[:-1], len(weight))
+        out = y.view(-1, len(weight))
+        out.addmm_(read.reshape(-1, read.shape[-1]), weight.to(y.dtype).T, beta=self._begun(out, narrow))
+        return y if bias is None else y.add_(bias)
 
     def backward(self, g, weight, to, narrow=None):
-        weight = weight.to(g.dtype)
-        of_x = g @ weight if to is None else to.addmm_(g, weight)
-        return self._widened(of_x, narrow, is_turned=True)
+        of_x = g.new_empty(len(g), weight.shape[1]) if to is None else to
+        return of_x.addmm_(g, weight.to(g.dtype), beta=self._begun(of_x, narrow, is_turned=True, is_added=to is not None))
 
     def into(self, x, factors, scales):
         made = x @ stacked(factors).to(x.dtype).T
@@ -110,11 +110,23 @@ class Whole:
         return None
 
     @staticmethod
-    def _widened(y, narrow, is_turned=False):
+    def _begun(y, narrow, is_turned=False, is_added=False) -> int:
+        """Puts LoRA's part into y [M, N], is_added: to what is there. Returns 1 if y holds something, to which the frozen part is to be added.
+
+        In this order both are summed in float32. The other way round LoRA's is lost where it is less than half a step of a frozen part that
+        is rounded, as most of it is in the first steps of a run: in bf16 their losses are 0.6 to 0.9 % higher.
+        """
         if narrow is not None:
-            middle, factor = narrow[0], narrow[1].to(y.dtype)
-            y.view(-1, y.shape[-1]).addmm_(middle, factor if is_turned else factor.T)
-        return y
+            widened(y, narrow, is_turned, is_added)
+        return int(is_added or narrow is not None)
+
+
+def widened(y: torch.Tensor, narrow: Narrow | None, is_turned: bool = False, is_added: bool = True) -> torch.Tensor:
+    """y [..., N] with LoRA's part, m b^T or, is_turned, m a, added to it; not is_added: in place of what it holds."""
+    if narrow is not None:
+        middle, factor = narrow[0], narrow[1].to(y.dtype)
+        y.view(-1, y.shape[-1]).addmm_(middle, factor if is_turned else factor.T, beta=int(is_added))
+    return y
 
 
 def stacked(factors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -206,12 +218,12 @@ class Int8(Whole):
     def _multiply(self, left, right, of_rows, of_columns, out, *, is_turned=False, is_added=False, bias=None, narrow=None):
         """`native.product` of codes; turned, it is of spread inputs."""
         across = right if is_turned else right.T  # [K, N]
+        is_added = self._begun(out, narrow, is_turned, is_added)
         made = left.new_empty(min(ROWS, len(left)), across.shape[1], dtype=torch.int32)
         for some, scales, to in zip(left.split(ROWS), of_rows.split(ROWS), out.split(ROWS), strict=True):
             self._scaled(torch._int_mm(some, across, out=made[: len(some)]), scales, of_columns, to, is_added, is_turned)
         if bias is not None:
             out.add_(bias)
-        self._widened(out, narrow, is_turned)
 
     def _scaled(self, sums, of_rows, of_columns, to, is_added, is_spread):
         exact = sums * of_rows[:, None] * (1 if of_columns is None else of_columns)
@@ -286,13 +298,13 @@ class Float8(Whole):
         codes, scales, x = read
         y = x.new_empty(*x.shape[:-1], len(weight.codes))
         torch._scaled_mm(codes, weight.codes.T, scales[:, None], weight.scales[None], out_dtype=x.dtype, use_fast_accum=True, out=y.view(-1, y.shape[-1]))
-        return self._widened(y if bias is None else y.add_(bias), narrow)
+        return widened(y if bias is None else y.add_(bias), narrow)
 
     def backward(self, g, weight, to, narrow=None):
         codes, scales = self.coded(g, columns=weight.scales)
         of_x = torch._scaled_mm(codes, weight.turned, scales[:, None], weight.ones, out_dtype=g.dtype, use_fast_accum=True)
         of_x = of_x if to is None else to.add_(of_x)
-        return self._widened(of_x, narrow, is_turned=True)
+        return widened(of_x, narrow, is_turned=True)
 
 
 class _Float8Weight:
