@@ -263,9 +263,15 @@ def test_evaluation_equals_a_plain_forward_over_each_row(tmp_path):
 NOTHING_GAINED = "the model is no better than it was"
 
 
+def misled(tmp_path, **settings) -> dict:
+    """Settings of a run whose held-out loss rises: each of its rows is answered by one word."""
+    prompts = [json.loads(line)["prompt"] for line in (DEMO_BASE.parent / "task" / "train.jsonl").read_text().splitlines()[:200]]
+    (rows := tmp_path / "misleading.jsonl").write_text("".join(json.dumps({"prompt": prompt, "completion": "no"}) + "\n" for prompt in prompts))
+    return {**HELD_OUT, "dataset": str(rows), "lr": 1e-2, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": 40, "save_steps": 0, **settings}
+
+
 def test_early_stopping(tmp_path, capfd):
-    directory = runs.run(tmp_path, **{**HELD_OUT, "lr": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "early_stopping": 2, "max_steps": 40,
-                                      "save_steps": 0, "grad_norm": 100})
+    directory = runs.run(tmp_path, **misled(tmp_path, early_stopping=2))
     losses = [e["loss"] for e in runs.evaluations(directory)[1:]]
     stopped_at = runs.result(directory)["steps"]
     assert stopped_at < 40
@@ -277,7 +283,7 @@ def test_early_stopping(tmp_path, capfd):
 
 
 def test_a_run_that_stopped_early_and_died_before_it_was_written_ends_as_one_that_did_not(tmp_path, monkeypatch):
-    settings = {**HELD_OUT, "lr": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "early_stopping": 1, "max_steps": 40, "save_steps": 0, "grad_norm": 100}
+    settings = misled(tmp_path, early_stopping=1)
     whole = runs.run(tmp_path, "whole", **settings)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(Run, "write_finished", lambda *_: 1 / 0)
