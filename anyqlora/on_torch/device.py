@@ -72,7 +72,7 @@ class Memory:
     def __init__(self, device: torch.device, planned: int = 0):
         """`planned` bytes; 0: unknown."""
         self.device, self.planned, self.before, self.highest = device, planned, 0, 0
-        self.stopped, self.heap = threading.Event(), None
+        self.stopped, self.heap = threading.Event(), Heap(0)
 
     def start(self) -> None:
         """Count from here: before the weights are read, after what is imported for them."""
@@ -82,6 +82,7 @@ class Memory:
         else:
             self.before, self.highest, self.stopped = self.in_use(), 0, threading.Event()
             self.heap = Heap(self.planned)
+            weakref.finalize(self, self.heap.close)
             threading.Thread(target=_sample, args=(weakref.ref(self), self.stopped), name="memory", daemon=True).start()
 
     def in_use(self) -> int:
@@ -100,11 +101,9 @@ class Memory:
         return max(self.highest, self.used())
 
     def close(self) -> None:
-        """Stop sampling."""
+        """Stop sampling, and let go of what was kept for a step."""
         self.stopped.set()
-        if self.heap:
-            self.heap.close()
-            self.heap = None
+        self.heap.close()
 
 
 def _sample(of: weakref.ref, stopped: threading.Event) -> None:
@@ -115,8 +114,7 @@ def _sample(of: weakref.ref, stopped: threading.Event) -> None:
             return
         used = memory.used()
         memory.highest = max(memory.highest, used)
-        if heap := memory.heap:  # not closed since
-            heap.give_back(used)
+        memory.heap.give_back(used)
         del memory
 
 

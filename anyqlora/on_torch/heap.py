@@ -29,8 +29,8 @@ def _set(settings: dict[int, int]) -> dict[int, int]:
     return before
 
 
-def _trim() -> None:
-    """Give back what is free."""
+def trim() -> None:
+    """Give back to the system what is free."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim:
         trim(0)
@@ -48,7 +48,7 @@ def unmapping():
         yield
     finally:
         _set(before)
-        _trim()
+        trim()
 
 
 class _Info(ctypes.Structure):
@@ -70,15 +70,18 @@ class Heap:
     half as many holes, 35 % with every tensor mapped by itself.
     """
 
+    keeping = 0  # heaps that keep their process's pages
+
     def __init__(self, planned: int):
-        """`planned` bytes, above what the process has now; 0: unknown, so that every hoard is given back."""
+        """`planned` bytes, above what the process has now; 0: unknown, so that every hoard is given back, and large blocks when they are freed."""
         self.libc = ctypes.CDLL(None) if sys.platform == "linux" else None
         self.can_tell = all(hasattr(self.libc, name) for name in ("mallinfo2", "malloc_trim"))  # glibc 2.33 or newer
         if self.can_tell:
             self.libc.mallinfo2.restype = _Info
         self.planned, self.hoard = planned, max(SMALLEST_HOARD, WORTH * planned)
-        self.before = self._alive()
-        if self.can_tell:
+        self.before, self.is_keeping = self._alive(), self.can_tell and planned > 0
+        if self.is_keeping:
+            Heap.keeping += 1
             _set(TRAINING)
 
     def _alive(self) -> int:
@@ -91,12 +94,16 @@ class Heap:
     def give_back(self, used: int) -> None:
         """Give free pages back if the process, which by now takes `used` bytes more, has outgrown its plan by more than `hoard`, and hoards that."""
         if self.can_tell and used > self.planned + self.hoard and used - (self._alive() - self.before) > self.hoard:
-            _trim()
+            trim()
 
     def close(self) -> None:
-        """Let pages go again, as glibc does by itself."""
-        _set(RESTING)
-        _trim()
+        """Let pages go again, as glibc does by itself, where no other heap keeps them."""
+        if self.is_keeping:
+            self.is_keeping = False
+            Heap.keeping -= 1
+            if not Heap.keeping:
+                _set(RESTING)
+                trim()
 
 
 def keep_products(number: int) -> None:

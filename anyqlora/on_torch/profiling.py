@@ -35,6 +35,7 @@ def watch(run, memory: Memory) -> Unwatched:
 
 class MemoryWatch(Unwatched):
     """memory.json: a list of {step, phase, bytes}, where bytes are those in use when the phase ends, once for each micro-batch.
+    In host memory pages are in use that are kept for the next step.
 
     `step` counts from 1 as in metrics.jsonl; what is loaded or evaluated before the first step has 0.
     """

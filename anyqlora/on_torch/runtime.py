@@ -22,7 +22,7 @@ from ..errors import UsageError
 from ..memory import COMPILED
 from ..run import StepResult
 from .device import Memory, room_for
-from .heap import keep_products
+from .heap import keep_products, trim
 from .loss import token_loss
 from .offload import offloaded
 from .prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
@@ -230,6 +230,8 @@ class Runtime:
         """Give the allocator's free memory back."""
         if self.device.type in ("cuda", "xpu", "mps"):
             getattr(torch, self.device.type).empty_cache()
+        else:
+            trim()
 
     # ----------------------------------------------------------------------------------------- between processes
 

@@ -77,6 +77,7 @@ def opened(run: Finished, plan) -> Tuned:
     words = tokenizer.load(str(run.folder), config.trust_remote_code, config.revision, offline=True)
     runtime = Runtime(plan)
     built = build(config, runtime)
+    runtime.memory.close()  # no step follows, for which pages would be kept
     model, *_ = runtime.prepare(built.model, built.trainable, lambda parameters: None)
     if plan.adapter != "full":
         saved = load_file(run.folder / ADAPTER)

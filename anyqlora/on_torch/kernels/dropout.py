@@ -41,9 +41,7 @@ class _Linears(torch.autograd.Function):
         middles = drop.into(flat, stacked(factors[::2]).to(x.dtype))  # [M, R]
         read, out, ranks = products.read(x), [], [len(a) for a in factors[::2]]
         for layer, b, middle in zip(layers, factors[1::2], middles.split(ranks, 1), strict=True):
-            y = products.forward(read, layer.weight(), layer.bias)
-            y.view(-1, y.shape[-1]).addmm_(middle, b.to(x.dtype).T, alpha=layer.scale / drop.part)
-            out.append(y)
+            out.append(products.forward(read, layer.weight(), layer.bias, (middle * (layer.scale / drop.part), b)))
         ctx.layers, ctx.products, ctx.drop, ctx.ranks = layers, products, drop, ranks
         ctx.save_for_backward(x, middles, *factors)
         return tuple(out)
