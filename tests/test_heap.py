@@ -69,11 +69,12 @@ LARGE = """
 import gc, json, time
 import torch
 from anyqlora.on_torch.device import Memory
-from anyqlora.on_torch.heap import Heap, unmapping
+from anyqlora.on_torch.heap import Heap, trim, unmapping
 
 memory = Memory(torch.device("cpu"))
 
 def left():
+    trim()  # what was kept before
     before = memory.in_use()
     large = torch.ones(12 << 20)  # 48 MiB
     del large
