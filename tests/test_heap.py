@@ -70,10 +70,12 @@ import gc, json, time
 import torch
 from anyqlora.on_torch.device import Memory
 from anyqlora.on_torch.heap import Heap, trim, unmapping
+from anyqlora.on_torch.runtime import Runtime
 
 memory = Memory(torch.device("cpu"))
 
 def left():
+    global before
     trim()  # what was kept before
     before = memory.in_use()
     large = torch.ones(12 << 20)  # 48 MiB
@@ -85,6 +87,8 @@ kept, gone = {}, {}
 with unmapping():
     gone["loading"] = left()
 kept["training"] = left()
+Runtime.of(backend="cpu", precision="fp32").free()
+gone["freed"] = (memory.in_use() - before) / (48 << 20)
 other.close()
 kept["one of two"] = left()
 heap.close()

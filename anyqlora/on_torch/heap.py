@@ -31,9 +31,9 @@ def _set(settings: dict[int, int]) -> dict[int, int]:
 
 def trim() -> None:
     """Give back to the system what is free."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if malloc_trim:
+        malloc_trim(0)
 
 
 @contextlib.contextmanager
