@@ -66,43 +66,50 @@ def test_a_process_a_little_beyond_its_plan_keeps_them_too(hoards):
 
 
 LARGE = """
-import gc, json, time
+import gc, json, threading
 import torch
 from anyqlora.on_torch.device import Memory
 from anyqlora.on_torch.heap import Heap, trim, unmapping
 from anyqlora.on_torch.runtime import Runtime
 
 memory = Memory(torch.device("cpu"))
+KEPT, MAPPED = 48 << 20, 256 << 20  # glibc looks for a hole before it maps; what was kept leaves none for the second size
 
-def left():
+def left(size):
     global before
     trim()  # what was kept before
     before = memory.in_use()
-    large = torch.ones(12 << 20)  # 48 MiB
+    large = torch.ones(size // 4)
     del large
-    return (memory.in_use() - before) / (48 << 20)
+    return (memory.in_use() - before) / size
+
+def still():
+    return (memory.in_use() - before) / KEPT
 
 heap, other = Heap(1 << 30), Heap(1 << 30)
 kept, gone = {}, {}
 with unmapping():
-    gone["loading"] = left()
-kept["training"] = left()
+    gone["loading"] = left(MAPPED)
+kept["training"] = left(KEPT)
 Runtime.of(backend="cpu", precision="fp32").free()
-gone["freed"] = (memory.in_use() - before) / (48 << 20)
+gone["freed"] = still()
 other.close()
-kept["one of two"] = left()
+kept["one of two"] = left(KEPT)
 heap.close()
-gone["closed"] = left()
+gone["closed"] = still()
+gone["after it"] = left(MAPPED)
 other.close()
 unplanned = Heap(0)
-gone["unplanned"] = left()
+gone["unplanned"] = left(MAPPED)
 run = Memory(torch.device("cpu"), planned=1 << 30)
 run.start()
-kept["a run"] = left()
+sampler, = [thread for thread in threading.enumerate() if thread.name == "memory"]
+kept["a run"] = left(KEPT)
 del run
 gc.collect()
-time.sleep(0.1)  # whoever samples may have been looking at it
-gone["dropped"] = left()
+sampler.join()  # it may have been looking at it, and ends once the run is gone
+gone["dropped"] = still()
+gone["after that"] = left(MAPPED)
 print(json.dumps([heap.can_tell, kept, gone]))
 """
 
