@@ -275,6 +275,10 @@ def _cpu(row, machine):
     kernels = ("portable",) if missing else row.kernels
     kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
     lacks = {"native": missing} if missing else {}
+    if missing or "avx512_vnni" not in machine.cpu_features:
+        lacks["fused head"] = missing or "this processor has no AVX512-VNNI"
+    elif "amx_bf16" in machine.cpu_features:
+        lacks["fused head"] = "this processor has AMX, by which the framework's products are several times as fast"
     products = row.products
     if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
         lacks["int8 products"], products = "this processor has neither AVX512-VNNI nor AMX", ("full",)

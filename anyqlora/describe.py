@@ -58,7 +58,7 @@ def environment(plan) -> dict:
         "backend": str(plan.backend), "device": plan.device, "precision": plan.precision, "strategy": plan.strategy,
         "world_size": plan.world_size, "batch_size": plan.batch_size, "use_gradient_checkpointing": plan.use_gradient_checkpointing,
         "recomputed_layers": plan.config.recomputed_layers,
-        "fused": plan.config.fused, "loss_rows": plan.config.loss_rows, "flat": plan.config.flat, "weight_cache": plan.config.weight_cache,
+        "fused": plan.config.fused, "fused_head": plan.config.fused_head, "loss_rows": plan.config.loss_rows, "flat": plan.config.flat, "weight_cache": plan.config.weight_cache,
         "deterministic": plan.config.deterministic, "kernels": plan.kernels,
         "frozen_products": plan.config.frozen_products,
     }

@@ -17,6 +17,7 @@ MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta"
 GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for choice
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 256 << 20, 512 << 20, 128_000  # of the logits that are made at a time
+HEAD_ROWS, HEAD_PARTS, HEAD_WORDS = 512, 8, 128  # kernels/head.c: tokens that share packed weights, parts of the words and words at a time
 LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
 SCORES_ON_MLX = 128 << 20  # of the pairs of tokens of the heads that attention looks at together
 COMPILED, OF_PRODUCT = 128, 600 << 10  # products in 16 bits that oneDNN may keep (heap.py), two or three lengths with 40 or 50 shapes each; bytes
@@ -147,8 +148,10 @@ def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
     if config.eval_dataset or config.eval_fraction:
         moments["evaluation"] = weights | optimizer | {"logits and loss": evaluation_bytes(shapes, config)}
     if config.backend == "cpu":
+        is_in_c = config.fused_head is True and config.fused and not shapes.experts  # then oneDNN has nothing to compile
+        libraries = LIBRARIES if config.precision == "fp32" or is_in_c else products(shapes) * OF_PRODUCT
         for parts in moments.values():
-            parts["heap and libraries"] = (LIBRARIES if config.precision == "fp32" else products(shapes) * OF_PRODUCT) + round(HOLES * sum(parts.values()))
+            parts["heap and libraries"] = libraries + round(HOLES * sum(parts.values()))
     return Estimate(moments, products(shapes))
 
 
@@ -393,6 +396,8 @@ def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
     CPU, and keep a GPU busy. 0: all of a micro-batch."""
     if config.loss_rows != "auto":
         return config.loss_rows
+    if config.fused_head is True:
+        return HEAD_ROWS
     budget = LOSS_BYTES_ON_MLX if config.backend == "mlx" else LOSS_BYTES_ON_GPU if config.backend in FUSED_DROPOUT else LOSS_BYTES
     rows = budget // ((shapes.vocab if shapes else UNKNOWN_VOCABULARY) * (2 if config.kernels == "native" else 2 * FULL))
     return 1 << min(max(rows, 16), 4096).bit_length() - 1
@@ -409,7 +414,17 @@ def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
     if not rows:
         return tokens * shapes.vocab * (3 * FULL + (width.computed if shapes.capped_logits else 0))
     weight = shapes.vocab * shapes.hidden * ((width.computed if width.computed != width.stored else 0) + (FULL if config.adapter == "full" else 0))
-    return min(rows, tokens) * shapes.vocab * chunk_width(shapes, config) + tokens * shapes.hidden * width.computed + weight
+    return head_room(shapes, config, min(rows, tokens), is_learned=True) + tokens * shapes.hidden * width.computed + weight
+
+
+def head_room(shapes: Shapes, config: TrainConfig, rows: int, is_learned: bool) -> int:
+    """Of so many tokens that are looked at together: their logits; by kernels/head.c a copy of the head's inputs and, for some parts of the words,
+    float32 sums of its gradient."""
+    if config.fused_head is not True:
+        return rows * shapes.vocab * chunk_width(shapes, config)
+    sums = 64 + FULL * shapes.hidden
+    parts = min(HEAD_PARTS, max(1, 2 * shapes.vocab // sums), -(-shapes.vocab // HEAD_WORDS))
+    return rows * (parts * (sums if is_learned else 64) + 2 * shapes.hidden)
 
 
 def chunk_width(shapes: Shapes, config: TrainConfig) -> int:
@@ -449,4 +464,4 @@ def evaluation_bytes(shapes: Shapes, config: TrainConfig) -> int:
     if not rows:
         return tokens * shapes.vocab * 2 * FULL
     layer = tokens * (3 * shapes.intermediate * width.inner + 2 * shapes.hidden * FULL)
-    return layer + min(rows, tokens) * shapes.vocab * chunk_width(shapes, config)
+    return layer + head_room(shapes, config, min(rows, tokens), is_learned=False)

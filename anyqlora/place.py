@@ -38,7 +38,7 @@ SETTINGS = (
     "early_stopping",
 )
 RECOMPUTATION = ("use_gradient_checkpointing", "recomputed_layers")  # who states one of these asks for something else than was chosen
-CHOSEN = ("fused", "loss_rows", "flat", "weight_cache", "threads", *RECOMPUTATION)  # by a plan, and kept in checkpoints
+CHOSEN = ("fused", "fused_head", "loss_rows", "flat", "weight_cache", "threads", *RECOMPUTATION)  # by a plan, and kept in checkpoints
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken")
 
 

@@ -102,7 +102,8 @@ class RunPlan:
         c = self.config
         cached = memory.shown(self.memory.parts.get("dequantized weights", 0)) if self.memory else "some memory"
         taken = ((c.fused, "LoRA fused with its weight", "no float32 copies, inputs kept once"),
-                 (c.loss_rows, f"logits of {c.loss_rows} tokens at a time", "no logits of a whole batch, none of untrained tokens"),
+                 (c.fused_head is True, "output head and loss in one", "no logits in memory, and none that are rounded"),
+                 (c.loss_rows and c.fused_head is not True, f"logits of {c.loss_rows} tokens at a time", "no logits of a whole batch, none of untrained tokens"),
                  (c.flat is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
                  (c.weight_cache not in (0, AUTO), f"weights of {c.weight_cache} layers kept dequantized", f"{cached} for two dequantizations per step"),
                  (not c.use_gradient_checkpointing, "activations kept", "no second forward pass"),
@@ -346,10 +347,26 @@ def _fast_paths(draft, row, shapes, found) -> None:
     draft.choose("fused", is_built and memory.is_fused(draft.config))
     if draft.config.flat == AUTO:
         draft.choose("flat", is_built and row.device == "cpu" and draft.config.loss_rows != 0)
+    _fused_head(draft, shapes, found)
     draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
     if draft.config.threads == AUTO and found.cores:
         narrow = shapes is not None and shapes.hidden * shapes.intermediate < NARROW
         draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, found.processes))))
+
+
+def _fused_head(draft, shapes, found) -> None:
+    """The head and its loss in C: a way of `native` kernels, where the head is frozen and nothing but a factor comes after it."""
+    config = draft.config
+    why = next((why for holds, why in (
+        (config.kernels != "native", f"it is one of the native kernels, and this runs on {config.kernels} ones"),
+        (found.why("fused head"), found.why("fused head")),
+        (config.adapter == "full", "the head learns, whose gradient is made of logits"),
+        (config.loss_rows == 0, "loss_rows 0 asks for all logits"),
+        (shapes is not None and shapes.capped_logits, "the model caps its logits")) if holds), "")
+    if why and config.fused_head is True and config.asked("fused_head"):
+        raise UsageError(f"fused_head: {why}", where=config.sources["fused_head"], cure="--fused_head auto")
+    if why or config.fused_head == AUTO:
+        draft.choose("fused_head", not why)
 
 
 def _quantized_cache(draft, row, described: dict | None, shapes) -> None:

@@ -32,7 +32,7 @@ QUANTIZERS = {
     "mxfp4": "anyqlora.on_mlx.quantizers:Mxfp4",
     "nvfp4": "anyqlora.on_mlx.quantizers:Nvfp4",
 }
-WAYS = ("fused", "flat", "kernels", "loss_rows", "threads", "weight_cache", "quantized_cache")  # settings that say how something is computed, not what
+WAYS = ("fused", "fused_head", "flat", "kernels", "loss_rows", "threads", "weight_cache", "quantized_cache")  # settings that say how something is computed, not what
 PACKED = ("nf4", "fp4", "affine4")  # quantizers that write files
 WHOLE_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "accelerate")  # one process quantizes whole weights, nobody slices of them
 AFFINE_STRATEGIES = ("single", "ddp", "mlx")  # the others split weights, and a scale belongs to codes on one process

@@ -193,6 +193,19 @@ def test_fused_layers_compute_what_pefts_own_do(plain, tmp_path):
     assert losses(unfused) == pytest.approx(losses(plain), rel=1e-6) and losses(unfused) != losses(plain)
 
 
+@shows("fused_head")
+def test_a_head_that_is_one_with_its_loss_makes_no_logits(tmp_path):
+    manager = BackendManager("cpu")
+    if "native" not in manager.found.kernels or manager.found.why("fused head"):
+        pytest.skip(manager.found.why("fused head") or manager.found.why("native"))
+    found = {}
+    for is_fused in ("auto", False):
+        with logits_made() as sizes:
+            found[is_fused] = losses(run(tmp_path, str(is_fused), fused_head=is_fused, precision="bf16")), any(sizes)
+    assert [made for _, made in found.values()] == [False, True]
+    assert found["auto"][0] == pytest.approx(found[False][0], rel=2e-3) and found["auto"][0] != found[False][0]
+
+
 @shows("flat")
 def test_flat_rows_have_no_padding(plain, tmp_path):
     with forwards("LlamaMLP") as blocks:

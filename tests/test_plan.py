@@ -255,10 +255,35 @@ def test_fast_paths_are_chosen_where_they_apply_and_said():
     assert (c.fused, c.flat, c.weight_cache) == (True, True, 0) and c.loss_rows == 64
     said = "\n".join(chosen.explain())
     assert "LoRA fused with its weight" in said and "rows without padding" in said and "logits of 64 tokens" in said
+    assert c.fused_head is False
     dora = plan("a100", adapter="dora").config
     assert (dora.fused, dora.flat, dora.weight_cache) == (False, False, 0) and dora.loss_rows == 512
     with pytest.raises(UsageError, match="fused = True contradicts adapter = dora"):
         plan("a100", adapter="dora", fused=True)
+
+
+FAST = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni")
+
+
+@pytest.mark.parametrize(("features", "settings", "why"), [
+    (FAST, {}, ""), ((*FAST, "amx_bf16"), {}, "AMX"), (FAST[:3], {}, "no AVX512-VNNI"), (("avx2",), {}, "portable ones"),
+    (FAST, {"precision": "fp32"}, "portable ones"), (FAST, {"kernels": "portable"}, "portable ones"), (FAST, {"loss_rows": 0}, "all logits"),
+    (FAST, {"model": {"model_type": "gemma2", "final_logit_softcapping": 30.0}}, "caps its logits")])
+def test_head_and_loss_are_one_where_c_does_that(features, settings, why, tmp_path):
+    """Else it is refused by name, and auto leaves it out."""
+    manager = BackendManager("cpu", machine=replace(MACHINES["nothing"], cpu_features=features, compiler="/usr/bin/cc"))
+    settings = {"train_type": "lora", "batch_size": 1, **settings}
+    settings["model_name"] = described(tmp_path, **settings.pop("model", {}))
+    found = manager.plan(asked(**settings))
+    said = "\n".join(found.explain())
+    assert found.config.fused_head is ("output head and loss in one" in said) is (not why)
+    if why:
+        with pytest.raises(UsageError, match=f"fused_head: .*{why}") as refused:
+            manager.plan(asked(**settings, fused_head=True))
+        assert refused.value.cure == "--fused_head auto"
+    else:
+        assert found.config.loss_rows == 512 and "logits of" not in said
+        assert "logits of 256 tokens" in "\n".join(manager.plan(asked(**settings, fused_head=False)).explain())
 
 
 def test_weights_stay_dequantized_where_there_is_plenty_of_room_and_runs_choose_alike():

@@ -128,7 +128,7 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
                 try_out(model, next(model.parameters()).device, plan.packing)
         if config.loss_rows:
             with runtime.autocast():
-                runtime.loss, why = loss_for(model, config.loss_rows, runtime.strategy, kernels)
+                runtime.loss, why = loss_for(model, config, runtime.strategy, kernels)
                 if plan.strategy in tables.FUSED_STRATEGIES and isinstance(runtime.loss, TrainedTokenLoss):
                     runtime.loss.last_mlp = last_mlp(model, runtime.loss.head)
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
@@ -153,15 +153,16 @@ def recompute(model: nn.Module, config: TrainConfig) -> None:
         model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
 
 
-def loss_for(model: nn.Module, rows: int, strategy, kernels: str) -> tuple[Callable, str]:
+def loss_for(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> tuple[Callable, str]:
     """loss_of the process that has read the model, on all. (the loss, why it is not the fast one or "")."""
     if strategy.needs_logits:
         return token_loss, strategy.needs_logits
-    loss, why = (None, "") if any(p.is_meta for p in model.parameters()) else loss_of(model, rows)
+    loss, why = (None, "") if any(p.is_meta for p in model.parameters()) else loss_of(model, config.loss_rows)
     said = strategy.told({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
     if said["after"] is None:
         return token_loss, said["why"]
-    return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows, kernels == "native"), ""
+    in_c = kernels == "native"
+    return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), config.loss_rows, in_c, in_c and config.fused_head is True), ""
 
 
 def unpadded(built: Built, runtime: Runtime, kernels: str) -> list[str]:

@@ -37,8 +37,8 @@ class TrainedTokenLoss:
     runs on trained tokens only, too: no other token's output of it reaches the loss.
     """
 
-    def __init__(self, head: nn.Linear, after: After, rows: int, is_native: bool = False):
-        self.head, self.after, self.rows, self.is_native, self.inputs = head, after, rows, is_native, padded
+    def __init__(self, head: nn.Linear, after: After, rows: int, is_native: bool = False, is_fused: bool = False):
+        self.head, self.after, self.rows, self.is_native, self.is_fused, self.inputs = head, after, rows, is_native, is_fused, padded
         self.last_mlp: nn.Module | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -48,7 +48,8 @@ class TrainedTokenLoss:
         with _Watched(self.head) as watched, narrowed(self.last_mlp, kept) if pays else contextlib.nullcontext():
             model(**inputs, use_cache=False)
         hidden = watched.hidden.flatten(0, 1).index_select(0, kept)  # [N, H]
-        return cross_entropy(hidden, self.head.weight, self.head.bias, targets[kept], after=self.after, rows=self.rows, is_native=self.is_native)
+        return cross_entropy(hidden, self.head.weight, self.head.bias, targets[kept], after=self.after, rows=self.rows,
+                             is_native=self.is_native, is_fused=self.is_fused)
 
 
 class _Watched:

@@ -23,16 +23,17 @@ class After(NamedTuple):
 
 
 def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After(),
-                  rows: int, is_native: bool = False) -> torch.Tensor:
+                  rows: int, is_native: bool = False, is_fused: bool = False) -> torch.Tensor:
     """Sum of -log softmax(after(hidden W^T + bias))[target], float32, a scalar with gradient; equal to `defined`.
 
     hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. `rows` of the N are looked at together, so that of the logits
     and their gradient [rows, V] are in memory and not [N, V]. The gradient is computed in the forward pass, where the logits are:
     backward only multiplies it by what the loss is multiplied by (Hsu et al. 2024, Liger kernel) - that of a weight in place, so
-    that a second backward of the same graph is an error. is_native: rows of bf16 by native.c, in the place of the logits.
+    that a second backward of the same graph is an error. is_native: rows of bf16 by native.c, in the place of the
+    logits; is_fused: by head.c, which needs no memory for them, where weight and bias do not learn.
     """
     dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
-    return _CrossEntropy.apply(hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled(), is_native)
+    return _CrossEntropy.apply(hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled(), is_native, is_fused)
 
 
 def defined(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After()) -> torch.Tensor:
@@ -43,32 +44,21 @@ def defined(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, after, rows, dtype, learns, is_native):
+    def forward(ctx, hidden, weight, bias, targets, after, rows, dtype, learns, is_native, is_fused):
         wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
         exact = torch.promote_types(dtype, torch.float32)  # float64 stays
-        lift = LIFT.get(dtype, 1.0)
-        in_place = is_native and after.cap is None and native.is_for(hidden.new_empty(0, dtype=dtype))
-        w = weight.to(dtype)
-        losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-        gradients = [torch.empty_like(hidden, dtype=dtype if lift == 1 else exact) if wanted[0] else None,
+        ctx.kinds, ctx.lift = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype), LIFT.get(dtype, 1.0)
+        h, w = hidden.to(dtype), weight.to(dtype)
+        gradients = [h.new_empty(h.shape, dtype=dtype if ctx.lift == 1 else exact) if wanted[0] else None,
                      torch.zeros_like(weight, dtype=exact) if wanted[1] else None,
                      torch.zeros_like(bias, dtype=exact) if wanted[2] else None]
-        room = hidden.new_empty(min(rows, len(hidden)), len(w), dtype=dtype)  # once: on a CPU fresh pages cost more than the writing
-        for first in range(0, len(hidden), rows):
-            some = slice(first, first + rows)
-            h = hidden[some].to(dtype)
-            logits = torch.mm(h, w.T, out=room[:len(h)]) if bias is None else torch.addmm(bias.to(dtype), h, w.T, out=room[:len(h)])
-            if in_place:
-                losses[some], z = native.losses_(logits, targets[some], after.scale), logits
-            else:
-                losses[some], z = _losses(logits, targets[some], after, exact)
-                z = z.mul_(lift).to(dtype)
-            if any(wanted):
-                _add_gradients(gradients, some, z, h, w)
-            del z  # else it stays while the next one is made
-        ctx.lift = lift
+        b = None if bias is None else bias.to(dtype)
+        in_c = after.cap is None and native.is_for(h, w)
+        if is_fused and in_c and not any(wanted[1:]) and h.shape[1] % 2 == 0:
+            losses = native.head(h, w, b, targets, after.scale, rows, gradients[0])
+        else:
+            losses = _by_logits(h, w, b, targets, after, rows, gradients, is_native and in_c, ctx.lift)
         ctx.save_for_backward(*gradients)
-        ctx.kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return losses.sum()
 
     @staticmethod
@@ -76,7 +66,28 @@ class _CrossEntropy(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.saved_tensors
         factor = of_loss / ctx.lift
         found = None if of_hidden is None else of_hidden * factor, *(None if g is None else g.mul_(factor) for g in (of_weight, of_bias))
-        return *(None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True)), *[None] * 6
+        return *(None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True)), *[None] * 7
+
+
+def _by_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, after: After, rows: int, gradients: list,
+               in_place: bool, lift: float) -> torch.Tensor:
+    """The loss of each row [N]; what it gives, `lift` times as much, is put into the gradients of hidden [N, H], weight [V, H] and bias [V]; None is not wanted."""
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+    room = hidden.new_empty(min(rows, len(hidden)), len(weight))  # once: on a CPU fresh pages cost more than the writing
+    for first in range(0, len(hidden), rows):
+        some = slice(first, first + rows)
+        h = hidden[some]
+        logits = torch.mm(h, weight.T, out=room[:len(h)]) if bias is None else torch.addmm(bias, h, weight.T, out=room[:len(h)])
+        if in_place:
+            losses[some], z = native.losses_(logits, targets[some], after.scale), logits
+        else:
+            losses[some], z = _losses(logits, targets[some], after, exact)
+            z = z.mul_(lift).to(h.dtype)
+        if any(gradient is not None for gradient in gradients):
+            _add_gradients(gradients, some, z, h, weight)
+        del z  # else it stays while the next one is made
+    return losses
 
 
 def _losses(logits: torch.Tensor, targets: torch.Tensor, after: After, exact: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +114,7 @@ def _losses(logits: torch.Tensor, targets: torch.Tensor, after: After, exact: to
 
 
 def _add_gradients(gradients: list, some: slice, of_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    """Put what these rows' logits [rows, V] give into the gradients of hidden [N, H], weight [V, H] and bias [V]; None is not wanted."""
+    """Put what these rows' logits [rows, V] give into the gradients."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         of_hidden[some] = of_logits @ weight

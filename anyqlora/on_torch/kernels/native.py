@@ -1,4 +1,4 @@
-"""native.c, attention.c and products.c, compiled by the machine's own compiler when first needed: a bf16 step on a CPU."""
+"""native.c, attention.c, products.c and head.c, compiled by the machine's own compiler when first needed: a bf16 step on a CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...fingerprint import cache_directory
 from ...machine import compiler
 from . import defined
 
-SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "attention.c", "products.c", "bf16.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "attention.c", "products.c", "head.c", "panels.h", "bf16.h")]
 # Numbers that are not finite keep their meaning, so no -ffast-math. OpenMP's functions are those of the library that torch has loaded: a
 # second one would have threads of its own.
 OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-nostdlib",
@@ -29,6 +29,8 @@ POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctyp
 SIGNATURES = {
     "attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT),
     "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT),
+    "head": (*7 * (POINTER,), *3 * (LONG,), FLOAT),
+    "head_room": (*3 * (LONG,), INT),
     "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT, INT),
     "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
     "linears": (POINTER, POINTER, ctypes.c_char_p, POINTER, *3 * (LONG,)),
@@ -55,7 +57,7 @@ def library() -> ctypes.CDLL:
     for name, kinds in SIGNATURES.items():
         if hasattr(loaded, name):
             function = getattr(loaded, name)
-            function.argtypes, function.restype = kinds, None
+            function.argtypes, function.restype = kinds, LONG if name.endswith("_room") else None
     return loaded
 
 
@@ -143,6 +145,22 @@ def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.
     """The cross-entropy of each row of scale * logits [N, V], float32 [N]; the logits become the gradient of their sum."""
     losses = torch.empty(len(logits))
     _call("cross_entropy", logits, targets.contiguous(), losses, *logits.shape, scale)
+    return losses
+
+
+def head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, scale: float, rows: int,
+         of_hidden: torch.Tensor | None) -> torch.Tensor:
+    """The cross-entropy of each row of scale * (hidden [N, H] weight [V, H]^T + bias [V]), float32 [N]; of_hidden, contiguous, becomes the gradient of their sum.
+
+    All are bf16, and H is even. `rows` share a weight that is packed. Their logits are float32 and never in memory; probabilities are bf16, and the
+    gradient is rounded once.
+    """
+    hidden, weight, bias, targets = hidden.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), targets.contiguous()
+    losses, (words, depth) = torch.empty(len(hidden)), weight.shape
+    room = torch.empty(library().head_room(min(rows, len(hidden)), depth, words, of_hidden is not None), dtype=torch.uint8)
+    for some in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
+        of_some = None if of_hidden is None else of_hidden[some]
+        _call("head", hidden[some], weight, bias, targets[some], losses[some], of_some, room, len(hidden[some]), depth, words, scale)
     return losses
 
 
