@@ -12,7 +12,7 @@ import torch
 import train
 from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, RunError, UsageError
-from anyqlora.on_torch import rounding
+from anyqlora.on_torch import heap, rounding
 from anyqlora.on_torch.adapters.fused import fused_layers
 from anyqlora.on_torch.build import build
 from anyqlora.on_torch.kernels import lora, native
@@ -403,6 +403,23 @@ def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
     assert len(whole) == 1 and "layers.1.self_attn.q_proj" in whole[0]
     assert "1 of 8 groups" in said[0] and "layers.1.self_attn.q_proj" in said[0]
     assert all(torch.equal(before[name], p) and p.grad is None for name, p in model.named_parameters())
+
+
+@needs_int8
+def test_codes_that_are_kept_are_made_once_and_not_among_what_is_passing(tmp_path, monkeypatch):
+    """One layer's after another, while freed memory leaves the process: made in a step they lie in a heap full of holes."""
+    model, losses = started(tmp_path, weight_cache=1)
+    coded, products = [], Int8()
+    before, weight = heap._now, products.weight
+    monkeypatch.setattr(products, "weight", lambda w: coded.append((heap._now, w)) or weight(w), raising=False)
+    rounding.use(model, products, losses)
+    kept = [group for group in groups_of(model) if group.is_kept]
+    made = [w for settings, w in coded if settings is heap.LOADING]
+    assert len(made) == sum(len(group.layers) for group in kept) == 7 and heap._now is before
+    coded.clear()
+    for loss in losses():
+        loss.backward()
+    assert len(coded) == 2 * 7 * len(list(losses())), "only the other layer's, forward and back"
 
 
 @needs_int8

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import RunError
 from .adapters.fused import Group, fused_layers
+from .heap import unmapping
 from .kernels.products import Products, Whole, widened
 
 NEAR = 0.08   # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
@@ -72,6 +73,8 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
     near = told([number for number in off if off[number] <= NEAR])
     for number, group in enumerate(groups):
         group.multiply_by(rounded if number in near else group.whole)
+        with unmapping():  # else the heap keeps, among their codes, holes as large as what these were made from, into which no activation fits
+            group.make()
     worst = groups[max(off, key=off.__getitem__)].names[0]
     if not near:
         raise RunError(f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",

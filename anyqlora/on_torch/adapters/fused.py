@@ -46,6 +46,11 @@ class Group:
         weights, self.is_kept = [functools.partial(self._weight, layer) for layer in self.layers], keeps and self.keeps
         self.weights = [functools.cache(weight) for weight in weights] if self.is_kept else weights
 
+    def make(self) -> None:
+        """What stays in memory of the weights, now."""
+        for weight in self.weights if self.is_kept else ():
+            weight()
+
     def _weight(self, layer: nn.Module):
         return self.products.weight(self.quantizer.dequantize(layer.base_layer))
 
