@@ -20,6 +20,7 @@ from .imports import uncollected
 from .world import device_of, local_rank, local_size
 
 MLX_BUILDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cuda", "mlx-cpu")  # mlx's device code is in packages of its own
+LOOKS = 4  # at what others keep busy: what a process that has just ended leaves to do is over by then
 CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16"}
 
 ASKING = """
@@ -148,13 +149,13 @@ def _import_torch():
 def _waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """How torch's threads shall wait for each other, as OpenMP reads it when torch is imported; nothing where somebody has said.
 
-    Asleep, and where nothing else wants the processor only after 5,000 looks (0.1 ms). A thread that sleeps wakes in 0.07 ms, of which a step
+    Asleep, and where nothing else wants the processor, by one of LOOKS looks at it, only after trying 5,000 times (0.1 ms). A thread that sleeps wakes in 0.07 ms, of which a step
     has thousands; one that stays awake takes the core that another process needs, and that process delays the next wait.
     docs/performance.md has what either costs.
     """
     if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
         return {}
-    return {"OMP_WAIT_POLICY": "PASSIVE"} | ({"GOMP_SPINCOUNT": "5000"} if _cores_in_use() < 0.5 else {})
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | ({"GOMP_SPINCOUNT": "5000"} if any(_cores_in_use() < 0.5 for _ in range(LOOKS)) else {})
 
 
 def _cores_in_use(seconds: float = 0.05) -> float:

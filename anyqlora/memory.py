@@ -148,7 +148,8 @@ def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
     if config.eval_dataset or config.eval_fraction:
         moments["evaluation"] = weights | optimizer | {"logits and loss": evaluation_bytes(shapes, config)}
     if config.backend == "cpu":
-        is_in_c = config.fused_head is True and config.fused and not shapes.experts  # then oneDNN has nothing to compile
+        is_in_c = (config.fused_head is True and config.fused and not shapes.experts  # then oneDNN has nothing to compile
+                   and len(targets(shapes, config)) == len(shapes.linears) and config.lora_rank % 2 == 0)
         libraries = LIBRARIES if config.precision == "fp32" or is_in_c else products(shapes) * OF_PRODUCT
         for parts in moments.values():
             parts["heap and libraries"] = libraries + round(HOLES * sum(parts.values()))
@@ -418,13 +419,15 @@ def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def head_room(shapes: Shapes, config: TrainConfig, rows: int, is_learned: bool) -> int:
-    """Of so many tokens that are looked at together: their logits; by kernels/head.c a copy of the head's inputs and, for some parts of the words,
-    float32 sums of its gradient."""
+    """Of so many tokens that are looked at together: their logits; by kernels/head.c a copy of the head's inputs, for some parts of the words
+    float32 sums of its gradient, and each thread's packed weights."""
     if config.fused_head is not True:
         return rows * shapes.vocab * chunk_width(shapes, config)
     sums = 64 + FULL * shapes.hidden
-    parts = min(HEAD_PARTS, max(1, 2 * shapes.vocab // sums), -(-shapes.vocab // HEAD_WORDS))
-    return rows * (parts * (sums if is_learned else 64) + 2 * shapes.hidden)
+    blocks = -(-shapes.vocab // HEAD_WORDS)
+    parts = -(-blocks // -(-blocks // min(HEAD_PARTS, max(1, 2 * shapes.vocab // sums))))
+    packed = 2 * (2 * HEAD_WORDS * shapes.hidden) * (1 if config.threads == "auto" else config.threads)  # the words' weights, for both products
+    return rows * (parts * (sums if is_learned else 64) + 2 * shapes.hidden) + packed
 
 
 def chunk_width(shapes: Shapes, config: TrainConfig) -> int:

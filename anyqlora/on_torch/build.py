@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .. import tables
+from .. import memory, tables
 from ..config import AUTO, TrainConfig
 from ..data import Batch
 from ..errors import NotBuilt, RunError
@@ -161,8 +161,11 @@ def loss_for(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> t
     said = strategy.told({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
     if said["after"] is None:
         return token_loss, said["why"]
-    in_c = kernels == "native"
-    return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), config.loss_rows, in_c, in_c and config.fused_head is True), ""
+    in_c, rows = kernels == "native", config.loss_rows
+    is_fused = in_c and config.fused_head is True and native.has("head")
+    if config.fused_head is True and not is_fused and not config.asked("loss_rows"):  # the kernels do not run here: there are logits after all
+        rows = memory.loss_rows(None, config.with_(fused_head=False, loss_rows=AUTO, kernels=kernels))
+    return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows, in_c, is_fused), ""
 
 
 def unpadded(built: Built, runtime: Runtime, kernels: str) -> list[str]:

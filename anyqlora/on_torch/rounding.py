@@ -73,7 +73,8 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
     near = told([number for number in off if off[number] <= NEAR])
     for number, group in enumerate(groups):
         group.multiply_by(rounded if number in near else group.whole)
-        with unmapping():  # else the heap keeps, among their codes, holes as large as what these were made from, into which no activation fits
+    with unmapping():  # in a forward pass they would lie among what passes, beside holes as large as what they are made from
+        for group in groups:
             group.make()
     worst = groups[max(off, key=off.__getitem__)].names[0]
     if not near:

@@ -48,16 +48,15 @@ class _CrossEntropy(torch.autograd.Function):
         wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
         exact = torch.promote_types(dtype, torch.float32)  # float64 stays
         ctx.kinds, ctx.lift = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype), LIFT.get(dtype, 1.0)
-        h, w = hidden.to(dtype), weight.to(dtype)
-        gradients = [h.new_empty(h.shape, dtype=dtype if ctx.lift == 1 else exact) if wanted[0] else None,
+        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        gradients = [hidden.new_empty(hidden.shape, dtype=dtype if ctx.lift == 1 else exact) if wanted[0] else None,
                      torch.zeros_like(weight, dtype=exact) if wanted[1] else None,
                      torch.zeros_like(bias, dtype=exact) if wanted[2] else None]
-        b = None if bias is None else bias.to(dtype)
-        in_c = after.cap is None and native.is_for(h, w)
-        if is_fused and in_c and not any(wanted[1:]) and h.shape[1] % 2 == 0:
-            losses = native.head(h, w, b, targets, after.scale, rows, gradients[0])
+        in_c = after.cap is None and native.is_for(w)
+        if is_fused and in_c and not any(wanted[1:]) and hidden.shape[1] % 2 == 0:
+            losses = native.head(hidden.to(dtype), w, b, targets, after.scale, rows, gradients[0])
         else:
-            losses = _by_logits(h, w, b, targets, after, rows, gradients, is_native and in_c, ctx.lift)
+            losses = _by_logits(hidden, w, b, targets, after, rows, gradients, is_native and in_c, ctx.lift)
         ctx.save_for_backward(*gradients)
         return losses.sum()
 
@@ -72,12 +71,12 @@ class _CrossEntropy(torch.autograd.Function):
 def _by_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, after: After, rows: int, gradients: list,
                in_place: bool, lift: float) -> torch.Tensor:
     """The loss of each row [N]; what it gives, `lift` times as much, is put into the gradients of hidden [N, H], weight [V, H] and bias [V]; None is not wanted."""
-    exact = torch.promote_types(hidden.dtype, torch.float32)
+    exact = torch.promote_types(weight.dtype, torch.float32)
     losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-    room = hidden.new_empty(min(rows, len(hidden)), len(weight))  # once: on a CPU fresh pages cost more than the writing
+    room = weight.new_empty(min(rows, len(hidden)), len(weight))  # once: on a CPU fresh pages cost more than the writing
     for first in range(0, len(hidden), rows):
         some = slice(first, first + rows)
-        h = hidden[some]
+        h = hidden[some].to(weight.dtype)
         logits = torch.mm(h, weight.T, out=room[:len(h)]) if bias is None else torch.addmm(bias, h, weight.T, out=room[:len(h)])
         if in_place:
             losses[some], z = native.losses_(logits, targets[some], after.scale), logits

@@ -23,19 +23,10 @@ static inline Token *token(char *tokens, long size, long r) { return (Token *)(t
 /* The logits [count, WORDS] of so many tokens: panels [WORDS / PANEL] of the words' weights, and their biases. */
 static inline __attribute__((always_inline)) void logits_tile(const char *hidden, long apart, int count, const uint32_t *panels, long pairs, const float *biases, float scale, float *logits) {
     for (long p = 0; p < WORDS / PANEL; p++) {
-        const uint32_t *panel = panels + p * pairs * PANEL;
         __m512 y[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) y[r][0] = y[r][1] = _mm512_setzero_ps();
-        for (long j = 0; j < pairs; j++) {
-            __m512bh first = (__m512bh)_mm512_loadu_si512(panel + j * PANEL), second = (__m512bh)_mm512_loadu_si512(panel + j * PANEL + LANES);
-#pragma GCC unroll 12
-            for (int r = 0; r < count; r++) {
-                __m512bh left = (__m512bh)_mm512_set1_epi32(((const int32_t *)(hidden + r * apart))[j]);
-                y[r][0] = _mm512_dpbf16_ps(y[r][0], left, first);
-                y[r][1] = _mm512_dpbf16_ps(y[r][1], left, second);
-            }
-        }
+        add_products(y, count, hidden, apart, panels + p * pairs * PANEL, pairs);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
@@ -48,13 +39,13 @@ static inline __attribute__((always_inline)) void logits_tile(const char *hidden
 
 /* A token's powers of its logits of so many words, bf16 [WORDS], zeros after the last one. */
 static void powers_of(Token *token, const float *logits, long words, long padded, bf16 *powers) {
-    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps(), of_rounded = sum;
+    __m512 most = _mm512_set1_ps(-FLT_MAX), sum = _mm512_setzero_ps(), of_rounded = sum;
     for (long i = 0; i < words; i += LANES) most = _mm512_mask_max_ps(most, of_lanes(words - i), most, _mm512_load_ps(logits + i));
     float highest = _mm512_reduce_max_ps(most);
     if (!(highest <= token->highest + WITHIN)) {
         float lowered = exponential(token->highest - highest);
         token->total *= lowered, token->rounded *= lowered;
-        for (long i = 0; i < padded && token->highest > -INFINITY; i++) token->sums[i] *= lowered;
+        for (long i = 0; i < padded && token->highest > -FLT_MAX; i++) token->sums[i] *= lowered;
         token->highest = highest;
     }
     for (long i = 0; i < WORDS; i += PANEL) {
@@ -71,21 +62,12 @@ static void powers_of(Token *token, const float *logits, long words, long padded
 /* What `count` tokens' powers add to their sums: panels of the words' weights, turned. */
 static inline __attribute__((always_inline)) void sums_tile(char *tokens, long size, int count, const bf16 *powers, const uint32_t *panels, long pairs, long padded) {
     for (long column = 0; column < padded; column += PANEL) {
-        const uint32_t *panel = panels + column * pairs;
         __m512 y[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) y[r][v] = _mm512_load_ps(token(tokens, size, r)->sums + column + v * LANES);
-        for (long j = 0; j < pairs; j++) {
-            __m512bh first = (__m512bh)_mm512_loadu_si512(panel + j * PANEL), second = (__m512bh)_mm512_loadu_si512(panel + j * PANEL + LANES);
-#pragma GCC unroll 12
-            for (int r = 0; r < count; r++) {
-                __m512bh left = (__m512bh)_mm512_set1_epi32(((const int32_t *)(powers + r * WORDS))[j]);
-                y[r][0] = _mm512_dpbf16_ps(y[r][0], left, first);
-                y[r][1] = _mm512_dpbf16_ps(y[r][1], left, second);
-            }
-        }
+        add_products(y, count, (const char *)powers, WORDS * sizeof(bf16), panels + column * pairs, pairs);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
@@ -127,7 +109,7 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int64_
             char *mine = all + way * rows * size;
             for (long r = start; r < end; r++) {
                 memset(token(mine, size, r), 0, size);
-                token(mine, size, r)->highest = -INFINITY;
+                token(mine, size, r)->highest = -FLT_MAX; /* finite, whatever is not */
             }
             for (long block = way * each; block < smaller((way + 1) * each, blocks); block++) {
                 long first = block * WORDS, some = smaller(WORDS, words - first), lines = parts(some, 2), r = start;

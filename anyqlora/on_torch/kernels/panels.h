@@ -74,4 +74,17 @@ static inline void packed(uint32_t *panel, const Right *f, long column, long col
     }
 }
 
+/* y [count, PANEL] and the bf16 products of so many rows, `stride` bytes apart, with a panel of words [pairs, PANEL] more. */
+static inline __attribute__((always_inline)) void add_products(__m512 y[ROWS][VECTORS], int count, const char *left, long stride, const uint32_t *panel, long pairs) {
+    for (long j = 0; j < pairs; j++) {
+        __m512bh first = (__m512bh)_mm512_loadu_si512(panel + j * PANEL), second = (__m512bh)_mm512_loadu_si512(panel + j * PANEL + LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            __m512bh one = (__m512bh)_mm512_set1_epi32(((const int32_t *)(left + r * stride))[j]);
+            y[r][0] = _mm512_dpbf16_ps(y[r][0], one, first);
+            y[r][1] = _mm512_dpbf16_ps(y[r][1], one, second);
+        }
+    }
+}
+
 #endif

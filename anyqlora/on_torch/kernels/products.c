@@ -55,25 +55,9 @@ static inline __attribute__((always_inline)) void tile(Rows rows, int count, con
     } else {
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) y[r][0] = y[r][1] = _mm512_setzero_ps();
-        for (long j = 0; j < words; j++) {
-            __m512bh first = (__m512bh)_mm512_loadu_si512(panel + j * PANEL), second = (__m512bh)_mm512_loadu_si512(panel + j * PANEL + LANES);
-#pragma GCC unroll 12
-            for (int r = 0; r < count; r++) {
-                __m512bh left = (__m512bh)_mm512_set1_epi32(((const int32_t *)(rows.left + r * rows.stride))[j]);
-                y[r][0] = _mm512_dpbf16_ps(y[r][0], left, first);
-                y[r][1] = _mm512_dpbf16_ps(y[r][1], left, second);
-            }
-        }
+        add_products(y, count, rows.left, rows.stride, panel, words);
     }
-    for (long j = 0; j < rank / 2; j++) {
-        __m512bh first = (__m512bh)_mm512_loadu_si512(narrow_panel + j * PANEL), second = (__m512bh)_mm512_loadu_si512(narrow_panel + j * PANEL + LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < count; r++) {
-            __m512bh left = (__m512bh)_mm512_set1_epi32(((const int32_t *)(rows.narrow + r * rows.narrow_stride))[j]);
-            y[r][0] = _mm512_dpbf16_ps(y[r][0], left, first);
-            y[r][1] = _mm512_dpbf16_ps(y[r][1], left, second);
-        }
-    }
+    add_products(y, count, (const char *)rows.narrow, rows.narrow_stride * sizeof(bf16), narrow_panel, rank / 2);
     __mmask32 some = of_panel(columns - column);
     const bf16 *more = added ? rows.out + column : bias ? bias + column : NULL;
     long more_stride = added ? columns : 0;
