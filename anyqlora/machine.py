@@ -20,7 +20,7 @@ from .imports import uncollected
 from .world import device_of, local_rank, local_size
 
 MLX_BUILDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cuda", "mlx-cpu")  # mlx's device code is in packages of its own
-LOOKS = 4  # at what others keep busy: what a process that has just ended leaves to do is over by then
+LOOKS = 4  # at what others keep busy: the first one after a start finds up to 1.4 cores in use where nothing runs (Linux 6, a virtual machine)
 CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16"}
 
 ASKING = """
