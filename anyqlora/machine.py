@@ -149,9 +149,9 @@ def _import_torch():
 def _waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """How torch's threads shall wait for each other, as OpenMP reads it when torch is imported; nothing where somebody has said.
 
-    Asleep, and where nothing else wants the processor, by one of LOOKS looks at it, only after trying 5,000 times (0.1 ms). A thread that sleeps wakes in 0.07 ms, of which a step
-    has thousands; one that stays awake takes the core that another process needs, and that process delays the next wait.
-    docs/performance.md has what either costs.
+    Asleep, and where nothing else wants the processor, by one of LOOKS looks at it, only after trying 5,000 times (0.1 ms). A thread that
+    sleeps wakes in 0.07 ms, of which a step has thousands; one that stays awake takes the core that another process needs, and that
+    process delays the next wait. docs/performance.md has what either costs.
     """
     if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
         return {}

@@ -176,6 +176,17 @@ def estimate(**settings):
     return memory.estimate(layouts.llama_of(8), config)
 
 
+@pytest.mark.parametrize(("settings", "counted"), [
+    ({}, False), ({"fused_head": False}, True), ({"fused": False}, True), ({"lora_target_modules": "default"}, True), ({"lora_rank": 3}, True),
+    ({"precision": "fp32"}, False)])
+def test_what_onednn_compiles_is_counted_where_it_has_something_to_compile(settings, counted):
+    """Every product of a layer is C's where all its linears are fused, of an even rank; and the head's is."""
+    found = estimate(**{"backend": "cpu", "kernels": "native", "fused": True, "fused_head": True, "lora_target_modules": "all", **settings})
+    parts = found.moments["backward"]
+    beside = parts["heap and libraries"] - round(memory.HOLES * sum(size for part, size in parts.items() if part != "heap and libraries"))
+    assert beside == (memory.COMPILED * memory.OF_PRODUCT if counted else memory.LIBRARIES)
+
+
 def test_every_lever_moves_memory_the_way_it_should():
     base = estimate().total
     for smaller in ({"batch_size": 1}, {"context_length": 512}, {"use_gradient_checkpointing": True}, {"lora_dropout": 0.0},

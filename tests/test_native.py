@@ -15,10 +15,12 @@ from anyqlora import layouts, memory
 from anyqlora.config import resolve
 from anyqlora.errors import RunError, UsageError
 from anyqlora.on_torch import flat, loss
+from anyqlora.on_torch.build import loss_for
 from anyqlora.on_torch.kernels import attention, defined, lora, modules, native
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy
 from anyqlora.on_torch.kernels.cross_entropy import defined as defined_loss
 from anyqlora.on_torch.kernels.products import NativeInt8, NativeWhole
+from anyqlora.on_torch.strategies.single import Strategy
 from backend_manager import BackendManager
 
 pytestmark = pytest.mark.skipif("native" not in BackendManager("cpu").found.kernels, reason="no C compiler, or no AVX512-BF16, is here")
@@ -260,6 +262,31 @@ def test_a_head_that_learns_and_one_of_odd_width_get_gradients_all_the_same(lear
         found.append(torch.autograd.grad(compute(*given), [given[number] for number in wanted]))
     for ours, true in zip(*found, strict=True):
         assert (ours.double() - true).norm() < 0.01 * true.norm()
+
+
+@needs_head
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_wider_head_input_is_rounded_to_the_weights_dtype(is_fused):
+    """Some rows at a time where there are logits: a copy of all would lie beside them."""
+    hidden, weight = drawn(9, 24).float(), drawn(61, 24, seed=1)
+    found = []
+    for x in (hidden, hidden.bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16):
+            total = cross_entropy(x.requires_grad_(), weight, None, torch.arange(9), rows=4, is_native=True, is_fused=is_fused)
+        found.append((total.detach(), torch.autograd.grad(total, x)[0]))
+    (total, gradient), (expected, of_rounded) = found
+    assert total == expected and gradient.dtype == torch.float32 and torch.equal(gradient, of_rounded.float())
+
+
+@needs_head
+@pytest.mark.parametrize("asked", [{}, {"loss_rows": 40}])
+def test_where_the_kernels_turn_out_not_to_run_logits_are_few_at_a_time(asked, tmp_path):
+    """The plan took more, since there were to be none; a number that was asked for stays."""
+    plan = BackendManager("cpu").plan(resolve({"model_name": str(tiny_models.make(tmp_path)), "dataset": "none", "precision": "bf16", **asked}, environ={}))
+    model, strategy = AutoModelForCausalLM.from_pretrained(tmp_path), Strategy(plan)
+    ours, left = (loss_for(model, plan.config, strategy, kernels)[0] for kernels in ("native", "portable"))
+    assert ours.is_fused and not left.is_fused
+    assert (ours.rows, left.rows) == ((40, 40) if asked else (512, 64))
 
 
 @needs_head

@@ -73,13 +73,13 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
     near = told([number for number in off if off[number] <= NEAR])
     for number, group in enumerate(groups):
         group.multiply_by(rounded if number in near else group.whole)
-    with unmapping():  # in a forward pass they would lie among what passes, beside holes as large as what they are made from
-        for group in groups:
-            group.make()
     worst = groups[max(off, key=off.__getitem__)].names[0]
     if not near:
         raise RunError(f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
                        cure="--frozen_products full")
+    with unmapping():  # in a forward pass they would lie among what passes, beside holes as large as what they are made from
+        for group in groups:
+            group.make()
     moved = abs(_total(losses) - whole) / max(abs(whole), TINY)
     if not moved <= LOSS:
         raise RunError(f"frozen_products: the rows' loss moves by {moved:.2%}, and {LOSS:.1%} is allowed", cure="--frozen_products full")
