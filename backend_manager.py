@@ -151,9 +151,9 @@ CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS,
                               notes="Apple silicon through torch; one process, no collective"),
     Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "affine4", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
-                              strategies=TORCH_STRATEGIES, collective="gloo", kernels=("native", "portable"), products=("full", "int8"), notes="any CPU; slow", tested=frozenset((
-                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES, "native", "portable",
-                                  "lora", "rslora", "dora", "pissa", "loftq", "full"))),
+                              strategies=TORCH_STRATEGIES, collective="gloo", kernels=("native", "portable"), products=("full", "int8_backward", "int8"), notes="any CPU; slow", tested=frozenset((
+                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "int8_backward", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES, "native",
+                                  "portable", "lora", "rslora", "dora", "pissa", "loftq", "full"))),
 }
 
 
@@ -281,7 +281,8 @@ def _cpu(row, machine):
         lacks["fused head"] = "this processor has AMX, by which the framework's products are several times as fast"
     products = row.products
     if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
-        lacks["int8 products"], products = "this processor has neither AVX512-VNNI nor AMX", ("full",)
+        lacks |= dict.fromkeys((f"{kind} products" for kind in row.products), "this processor has neither AVX512-VNNI nor AMX")
+        products = ("full",)
     return _narrowed(row, machine, (device,), lacks, dtypes=tuple(d for d in dtypes if d in row.dtypes), kernels=kernels, slow=slow, products=products)
 
 

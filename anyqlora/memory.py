@@ -175,9 +175,11 @@ def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
 
 
 def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """The weights of so many layers as they are multiplied, beside their codes: float8 once for each direction."""
+    """The weights of so many layers as they are multiplied, beside their codes: float8 once for each direction, and int8_backward beside the
+    dequantized ones, which without a quantizer are the model's own."""
     layers = 0 if config.weight_cache == "auto" else min(config.weight_cache, shapes.layers)
-    width = {"int8": 1, "fp8": 2}.get(config.frozen_products, Widths.of(config).computed)
+    whole = Widths.of(config).computed
+    width = {"int8": 1, "int8_backward": 1 + (0 if config.quantizer == "none" else whole), "fp8": 2}.get(config.frozen_products, whole)
     return layers * sum(linear.parameters for linear in targets(shapes, config)) * width
 
 
@@ -457,7 +459,7 @@ def rounding_bytes(shapes: Shapes, config: TrainConfig) -> int:
     if config.frozen_products == "full":
         return 0
     widest, tokens = max(max(linear.outputs, linear.inputs) for linear in shapes.linears), config.batch_size * config.context_length
-    return widest * (tokens + (FULL * min(ROWS, tokens) if config.frozen_products == "int8" else 0))
+    return widest * (tokens + (0 if config.frozen_products == "fp8" else FULL * min(ROWS, tokens)))
 
 
 def evaluation_bytes(shapes: Shapes, config: TrainConfig) -> int:

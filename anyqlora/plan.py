@@ -75,7 +75,7 @@ class RunPlan:
         lines = [f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
                  f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
                  f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels"
-                 + f", frozen weights multiplied in {c.frozen_products}" * (c.frozen_products != "full"),
+                 + f", frozen weights multiplied in {c.frozen_products.replace('_', ' in ')}" * (c.frozen_products != "full"),
                  *self._choices(),
                  f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
                  f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "

@@ -91,7 +91,7 @@ class TrainConfig:
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")
     fused: bool | str = setting(AUTO, "LoRA in one function with its frozen weight; auto: wherever that is the same", choices=(AUTO, True, False))
     fused_head: bool | str = setting(AUTO, "output head and loss in one, whose logits are never in memory; auto: in bf16 on a CPU with AVX512-BF16 and VNNI and without AMX", choices=(AUTO, True, False))
-    frozen_products: str = setting("full", "products with frozen weights, forward and back: full (as precision says), or of numbers rounded to int8 (CPUs with VNNI or AMX) or fp8 (NVIDIA GPUs from 8.9 on), where a row shows that they are near: less time, slightly other numbers", choices=tables.FROZEN_PRODUCTS)
+    frozen_products: str = setting("full", "products with frozen weights: full (as precision says), or of numbers rounded to int8 (CPUs with VNNI or AMX; int8_backward: in the backward pass alone) or fp8 (NVIDIA GPUs from 8.9 on), where a row shows that they are near: less time, slightly other numbers", choices=tables.FROZEN_PRODUCTS)
     weight_cache: int | str = setting(AUTO, "layers whose dequantized weights stay in memory; auto: as many as there is plenty of room for", low=0)
     threads: int | str = setting(AUTO, "processor threads of the arithmetic; auto: OMP_NUM_THREADS, or each core where layers are wide", low=1)
     flat: bool | str = setting(AUTO, "rows one after another without padding, attention by document; auto: on a CPU", choices=(AUTO, True, False))

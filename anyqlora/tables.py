@@ -128,7 +128,7 @@ TRACKERS = {  # log_to: what is told; the name is that of the package
 }
 
 KERNELS = ("portable", "exact", "triton", "native")  # ops of the framework; ours where they give the same bits; all of ours; C ones for CPUs
-FROZEN_PRODUCTS = ("full", "int8", "fp8")
+FROZEN_PRODUCTS = ("full", "int8_backward", "int8", "fp8")
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 PRECISIONS = ("fp32", "bf16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's names of an adapter's files

@@ -27,13 +27,13 @@ speed() { # name, arguments of train_speed.py ...
 
 if "$python" -c "import trl" 2>/dev/null; then
   speed losses-fp32 --shape demo --precision fp32 --steps 50 --rounds 1
-  speed losses-bf16 --shape demo --steps 50 --rounds 1 --products full,int8
+  speed losses-bf16 --shape demo --steps 50 --rounds 1 --products full,int8_backward,int8
   part losses "$python" benchmarks/losses.py
-  speed equal --settings equal --products full,int8
-  speed best --settings best --checkpointing both --products full,int8 --rounds 2
-  speed wide-equal --shape wide --settings equal --products full,int8
-  speed wide-best --shape wide --settings best --checkpointing both --products full,int8 --rounds 2
-  speed mixed --settings best --length 0 --steps 16 --warmup 2 --products full,int8 --rounds 2
+  speed equal --settings equal --products full,int8_backward,int8
+  speed best --settings best --checkpointing both --products full,int8_backward,int8 --rounds 2
+  speed wide-equal --shape wide --settings equal --products full,int8_backward,int8
+  speed wide-best --shape wide --settings best --checkpointing both --products full,int8_backward,int8 --rounds 2
+  speed mixed --settings best --length 0 --steps 16 --warmup 2 --products full,int8_backward,int8 --rounds 2
   part start "$python" benchmarks/start.py
 else
   echo "== training: left out, TRL is not installed (pip install '.[bench]')"

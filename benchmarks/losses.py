@@ -21,8 +21,9 @@ import sys
 import harness
 from train_speed import LEARNED, LOSS
 
-OURS, MODULES, PEER, ONCE, EXACT = ("anyqlora", "anyqlora int8"), "anyqlora modules", "trl", "trl once", "float32"
-PAIRS = ((OURS[0], PEER), (OURS[1], PEER), (MODULES, PEER), (OURS[0], ONCE), (OURS[1], ONCE), *((name, EXACT) for name in (*OURS, MODULES, PEER, ONCE)))
+OURS = {"anyqlora": "full", "anyqlora int8_backward": "int8_backward", "anyqlora int8": "int8"}  # and its products
+MODULES, PEER, ONCE, EXACT = "anyqlora modules", "trl", "trl once", "float32"
+PAIRS = [*((name, PEER) for name in (*OURS, MODULES)), *((name, ONCE) for name in OURS), *((name, EXACT) for name in (*OURS, MODULES, PEER, ONCE))]
 
 
 def sides(seed: int, steps: int) -> dict[str, list[str]]:
@@ -33,7 +34,7 @@ def sides(seed: int, steps: int) -> dict[str, list[str]]:
                  "lora_alpha": 32, "lora_dropout": 0.0, "context_length": 512, "use_gradient_checkpointing": False, "seed": seed, **settings}
         return [sys.executable, f"benchmarks/peers/{script}.py", json.dumps(asked), "1", *map(json.dumps, arguments)]
 
-    return {OURS[0]: command("ours"), OURS[1]: command("ours", frozen_products="int8"), MODULES: command("ours", fused=False),
+    return {**{name: command("ours", frozen_products=products) for name, products in OURS.items()}, MODULES: command("ours", fused=False),
             PEER: command("trl", {}), ONCE: command("trl_once", {}), EXACT: command("ours", precision="fp32")}
 
 
@@ -63,7 +64,7 @@ def main() -> None:
     per_step, mean = LOSS["bf16"]
     for name, each in found.items():
         worst, means = [d["worst"] for d in each], [abs(d["mean"]) for d in each]
-        print(f"{name:29} worst step {statistics.median(worst):.2%} ({min(worst):.2%}..{max(worst):.2%}), within {per_step:.0%} in {sum(d <= per_step for d in worst)} of {a.seeds}; "
+        print(f"{name:38} worst step {statistics.median(worst):.2%} ({min(worst):.2%}..{max(worst):.2%}), within {per_step:.0%} in {sum(d <= per_step for d in worst)} of {a.seeds}; "
               f"rms {statistics.median(d['rms'] for d in each):.2%}; mean {statistics.median(means):.3%} (at most {max(means):.3%}), "
               f"within {mean:.1%} in {sum(d <= mean for d in means)}")
     harness.write("losses-demo-nf4-bf16-seeds", {"question": __doc__.splitlines()[0], "steps": a.steps, "left_of_first_loss": left, "apart": found, "losses": losses})

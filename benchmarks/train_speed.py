@@ -164,7 +164,9 @@ def limit(shape: dict, tokens: int, length: float, rank: int, precision: str, pr
         return harness.product_rate(harness.linear_shapes(shape), tokens, dtype, "cuda" if torch.cuda.is_available() else "cpu")
 
     whole = rate("float32" if precision == "fp32" else "bfloat16")
-    frozen = whole if products == "full" else rate({"int8": "int8", "fp8": "float8_e4m3fn"}[products])
+    kind, _, direction = products.partition("_")
+    rounded = whole if kind == "full" else rate({"int8": "int8", "fp8": "float8_e4m3fn"}[kind])
+    frozen = 2 / (1 / whole + 1 / rounded) if direction else rounded  # as much is multiplied forward as back
     of_frozen = harness.frozen_flops(shape)
     return frozen, 1 / (of_frozen / frozen + (harness.train_flops(shape, length, rank) - of_frozen) / whole)
 

@@ -224,11 +224,13 @@ def test_flat_rows_have_no_padding(plain, tmp_path):
 def test_rounded_products(tmp_path):
     if "int8" not in BackendManager("cpu").found.products:
         pytest.skip("this processor's int8 products may saturate")
-    ours, whole = (losses(run(tmp_path, kind, frozen_products=kind, precision="bf16")) for kind in ("int8", "full"))
+    whole, ours, back = (losses(run(tmp_path, kind, frozen_products=kind, precision="bf16")) for kind in ("full", "int8", "int8_backward"))
     assert ours != whole and ours == pytest.approx(whole, rel=0.02)
-    fp8, bf16, int8 = (memory.cache_bytes(layouts.shapes(layouts.read_config(DEMO_BASE)), resolve({**TINY, **some, "weight_cache": 2}, environ={}))
-                       for some in ({"frozen_products": "fp8"}, {"precision": "bf16"}, {"frozen_products": "int8"}))
-    assert fp8 == bf16 == 2 * int8  # float8 is there once for each direction
+    assert back not in (whole, ours) and back[0] == whole[0] and back == pytest.approx(whole, rel=0.02)
+    bf16, fp8, int8, both, beside = (memory.cache_bytes(layouts.shapes(layouts.read_config(DEMO_BASE)), resolve({**TINY, "precision": "bf16", **some, "weight_cache": 2}, environ={}))
+                                     for some in ({}, {"frozen_products": "fp8"}, {"frozen_products": "int8"}, {"frozen_products": "int8_backward"},
+                                                  {"frozen_products": "int8_backward", "quantizer": "none"}))
+    assert fp8 == bf16 == 2 * int8 and both == bf16 + int8 and beside == int8  # float8 is there once for each direction; without a quantizer weights are there anyway
 
 
 @shows("weight_cache")

@@ -16,7 +16,7 @@ from anyqlora.on_torch import heap, rounding
 from anyqlora.on_torch.adapters.fused import fused_layers
 from anyqlora.on_torch.build import build
 from anyqlora.on_torch.kernels import lora, native
-from anyqlora.on_torch.kernels.products import FLOAT8, Float8, Int8, NativeInt8, NativeWhole, Whole, coded, spread
+from anyqlora.on_torch.kernels.products import FLOAT8, EachWay, Float8, Int8, NativeInt8, NativeWhole, Whole, coded, spread
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
 
@@ -234,7 +234,7 @@ SEVERAL = {"three layers": (96, (64, 32, 32), (4, 6, 16), False, 3), "a bias": (
 @needs_own
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("rows", [19, 0])
-@pytest.mark.parametrize("products", [NativeWhole(), NativeInt8()], ids=["bf16", "int8"])
+@pytest.mark.parametrize("products", [NativeWhole(), NativeInt8(), EachWay(NativeWhole(), NativeInt8())], ids=["bf16", "int8", "int8 back"])
 @pytest.mark.parametrize("case", SEVERAL)
 def test_layers_at_once_are_the_layers_one_by_one(case, products, rows, dropout):
     """The same bits: outputs, and all gradients of those that are used."""
@@ -293,6 +293,25 @@ def test_fused_linears_round_the_frozen_part_alone(products, kind):
         assert off == 0 if number > 2 else 0 < off < 0.06, (number, off)
 
 
+@needs_int8
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "made"])
+@pytest.mark.parametrize(("whole", "int8"), [pytest.param(Whole(), Int8(), id="portable"), pytest.param(NativeWhole(), NativeInt8(), id="in C", marks=needs_native)])
+def test_each_way_multiplies_forward_as_one_does_and_back_as_the_other(whole, int8, is_kept, dropout):
+    """The same bits: outputs and the factors' gradients of whole products, the gradient of x of int8's."""
+    weights = [drawn(size, 48, seed=size, scale=0.2) for size in (32, 16)]
+    factors = [drawn(*shape, seed=9).float().requires_grad_() for size in (32, 16) for shape in ((4, 48), (size, 4))]
+    x = drawn(40, 48, seed=6).requires_grad_()
+    found = []
+    for way in (EachWay(whole, int8), whole, int8):
+        torch.manual_seed(5)
+        parts = [lora.Linear(lambda made=way.weight(w): made, None, a, b, 0.5, is_kept) for w, a, b in zip(weights, factors[::2], factors[1::2], strict=True)]
+        ys = lora.linears(x, parts, dropout, products=way)
+        found.append([*(y.detach() for y in ys), *torch.autograd.grad(ys, [x, *factors], [drawn(40, 32, seed=7), drawn(40, 16, seed=8)])])
+    for number, (ours, of_whole, of_int8) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(ours, of_int8 if number == 2 else of_whole) and (number > 2 or not torch.equal(of_whole, of_int8))
+
+
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 TINY = {"model_name": "demo", "dataset": "demo", "backend": "cpu", "precision": "bf16", "log_to": "none", "save_steps": 0, "warmup_steps": 0, "lr": 3e-4}
@@ -308,18 +327,19 @@ def trained(tmp_path, name, **settings):
 
 
 @needs_int8
-def test_a_run_in_int8_learns_what_a_whole_one_does(tmp_path):
+@pytest.mark.parametrize(("kind", "called"), [("int8", "int8"), ("int8_backward", "int8 in backward")])
+def test_a_run_in_int8_learns_what_a_whole_one_does(kind, called, tmp_path):
     settings = {"max_steps": 30, "lr": 1e-3, "lora_dropout": 0}
     whole, _, _ = trained(tmp_path, "whole", **settings)
-    ours, _, said = trained(tmp_path, "int8", **settings, frozen_products="int8", log_to="stdout")
-    assert ours != whole and ours[-1] < 0.75 * ours[0]
+    ours, _, said = trained(tmp_path, kind, **settings, frozen_products=kind, log_to="stdout")
+    assert ours != whole and (ours[0] == whole[0]) is (kind == "int8_backward") and ours[-1] < 0.75 * ours[0]
     differences = [x / y - 1 for x, y in zip(ours, whole, strict=True)]
     assert max(map(abs, differences)) < 0.02 and abs(sum(ours) / sum(whole) - 1) < rounding.LOSS
-    assert "rounded products are at most" in said and "multiplied in int8" in said
+    assert "rounded products are at most" in said and f"multiplied in {called}\n" in said
 
 
 @needs_own
-@pytest.mark.parametrize("products", ["full", "int8"])
+@pytest.mark.parametrize("products", ["full", "int8", "int8_backward"])
 def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, tmp_path, monkeypatch):
     """Where they are made for each product they are so one at a time, for which the plan has room."""
     calls, plain = [], native.linears
@@ -333,7 +353,8 @@ def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, 
 
 @needs_int8
 @pytest.mark.parametrize("settings", [{"quantizer": "none", "lora_dropout": 0.1}, pytest.param({"quantizer": "nf4", "weight_cache": 0}, marks=pytest.mark.slow),
-                                      pytest.param({"use_gradient_checkpointing": True}, marks=pytest.mark.slow)], ids=str)
+                                      pytest.param({"use_gradient_checkpointing": True}, marks=pytest.mark.slow),
+                                      pytest.param({"frozen_products": "int8_backward", "quantizer": "nf4"}, marks=pytest.mark.slow)], ids=str)
 def test_a_run_in_int8_that_goes_on_writes_the_bytes_of_one_that_did_not_stop(tmp_path, settings):
     common = {"frozen_products": "int8", "save_steps": 3, **settings}
     _, whole, _ = trained(tmp_path, "whole", max_steps=6, **common)

@@ -24,7 +24,7 @@ from .heap import unmapping
 from .kernels import native
 from .kernels.cross_entropy import After
 from .kernels.probe import broken
-from .kernels.products import Float8, Int8, NativeInt8, NativeWhole, Whole
+from .kernels.products import EachWay, Float8, Int8, NativeInt8, NativeWhole, Whole
 from .linears import blocks, linears
 from .loss import TrainedTokenLoss, last_mlp, loss_of, token_loss
 from .precision import COMPUTE, STORED
@@ -201,10 +201,8 @@ def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
                 loss = runtime.loss(model, batch, runtime.device)
             yield loss
 
-    if runtime.plan.config.frozen_products == "int8":
-        rounded = NativeInt8() if kernels == "native" else Int8()
-    else:
-        rounded = Float8(kernels in ("exact", "triton"))
+    whole, int8 = (NativeWhole(), NativeInt8()) if kernels == "native" else (Whole(), Int8())
+    rounded = {"int8": int8, "int8_backward": EachWay(whole, int8), "fp8": Float8(kernels in ("exact", "triton"))}[runtime.plan.config.frozen_products]
     return rounding.use(model, rounded, losses, runtime.strategy.told)
 
 

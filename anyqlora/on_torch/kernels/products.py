@@ -253,6 +253,40 @@ class NativeInt8(Int8, NativeWhole):
             super()._scaled(sums, of_rows, of_columns, to, is_added, is_spread)
 
 
+class EachWay:
+    """Forward by one's products, back by another's."""
+
+    def __init__(self, ahead: Products, back: Products):
+        self.ahead, self.back = ahead, back
+        self.read, self.into = ahead.read, ahead.into
+        self.back_into, self.out_of, self.outer = back.back_into, back.out_of, back.outer
+
+    def takes(self, w):
+        return self.ahead.takes(w) and self.back.takes(w)
+
+    def weight(self, w):
+        return self.ahead.weight(w), self.back.weight(w)
+
+    def forward(self, read, weight, bias, narrow=None):
+        return self.ahead.forward(read, weight[0], bias, narrow)
+
+    def backward(self, g, weight, to, narrow=None):
+        return self.back.backward(g, weight[1], to, narrow)
+
+    def at_once(self, x, layers, kept):
+        def each(products, number):
+            return products.at_once(x, [layer._replace(weight=lambda weight=layer.weight: weight()[number]) for layer in layers], kept)
+
+        ahead, back = each(self.ahead, 0), each(self.back, 1)
+        return ahead if back else None
+
+    def forward_all(self, x, dropped, layers, shape):
+        return self.ahead.forward_all(x, dropped, layers, shape)
+
+    def backward_all(self, dropped, layers, *given):
+        return self.back.backward_all(dropped, [layer._replace(weight=layer.weight[1]) for layer in layers], *given)
+
+
 def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> bool:
     """Whether `native.product` multiplies these: it reads words of 32 bits."""
     depth = left.shape[-1] * left.element_size()
