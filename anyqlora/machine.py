@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from .imports import uncollected
-from .world import device_of, local_rank, local_size
+from .world import cores_of_all, device_of, local_rank, local_size
 
 MLX_BUILDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cuda", "mlx-cpu")  # mlx's device code is in packages of its own
 LOOKS = 4  # at what others keep busy: the first one after a start finds up to 1.4 cores in use where nothing runs (Linux 6, a virtual machine)
@@ -56,7 +56,7 @@ class Machine:
     os_version: str
     arch: str
     python: str
-    cores: int
+    cores: int                                           # that this run's processes here may use together
     memory_total: int
     memory_available: int
     cpu_features: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def observe() -> Machine:
         "os_version": platform.mac_ver()[0] or platform.release(),
         "arch": platform.machine(),
         "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": cores_of_all(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
         "memory_total": memory_total,
         "memory_available": memory_available,
         "cpu_features": _cpu_features(),

@@ -154,6 +154,13 @@ def local_size(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+def cores_of_all(own: int, environ: Mapping[str, str] = os.environ) -> int:
+    """The cores that a run's processes on this machine have together, where this one may use `own`: those, unless srun has bound each task to its own."""
+    node = environ.get("SLURM_CPUS_ON_NODE", "")  # of the step, on this machine
+    tasks = 0 if environ.get("LOCAL_WORLD_SIZE") or not node.isdecimal() else local_size(environ)
+    return own * tasks if 0 < own * tasks <= int(node) else own
+
+
 def _has_others(environ: Mapping[str, str]) -> bool:
     """Whether the SLURM step, or else the job, has several tasks."""
     return (environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")) != "1"

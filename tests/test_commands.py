@@ -67,10 +67,12 @@ def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows,
         held_out = {} if "eval_fraction" in settings else {"eval_dataset": str(rows)}
         small = {name: value for name, value in SMALL.items() if settings.get("train_type") != "full" or name != "lora_rank"}
         finished = runs.run(tmp_path, **{**small, "samples": 0, **held_out, **settings})
+    from anyqlora.on_torch.heap import Heap
     from anyqlora.on_torch.tuned import load
 
-    run = read(finished)
+    run, keeping = read(finished), Heap.keeping
     tuned = load(run, {"samples": 0})
+    assert Heap.keeping == keeping, "pages are kept for steps, of which there are none"
     found = tuned.evaluate(run.held_out(tuned.tokenizer))
     after = runs.result(finished)["eval"]["after"]
     if settings.get("train_type") == "full":  # the file has the base's own bf16

@@ -6,7 +6,7 @@ from anyqlora import place
 from anyqlora.checkpoint import Loaded, to_json
 from anyqlora.config import resolve
 from anyqlora.errors import UsageError
-from anyqlora.world import World, device_of, first_host, local_rank, local_size
+from anyqlora.world import World, cores_of_all, device_of, first_host, local_rank, local_size
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
@@ -114,6 +114,15 @@ def test_how_many_are_on_this_machine(node, size):
     assert local_size({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": node}) == size
     assert local_size({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}) == 2 and local_size(TORCHRUN) == local_size({}) == 0
     assert local_size({**TORCHRUN, "LOCAL_WORLD_SIZE": "\u00b2"}) == 0
+
+
+@pytest.mark.parametrize(("own", "node", "of_all"), [(2, "8", 8), (1, "4", 4), (8, "8", 8), (4, "8", 4), (2, "7", 2), (2, "", 2), (2, "x", 2)])
+def test_cores_to_which_srun_has_bound_a_task_are_its_own(own, node, of_all):
+    """Four tasks on a node: each of them sees two of eight cores, or all eight."""
+    step = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": node}
+    assert cores_of_all(own, step) == of_all
+    assert cores_of_all(own, {**step, "LOCAL_WORLD_SIZE": "4"}) == own  # torchrun's, in one task
+    assert cores_of_all(own, {"SLURM_CPUS_ON_NODE": node}) == own
 
 
 def test_the_only_task_of_a_step_says_nothing_of_processes_that_it_starts():
