@@ -12,7 +12,7 @@ from anyqlora.config import resolve
 from anyqlora.data import IGNORE, Batch
 from anyqlora.on_torch.adapters.fused import fused_layers
 from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
-from anyqlora.on_torch.kernels.products import NativeInt8, NativeWhole
+from anyqlora.on_torch.kernels.products import EachWay, NativeInt8, NativeWhole
 from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.on_torch.runtime import Runtime
 from backend_manager import BackendManager
@@ -124,8 +124,12 @@ def fast_paths(runtime, model) -> dict:
     """What this process runs on: fused layers, those with products in 8 bits and those in C, modules of our kernels, and what a batch is for the model."""
     layers = fused_layers(model)
     return {"fused": len(layers), "rounded": sum(layer.group.products is not layer.group.whole for layer in layers),
-            "in_c": sum(isinstance(layer.group.products, NativeWhole | NativeInt8) for layer in layers), "kernels": sum(type(module).__module__ == "anyqlora.on_torch.kernels.modules" for module in model.modules()),
+            "in_c": sum(is_in_c(layer.group.products) for layer in layers), "kernels": sum(type(module).__module__ == "anyqlora.on_torch.kernels.modules" for module in model.modules()),
             "inputs": runtime.loss.inputs.__name__, "last_mlp": runtime.loss.last_mlp is not None}
+
+
+def is_in_c(products) -> bool:
+    return is_in_c(products.ahead) and is_in_c(products.back) if isinstance(products, EachWay) else isinstance(products, NativeWhole | NativeInt8)
 
 
 def micro_batch(runtime, model, rows, everything, is_final, form, spoil, step) -> float:
