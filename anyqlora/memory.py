@@ -171,7 +171,7 @@ def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
     linears = shapes.layers * sum(linear.count * quantized_bytes(linear, config) for linear in shapes.linears)
     cache = cache_bytes(shapes, config)
     return {"linear weights": linears, **({"dequantized weights": cache} if cache else {}),
-            "embedding, head, norms": shapes.other_parameters * stored_bytes(config), "adapter": adapter_parameters(shapes, config) * FULL}
+            "embedding, head, norms": shapes.other_parameters * stored_bytes(config) + rounded_head_bytes(shapes, config), "adapter": adapter_parameters(shapes, config) * FULL}
 
 
 def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -379,6 +379,11 @@ def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
     adapters = 0 if config.adapter == "full" else adapter_parameters(shapes, config) // shapes.layers
     frozen = sum(linear.parameters for linear in shapes.linears) if config.quantizer == "none" and width.stored == FULL else 0
     return (adapters + frozen) * width.computed
+
+
+def rounded_head_bytes(shapes: Shapes, config: TrainConfig) -> int:
+    """The head's weights as codes, by which its gradient is made (kernels/head.c)."""
+    return shapes.vocab * shapes.hidden if config.fused_head is True and config.frozen_products != "full" and shapes.vocab % 4 == 0 else 0
 
 
 def head_bytes(shapes: Shapes, config: TrainConfig) -> int:

@@ -167,8 +167,8 @@ def limit(shape: dict, tokens: int, length: float, rank: int, precision: str, pr
     kind, _, direction = products.partition("_")
     rounded = whole if kind == "full" else rate({"int8": "int8", "fp8": "float8_e4m3fn"}[kind])
     frozen = 2 / (1 / whole + 1 / rounded) if direction else rounded  # as much is multiplied forward as back
-    of_frozen = harness.frozen_flops(shape)
-    return frozen, 1 / (of_frozen / frozen + (harness.train_flops(shape, length, rank) - of_frozen) / whole)
+    of_frozen, of_head = harness.frozen_flops(shape), 2 * shape["hidden_size"] * shape["vocab_size"]  # of its gradient, which is in 8 bits where those are
+    return frozen, 1 / (of_frozen / frozen + of_head / rounded + (harness.train_flops(shape, length, rank) - of_frozen - of_head) / whole)
 
 
 def main() -> None:

@@ -201,9 +201,15 @@ def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
                 loss = runtime.loss(model, batch, runtime.device)
             yield loss
 
+    def seen() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in sample:
+            with runtime.forward():
+                yield runtime.loss.seen(model, batch, runtime.device)
+
     whole, int8 = (NativeWhole(), NativeInt8()) if kernels == "native" else (Whole(), Int8())
     rounded = {"int8": int8, "int8_backward": EachWay(whole, int8), "fp8": Float8(kernels in ("exact", "triton"))}[runtime.plan.config.frozen_products]
-    return rounding.use(model, rounded, losses, runtime.strategy.told)
+    said = rounding.use(model, rounded, losses, runtime.strategy.told)
+    return said + (rounding.use_head(runtime.loss, seen, runtime.strategy.told) if isinstance(runtime.loss, TrainedTokenLoss) else [])
 
 
 def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:

@@ -13,6 +13,7 @@ from ..data import Batch
 from .flat import TOKENS, padded, trained
 from .generate import evaluating
 from .kernels.cross_entropy import After, cross_entropy
+from .kernels.native import Rounded
 from .linears import blocks
 
 PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
@@ -34,22 +35,29 @@ class TrainedTokenLoss:
 
     A hook takes the head's input and gives it none, so that the model's own forward makes no logits; what the model does to logits
     after its head is `after`. `inputs` says what the model is given for a batch: flat.padded or flat.flat. `last_mlp`, where it is set,
-    runs on trained tokens only, too: no other token's output of it reaches the loss.
+    runs on trained tokens only, too: no other token's output of it reaches the loss. `rounded`, where it is set: the head's weights, for a gradient in 8 bits.
     """
 
     def __init__(self, head: nn.Linear, after: After, rows: int, is_native: bool = False, is_fused: bool = False):
         self.head, self.after, self.rows, self.is_native, self.is_fused, self.inputs = head, after, rows, is_native, is_fused, padded
         self.last_mlp: nn.Module | None = None
+        self.rounded: Rounded | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+        return self.of(*self.seen(model, batch, device))
+
+    def seen(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head sees of the trained tokens, [N, H], and their targets [N]."""
         inputs, targets = self.inputs(batch, device)
         kept = trained(targets)  # [N]
         pays = self.last_mlp is not None and 0 < len(kept) < NARROWED * len(targets)
         with _Watched(self.head) as watched, narrowed(self.last_mlp, kept) if pays else contextlib.nullcontext():
             model(**inputs, use_cache=False)
-        hidden = watched.hidden.flatten(0, 1).index_select(0, kept)  # [N, H]
-        return cross_entropy(hidden, self.head.weight, self.head.bias, targets[kept], after=self.after, rows=self.rows,
-                             is_native=self.is_native, is_fused=self.is_fused)
+        return watched.hidden.flatten(0, 1).index_select(0, kept), targets[kept]
+
+    def of(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(hidden, self.head.weight, self.head.bias, targets, after=self.after, rows=self.rows,
+                             is_native=self.is_native, is_fused=self.is_fused, rounded=self.rounded)
 
 
 class _Watched:

@@ -11,7 +11,9 @@ from torch import nn
 from ..errors import RunError
 from .adapters.fused import Group, fused_layers
 from .heap import unmapping
+from .kernels import native
 from .kernels.products import Products, Whole, widened
+from .loss import TrainedTokenLoss
 
 NEAR = 0.08   # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
 TINY = 1e-30
@@ -86,6 +88,32 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
     left = len(groups) - len(near)
     said = [f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than {NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"] * bool(left)
     return [*said, f"rounded products are at most {max(off[number] for number in near):.1%} off whole ones; the rows' loss moves by {moved:.3%}"]
+
+
+def use_head(loss: TrainedTokenLoss, seen: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]], told: Callable = lambda chosen: chosen) -> list[str]:
+    """Let the gradient of the output head's input be of numbers in 8 bits where that is near the whole one. Returns what is to be said.
+
+    `seen` gives the head's inputs [N, H] and the targets [N] of some rows. The loss itself stays as it is. Only where the head is C's.
+    """
+    with unmapping():
+        rounded = native.rounded_head(loss.head.weight.detach()) if loss.is_fused and loss.after.cap is None else None
+    if rounded is None:
+        return []
+    apart, whole = 0.0, TINY
+    with torch.no_grad():
+        for hidden, targets in seen():
+            exact, ours = (_gradient(loss, way, hidden, targets) for way in (None, rounded))
+            apart, whole = apart + float((ours - exact).square().sum()), whole + float(exact.square().sum())
+    off = math.sqrt(apart / whole)
+    is_near = told(off <= NEAR)
+    loss.rounded = rounded if is_near else None
+    return [f"the output head's gradient in 8 bits is {off:.1%} off the whole one" if is_near else f"the output head's gradient is not rounded: it would be {off:.0%} off"]
+
+
+@torch.enable_grad()
+def _gradient(loss: TrainedTokenLoss, rounded: native.Rounded | None, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss.rounded, hidden = rounded, hidden.detach().requires_grad_()
+    return torch.autograd.grad(loss.of(hidden, targets), hidden)[0].float()
 
 
 def _compared(groups: list[Group], rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> float:

@@ -23,17 +23,17 @@ class After(NamedTuple):
 
 
 def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After(),
-                  rows: int, is_native: bool = False, is_fused: bool = False) -> torch.Tensor:
+                  rows: int, is_native: bool = False, is_fused: bool = False, rounded: native.Rounded | None = None) -> torch.Tensor:
     """Sum of -log softmax(after(hidden W^T + bias))[target], float32, a scalar with gradient; equal to `defined`.
 
     hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. `rows` of the N are looked at together, so that of the logits
     and their gradient [rows, V] are in memory and not [N, V]. The gradient is computed in the forward pass, where the logits are:
     backward only multiplies it by what the loss is multiplied by (Hsu et al. 2024, Liger kernel) - that of a weight in place, so
     that a second backward of the same graph is an error. is_native: rows of bf16 by native.c, in the place of the
-    logits; is_fused: by head.c, which needs no memory for them, where weight and bias do not learn.
+    logits; is_fused: by head.c, which needs no memory for them, where weight and bias do not learn; `rounded`: with a gradient in 8 bits.
     """
     dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
-    return _CrossEntropy.apply(hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled(), is_native, is_fused)
+    return _CrossEntropy.apply(hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled(), is_native, is_fused, rounded)
 
 
 def defined(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After()) -> torch.Tensor:
@@ -44,7 +44,7 @@ def defined(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, after, rows, dtype, learns, is_native, is_fused):
+    def forward(ctx, hidden, weight, bias, targets, after, rows, dtype, learns, is_native, is_fused, rounded):
         wanted = [learns and needed for needed in ctx.needs_input_grad[:3]]
         exact = torch.promote_types(dtype, torch.float32)  # float64 stays
         ctx.kinds, ctx.lift = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype), LIFT.get(dtype, 1.0)
@@ -54,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
                      torch.zeros_like(bias, dtype=exact) if wanted[2] else None]
         in_c = after.cap is None and native.is_for(w)
         if is_fused and in_c and not any(wanted[1:]) and hidden.shape[1] % 2 == 0:
-            losses = native.head(hidden.to(dtype), w, b, targets, after.scale, rows, gradients[0])
+            losses = native.head(hidden.to(dtype), w, b, targets, after.scale, rows, gradients[0], rounded)
         else:
             losses = _by_logits(hidden, w, b, targets, after, rows, gradients, is_native and in_c, ctx.lift)
         ctx.save_for_backward(*gradients)
@@ -65,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.saved_tensors
         factor = of_loss / ctx.lift
         found = None if of_hidden is None else of_hidden * factor, *(None if g is None else g.mul_(factor) for g in (of_weight, of_bias))
-        return *(None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True)), *[None] * 7
+        return *(None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True)), *[None] * 8
 
 
 def _by_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, after: After, rows: int, gradients: list,

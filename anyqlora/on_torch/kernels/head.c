@@ -37,9 +37,9 @@ static inline __attribute__((always_inline)) void logits_tile(const char *hidden
     }
 }
 
-/* A token's powers of its logits of so many words, bf16 [WORDS], zeros after the last one. */
-static void powers_of(Token *token, const float *logits, long words, long padded, bf16 *powers) {
-    __m512 most = _mm512_set1_ps(-FLT_MAX), sum = _mm512_setzero_ps(), of_rounded = sum;
+/* Puts a token's reference where so many words' logits have powers that are not too large. */
+static void refer(Token *token, const float *logits, long words, long padded) {
+    __m512 most = _mm512_set1_ps(-FLT_MAX);
     for (long i = 0; i < words; i += LANES) most = _mm512_mask_max_ps(most, of_lanes(words - i), most, _mm512_load_ps(logits + i));
     float highest = _mm512_reduce_max_ps(most);
     if (!(highest <= token->highest + WITHIN)) {
@@ -48,6 +48,12 @@ static void powers_of(Token *token, const float *logits, long words, long padded
         for (long i = 0; i < padded && token->highest > -FLT_MAX; i++) token->sums[i] *= lowered;
         token->highest = highest;
     }
+}
+
+/* A token's powers of its logits of so many words, bf16 [WORDS], zeros after the last one. */
+static void powers_of(Token *token, const float *logits, long words, long padded, bf16 *powers) {
+    __m512 sum = _mm512_setzero_ps(), of_rounded = sum;
+    refer(token, logits, words, padded);
     for (long i = 0; i < WORDS; i += PANEL) {
         __m512 both[VECTORS];
         for (int v = 0; v < VECTORS; v++)
@@ -57,6 +63,28 @@ static void powers_of(Token *token, const float *logits, long words, long padded
         _mm512_store_si512(powers + i, narrow);
     }
     token->total += _mm512_reduce_add_ps(sum), token->rounded += _mm512_reduce_add_ps(of_rounded);
+}
+
+/* The same times the words' scales, as codes without a sign, [WORDS]; returns what a code of 1 stands for. `products` has room for so many floats. */
+static float codes_of(Token *token, const float *logits, long words, long padded, const float *scales, float *products, uint8_t *codes) {
+    __m512 sum = _mm512_setzero_ps(), most = sum;
+    refer(token, logits, words, padded);
+    for (long i = 0; i < WORDS; i += PANEL) {
+        __m512 both[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            both[v] = _mm512_maskz_mov_ps(of_lanes(words - i - v * LANES), exponentials(_mm512_load_ps(logits + i + v * LANES) - token->highest));
+            __m512 product = both[v] * _mm512_load_ps(scales + i + v * LANES);
+            most = _mm512_max_ps(most, product);
+            _mm512_store_ps(products + i + v * LANES, product);
+        }
+        sum += both[0] + both[1];
+    }
+    float step = _mm512_reduce_max_ps(most) / 255.0f, per_step = 1.0f / step;
+    if (!(per_step < INFINITY)) step = per_step = 0.0f; /* nothing, or what is not finite: the sum of the powers is not, either */
+    for (long i = 0; i < WORDS; i += LANES)
+        _mm_store_si128((__m128i *)(codes + i), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(_mm512_load_ps(products + i) * per_step)));
+    token->total += _mm512_reduce_add_ps(sum);
+    return step;
 }
 
 /* What `count` tokens' powers add to their sums: panels of the words' weights, turned. */
@@ -75,6 +103,33 @@ static inline __attribute__((always_inline)) void sums_tile(char *tokens, long s
     }
 }
 
+/* The same of codes: a word of a panel has four words' weights. */
+static inline __attribute__((always_inline)) void codes_tile(char *tokens, long size, int count, const uint8_t *codes, const float *steps, const uint32_t *panels, long quads, long padded) {
+    for (long column = 0; column < padded; column += PANEL) {
+        const uint32_t *panel = panels + column * quads;
+        __m512i sums[ROWS][VECTORS];
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
+        for (long j = 0; j < quads; j++) {
+            __m512i first = _mm512_load_si512(panel + j * PANEL), second = _mm512_load_si512(panel + j * PANEL + LANES);
+#pragma GCC unroll 12
+            for (int r = 0; r < count; r++) {
+                __m512i left = _mm512_set1_epi32(((const int32_t *)(codes + r * WORDS))[j]);
+                /* not by its intrinsic: see products.c */
+                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][0]) : "v"(left), "v"(first));
+                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][1]) : "v"(left), "v"(second));
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) {
+                float *to = token(tokens, size, r)->sums + column + v * LANES;
+                _mm512_store_ps(to, _mm512_load_ps(to) + _mm512_cvtepi32_ps(sums[r][v]) * steps[r]);
+            }
+    }
+}
+
 /* Bytes of a token's sums, [depth] where its gradient is wanted. */
 static inline long size_of(long depth, int learns) { return set_apart(sizeof(Token) + learns * rounded_up(depth, PANEL) * sizeof(float)); }
 
@@ -87,9 +142,10 @@ long head_room(long rows, long depth, long words, int learns) {
 }
 
 /* losses [rows] of scale * (hidden [rows, depth] weight^T + bias), weight [words, depth], and unless it is NULL the gradient of their sum; bias may be NULL.
-   depth is even. */
-void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int64_t *targets, float *losses, bf16 *of_hidden, char *room, long rows, long depth, long words, float scale) {
-    int learns = of_hidden != NULL;
+   depth is even. Unless `codes` is NULL, the gradient is of codes: of what is left of a word's weights without their `mean` [depth] over all words, spread,
+   with a scale for each word (native.c: int8_rows), and of a token's powers, 128 words of which share a step. Then words % 4 is 0. */
+void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int8_t *codes, const float *scales, const float *mean, const int64_t *targets, float *losses, bf16 *of_hidden, char *room, long rows, long depth, long words, float scale) {
+    int learns = of_hidden != NULL, rounds = learns && codes;
     long padded = learns * rounded_up(depth, PANEL), size = size_of(depth, learns), apart = set_apart(2 * depth), pairs = depth / 2;
     long blocks = parts(words, WORDS), each = blocks_of(depth, words), ways = parts(blocks, each);
     long groups = 1, most = larger(1, rows / SOME), threads = omp_get_max_threads();
@@ -101,6 +157,7 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int64_
         uint32_t *panels = aligned_alloc(64, WORDS * pairs * 4), *turned = aligned_alloc(64, WORDS * rounded_up(depth, PANEL) * 2);
         _Alignas(64) float logits[ROWS * WORDS], biases[WORDS];
         _Alignas(64) bf16 powers[ROWS * WORDS];
+        _Alignas(64) float of_words[WORDS], products[WORDS], steps[ROWS];
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) memcpy(copy + r * apart, hidden + r * depth, 2 * depth);
 #pragma omp for schedule(static)
@@ -117,7 +174,11 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int64_
                 Right forward = {from, depth, 2, 0};
                 for (long i = 0; i < WORDS; i++) biases[i] = bias && i < some ? up(bias[first + i]) : 0.0f;
                 for (long p = 0; p < WORDS / PANEL; p++) packed(panels + p * pairs * PANEL, &forward, p * PANEL, some);
-                for (long column = 0; column < padded; column += PANEL)
+                for (long i = 0; i < WORDS && rounds; i++) of_words[i] = i < some ? scales[first + i] : 0.0f;
+                for (long column = 0; column < padded && rounds; column += PANEL)
+                    for (long j = 0; j < some / 4; j++)
+                        of_four(codes + (first + 4 * j) * depth + column, depth, of_panel(depth - column), (__m512i *)(turned + column * (some / 4) + j * PANEL));
+                for (long column = 0; column < padded && !rounds; column += PANEL)
                     for (long j = 0; j < lines; j++) /* after the last word comes what is finite: the word again */
                         of_two(from + 2 * j * depth + column, 2 * j + 1 < some ? depth : 0, of_panel(depth - column), (__m512i *)(turned + column * lines + j * PANEL));
 #define TILES(COUNT)                                                                                       \
@@ -129,9 +190,16 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int64_
                 chosen[r + i] = logits[i * WORDS + target];                                                \
                 logits[i * WORDS + target] = -FLT_MAX;                                                     \
             }                                                                                              \
-            powers_of(token(mine, size, r + i), logits + i * WORDS, some, padded, powers + i * WORDS);     \
+            Token *one = token(mine, size, r + i);                                                         \
+            if (rounds)                                                                                    \
+                steps[i] = codes_of(one, logits + i * WORDS, some, padded, of_words, products, (uint8_t *)powers + i * WORDS); \
+            else                                                                                           \
+                powers_of(one, logits + i * WORDS, some, padded, powers + i * WORDS);                      \
         }                                                                                                  \
-        sums_tile(mine + r * size, size, COUNT, powers, turned, lines, padded);                            \
+        if (rounds)                                                                                        \
+            codes_tile(mine + r * size, size, COUNT, (const uint8_t *)powers, steps, turned, some / 4, padded); \
+        else                                                                                               \
+            sums_tile(mine + r * size, size, COUNT, powers, turned, lines, padded);                        \
     }
                 TILES(12) TILES(4) TILES(1)
 #undef TILES
@@ -150,7 +218,14 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int64_
             }
             float total = others + expf(chosen[r] - highest);
             losses[r] = logf(total) + highest - chosen[r];
-            for (long i = 0; i < depth && of_hidden; i++) of_hidden[r * depth + i] = down(scale / total * (sums[i] - rounded * up(weight[targets[r] * depth + i])));
+            const bf16 *chosen_weight = weight + targets[r] * depth;
+            for (long i = 0; i + PANEL <= depth && rounds; i += PANEL) {
+                __m512 former = _mm512_load_ps(sums + i), latter = _mm512_load_ps(sums + i + LANES);
+                spread(&former, &latter);
+                _mm512_store_ps(sums + i, former), _mm512_store_ps(sums + i + LANES, latter);
+            }
+            for (long i = 0; i < depth && rounds; i++) of_hidden[r * depth + i] = down(scale / total * (sums[i] + others * (mean[i] - up(chosen_weight[i]))));
+            for (long i = 0; i < depth && learns && !rounds; i++) of_hidden[r * depth + i] = down(scale / total * (sums[i] - rounded * up(chosen_weight[i])));
         }
     }
 }

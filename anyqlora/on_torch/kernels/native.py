@@ -29,7 +29,7 @@ POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctyp
 SIGNATURES = {
     "attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT),
     "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT),
-    "head": (*7 * (POINTER,), *3 * (LONG,), FLOAT),
+    "head": (*10 * (POINTER,), *3 * (LONG,), FLOAT),
     "head_room": (*3 * (LONG,), INT),
     "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT, INT),
     "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
@@ -149,19 +149,35 @@ def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.
 
 
 def head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, scale: float, rows: int,
-         of_hidden: torch.Tensor | None) -> torch.Tensor:
+         of_hidden: torch.Tensor | None, rounded: Rounded | None = None) -> torch.Tensor:
     """The cross-entropy of each row of scale * (hidden [N, H] weight [V, H]^T + bias [V]), float32 [N]; of_hidden, contiguous, becomes the gradient of their sum.
 
     All are bf16, and H is even. `rows` share a weight that is packed. Their logits are float32 and never in memory; probabilities are bf16, and the
-    gradient is rounded once.
+    gradient is rounded once. `rounded`, of `rounded_head`: it is of those weights, and of probabilities in 8 bits.
     """
     hidden, weight, bias, targets = hidden.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), targets.contiguous()
     losses, (words, depth) = torch.empty(len(hidden)), weight.shape
     room = torch.empty(library().head_room(min(rows, len(hidden)), depth, words, of_hidden is not None), dtype=torch.uint8)
     for some in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
         of_some = None if of_hidden is None else of_hidden[some]
-        _call("head", hidden[some], weight, bias, targets[some], losses[some], of_some, room, len(hidden[some]), depth, words, scale)
+        _call("head", hidden[some], weight, bias, *(rounded or 3 * (None,)), targets[some], losses[some], of_some, room, len(hidden[some]), depth, words, scale)
     return losses
+
+
+Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a head's weights without their mean: codes [V, H] and a scale for each word [V]; and that mean over the words [H]
+WORDS = 4096  # that are looked at together: their weights are float32 meanwhile
+
+
+def rounded_head(weight: torch.Tensor) -> Rounded | None:
+    """A head's weights [V, H] as `head` has them for a gradient in 8 bits; None where it cannot: it reads words by fours."""
+    if not (has("head") and is_for(weight)) or weight.shape[0] % 4 or weight.shape[1] % 2:
+        return None
+    mean = torch.stack([some.float().sum(0) for some in weight.split(WORDS)]).sum(0) / len(weight)
+    codes, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+    for some, of_codes, of_scales in zip(weight.split(WORDS), codes.split(WORDS), scales.split(WORDS), strict=True):
+        for made, to in zip(int8_rows((some - mean).to(some.dtype), is_spread=True), (of_codes, of_scales), strict=True):
+            to.copy_(made)
+    return codes, scales, mean
 
 
 # ------------------------------------------------------------------------------------------------------------- products
