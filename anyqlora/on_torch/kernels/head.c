@@ -95,7 +95,7 @@ static inline __attribute__((always_inline)) void sums_tile(char *tokens, long s
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) y[r][v] = _mm512_load_ps(token(tokens, size, r)->sums + column + v * LANES);
-        add_products(y, count, (const char *)powers, WORDS * sizeof(bf16), panels + column * pairs, pairs);
+        add_products(y, count, powers, WORDS * sizeof(bf16), panels + column * pairs, pairs);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
@@ -110,11 +110,12 @@ static inline __attribute__((always_inline)) void codes_tile(char *tokens, long 
         __m512i sums[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
-        for (long j = 0; j < quads; j++) {
+        Left lefts = left_of(codes, WORDS);
+        for (long j = 0; j < quads; j++, to_next_word(&lefts)) {
             __m512i first = _mm512_load_si512(panel + j * PANEL), second = _mm512_load_si512(panel + j * PANEL + LANES);
 #pragma GCC unroll 12
             for (int r = 0; r < count; r++) {
-                __m512i left = _mm512_set1_epi32(((const int32_t *)(codes + r * WORDS))[j]);
+                __m512i left = word_of(&lefts, r);
                 /* not by its intrinsic: see products.c */
                 __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][0]) : "v"(left), "v"(first));
                 __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][1]) : "v"(left), "v"(second));
@@ -173,7 +174,7 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int8_t
                 const bf16 *from = weight + first * depth;
                 Right forward = {from, depth, 2, 0};
                 for (long i = 0; i < WORDS; i++) biases[i] = bias && i < some ? up(bias[first + i]) : 0.0f;
-                for (long p = 0; p < WORDS / PANEL; p++) packed(panels + p * pairs * PANEL, &forward, p * PANEL, some);
+                packed(panels, WORDS / PANEL, &forward, 0, some, 0, pairs);
                 for (long i = 0; i < WORDS && rounds; i++) of_words[i] = i < some ? scales[first + i] : 0.0f;
                 for (long column = 0; column < padded && rounds; column += PANEL)
                     for (long j = 0; j < some / 4; j++)

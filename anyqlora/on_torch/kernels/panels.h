@@ -6,7 +6,9 @@
 #define HAS_PANELS
 #include <omp.h>
 
-enum { ROWS = 12, VECTORS = 2, PANEL = VECTORS * LANES }; /* of a tile of sums, 24 of 32 registers; columns of a panel */
+enum { ROWS = 12, VECTORS = 2, PANEL = VECTORS * LANES, AT_ONCE = 2 };
+/* Of a tile of sums, 24 of 32 registers; columns of a panel; panels whose columns are read together where rows lie far apart, one line of each by itself:
+   such lines share few places in the caches, and only so many are on their way at a time. */
 
 /* A right factor [columns, depth], or turned: [depth, columns]. A word of 32 bits has 2 or 4 numbers of one column: an instruction multiplies them by as many of
    a row of the left factor, and sums. */
@@ -44,43 +46,73 @@ static inline void of_four(const int8_t *row, long apart, __mmask32 there, __m51
     words[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_permute2x128_si256(w, x, 0x31)), _mm256_permute2x128_si256(y, z, 0x31), 1);
 }
 
-/* The columns from `column` on as a panel of words [depth * size / 4, PANEL], zeros after the last one. int8 has its sign bit turned over, that is,
-   128 added: the processor multiplies numbers without a sign by numbers with one. */
-static inline void packed(uint32_t *panel, const Right *f, long column, long columns) {
-    long words = f->depth * f->size / 4;
+/* The columns from `column` on as `count` panels of words [words, PANEL], of the depth from word `start` on, zeros after the last column. int8 has its sign bit
+   turned over, that is, 128 added: the processor multiplies numbers without a sign by numbers with one. */
+static inline void packed(uint32_t *panels, long count, const Right *f, long column, long columns, long start, long words) {
+    long stride = f->depth * f->size / 4, size = words * PANEL;
     __m512i flip = _mm512_set1_epi32(f->size == 1 ? (int)0x80808080 : 0);
-    __mmask32 there = of_panel(columns - column);
-    for (long j = 0; j < words && f->turned; j++) {
-        __m512i both[VECTORS];
-        if (f->size == 1)
-            of_four((const int8_t *)f->numbers + 4 * j * columns + column, columns, there, both);
-        else
-            of_two((const bf16 *)f->numbers + 2 * j * columns + column, columns, there, both);
-        for (long v = 0; v < VECTORS; v++) _mm512_storeu_si512(panel + j * PANEL + v * LANES, _mm512_xor_si512(flip, both[v]));
-    }
-    for (long v = 0; v < VECTORS && !f->turned; v++) {
+    for (long first = 0; first < count && f->turned; first += AT_ONCE)
+        for (long j = 0; j < words; j++)
+            for (long p = first; p < smaller(first + AT_ONCE, count); p++) {
+                long c = column + p * PANEL;
+                __m512i both[VECTORS];
+                if (f->size == 1)
+                    of_four((const int8_t *)f->numbers + 4 * (start + j) * columns + c, columns, of_panel(columns - c), both);
+                else
+                    of_two((const bf16 *)f->numbers + 2 * (start + j) * columns + c, columns, of_panel(columns - c), both);
+                for (long v = 0; v < VECTORS; v++) _mm512_store_si512(panels + p * size + j * PANEL + v * LANES, _mm512_xor_si512(flip, both[v]));
+            }
+    for (long v = 0; v < count * VECTORS && !f->turned; v++) {
         long first = column + v * LANES;
+        uint32_t *to = panels + v / VECTORS * size + v % VECTORS * LANES;
         __mmask16 some = of_lanes(columns - first);
         for (long j = 0; j < words; j += LANES) {
             __m512i block[LANES];
 #pragma GCC unroll 16
             for (int c = 0; c < LANES; c++)
-                block[c] = some >> c & 1 ? _mm512_maskz_loadu_epi32(of_lanes(words - j), (const uint32_t *)f->numbers + (first + c) * words + j) : _mm512_setzero_si512();
+                block[c] = some >> c & 1 ? _mm512_maskz_loadu_epi32(of_lanes(words - j), (const uint32_t *)f->numbers + (first + c) * stride + start + j) : _mm512_setzero_si512();
             transpose(block);
 #pragma GCC unroll 16
             for (int c = 0; c < LANES; c++)
-                if (j + c < words) _mm512_storeu_si512(panel + (j + c) * PANEL + v * LANES, _mm512_xor_si512(flip, block[c]));
+                if (j + c < words) _mm512_store_si512(to + (j + c) * PANEL, _mm512_xor_si512(flip, block[c]));
         }
     }
 }
 
+/* A word of each of a few rows, `stride` bytes apart. A row is at most twice the stride from one of few bases, which a load adds up by itself; that these move is hidden
+   from the compiler, which else has an offset for each row, loads most of them from the stack for each word, and takes up to 6 % longer. */
+typedef struct {
+    const char *bases[ROWS / 3];
+    long stride;
+} Left;
+
+static inline __attribute__((always_inline)) Left left_of(const void *first, long stride) {
+    Left left = {.stride = stride};
+#pragma GCC unroll 4
+    for (int i = 0; i < ROWS / 3; i++) left.bases[i] = (const char *)first + 3 * i * stride;
+    return left;
+}
+
+static inline __attribute__((always_inline)) __m512i word_of(const Left *left, int row) {
+    return _mm512_set1_epi32(*(const int32_t *)(left->bases[row / 3] + row % 3 * left->stride));
+}
+
+static inline __attribute__((always_inline)) void to_next_word(Left *left) {
+#pragma GCC unroll 4
+    for (int i = 0; i < ROWS / 3; i++) {
+        left->bases[i] += 4;
+        __asm__("" : "+r"(left->bases[i]));
+    }
+}
+
 /* y [count, PANEL] and the bf16 products of so many rows, `stride` bytes apart, with a panel of words [pairs, PANEL] more. */
-static inline __attribute__((always_inline)) void add_products(__m512 y[ROWS][VECTORS], int count, const char *left, long stride, const uint32_t *panel, long pairs) {
-    for (long j = 0; j < pairs; j++) {
-        __m512bh first = (__m512bh)_mm512_loadu_si512(panel + j * PANEL), second = (__m512bh)_mm512_loadu_si512(panel + j * PANEL + LANES);
+static inline __attribute__((always_inline)) void add_products(__m512 y[ROWS][VECTORS], int count, const void *rows, long stride, const uint32_t *panel, long pairs) {
+    Left left = left_of(rows, stride);
+    for (long j = 0; j < pairs; j++, to_next_word(&left)) {
+        __m512bh first = (__m512bh)_mm512_load_si512(panel + j * PANEL), second = (__m512bh)_mm512_load_si512(panel + j * PANEL + LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) {
-            __m512bh one = (__m512bh)_mm512_set1_epi32(((const int32_t *)(left + r * stride))[j]);
+            __m512bh one = (__m512bh)word_of(&left, r);
             y[r][0] = _mm512_dpbf16_ps(y[r][0], one, first);
             y[r][1] = _mm512_dpbf16_ps(y[r][1], one, second);
         }

@@ -8,68 +8,133 @@
 
 #ifdef HAS_PANELS
 
-enum { BLOCK = 1008, SOME = 96, COPIED = 4 << 20, SUMS = 24, MOST = 3, PAIRS = 128 };
-/* Rows that share a packed panel, at most and at least; bytes. Of a narrow product, registers of sums, and those of its columns at most; of a factor's
-   gradient, pairs of rows that are looked at together and stay in a core's first cache. */
+enum { BLOCK = 1032, SOME = 96, CHUNK = 1024, TOGETHER = 4, SUMS = 24, MOST = 3, PAIRS = 128 };
+/* Rows that share packed panels, at most and at least; words of the depth that are summed over at a time; panels that are packed together. Of a narrow product,
+   registers of sums, and those of its columns at most; of a factor's gradient, pairs of rows that are looked at together and stay in a core's first cache. */
 
-/* Rows of the left factor and what becomes of them. */
+/* What `product` computes, and for how many words of the depth at a time. */
 typedef struct {
     const char *left;
-    long stride;            /* bytes */
-    const int32_t *minus;   /* int8: what a row's sums have too much */
-    const float *of_rows;   /* int8: scales */
-    const bf16 *narrow;     /* [rows, rank] */
-    long narrow_stride;     /* numbers */
-    bf16 *out;              /* [rows, columns] */
-} Rows;
+    Right right, narrow_right;
+    const float *of_rows, *of_columns; /* int8: scales */
+    const bf16 *bias, *narrow;
+    bf16 *out;
+    long rows, columns, rank, narrow_stride, words, chunk;
+    int added, spreads;
+} Product;
 
-/* `count` rows of a panel of the output. */
-static inline __attribute__((always_inline)) void tile(Rows rows, int count, const uint32_t *panel, long words, int is_int8, const uint32_t *narrow_panel,
-                                                       long rank, const float *of_columns, const bf16 *bias, long columns, long column, int added, int spreads) {
+/* A thread's own memory. */
+typedef struct {
+    uint32_t *panels, *narrow_panels; /* [TOGETHER] of a chunk of the depth, and of the rank */
+    char *copy;                       /* of a block's rows, where those lie badly; else NULL */
+    float *sums;                      /* of a block's panels, [panels, rows, PANEL], over the depth so far; NULL where it is one chunk */
+    int32_t minus[BLOCK];             /* int8: what a row's sums have too much */
+} Room;
+
+/* `count` rows from `row` on of a panel of the output at `column`. left: their chunk of the depth, so many words, `apart` bytes apart. Sums are added to those of the
+   chunks before unless that is NULL, and go to `after` unless this is the last one; both [count, PANEL], int32 in int8. */
+static inline __attribute__((always_inline)) void tile(const Product *of, long row, long column, int count, int is_int8, const char *left, long apart, const int32_t *minus,
+                                                       const uint32_t *panel, long words, const uint32_t *narrow_panel, const float *before, float *after) {
     __m512 y[ROWS][VECTORS];
     if (is_int8) {
         __m512i sums[ROWS][VECTORS];
 #pragma GCC unroll 12
-        for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_set1_epi32(rows.minus[r]);
-        for (long j = 0; j < words; j++) {
-            __m512i first = _mm512_loadu_si512(panel + j * PANEL), second = _mm512_loadu_si512(panel + j * PANEL + LANES);
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) {
+                __m512i sum = before ? _mm512_load_si512(before + r * PANEL + v * LANES) : _mm512_setzero_si512();
+                sums[r][v] = _mm512_add_epi32(sum, _mm512_set1_epi32(minus[r]));
+            }
+        Left lefts = left_of(left, apart);
+        for (long j = 0; j < words; j++, to_next_word(&lefts)) {
+            __m512i first = _mm512_load_si512(panel + j * PANEL), second = _mm512_load_si512(panel + j * PANEL + LANES);
 #pragma GCC unroll 12
             for (int r = 0; r < count; r++) {
-                __m512i left = _mm512_set1_epi32(((const int32_t *)(rows.left + r * rows.stride))[j]);
+                __m512i four = word_of(&lefts, r);
                 /* not by its intrinsic: gcc 12 then keeps sums on the stack, and a product takes 1.7 times as long */
-                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][0]) : "v"(first), "v"(left));
-                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][1]) : "v"(second), "v"(left));
+                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][0]) : "v"(first), "v"(four));
+                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][1]) : "v"(second), "v"(four));
             }
         }
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) {
-                y[r][v] = _mm512_cvtepi32_ps(sums[r][v]) * rows.of_rows[r];
-                if (of_columns) y[r][v] *= _mm512_maskz_loadu_ps(of_lanes(columns - column - v * LANES), of_columns + column + v * LANES);
+                if (after)
+                    _mm512_store_si512(after + r * PANEL + v * LANES, sums[r][v]);
+                else
+                    y[r][v] = _mm512_cvtepi32_ps(sums[r][v]) * of->of_rows[row + r];
             }
-        if (spreads && column + PANEL <= columns) {
-#pragma GCC unroll 12
-            for (int r = 0; r < count; r++) spread(&y[r][0], &y[r][1]);
-        }
     } else {
 #pragma GCC unroll 12
-        for (int r = 0; r < count; r++) y[r][0] = y[r][1] = _mm512_setzero_ps();
-        add_products(y, count, rows.left, rows.stride, panel, words);
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) y[r][v] = before ? _mm512_load_ps(before + r * PANEL + v * LANES) : _mm512_setzero_ps();
+        add_products(y, count, left, apart, panel, words);
+#pragma GCC unroll 12
+        for (int r = 0; r < count && after; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) _mm512_store_ps(after + r * PANEL + v * LANES, y[r][v]);
     }
-    add_products(y, count, (const char *)rows.narrow, rows.narrow_stride * sizeof(bf16), narrow_panel, rank / 2);
-    __mmask32 some = of_panel(columns - column);
-    const bf16 *more = added ? rows.out + column : bias ? bias + column : NULL;
-    long more_stride = added ? columns : 0;
+    if (after) return;
+    if (is_int8 && of->of_columns) {
+        __m512 scales[VECTORS];
+        for (int v = 0; v < VECTORS; v++) scales[v] = _mm512_maskz_loadu_ps(of_lanes(of->columns - column - v * LANES), of->of_columns + column + v * LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) y[r][0] *= scales[0], y[r][1] *= scales[1];
+    }
+    if (is_int8 && of->spreads && column + PANEL <= of->columns) {
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) spread(&y[r][0], &y[r][1]);
+    }
+    add_products(y, count, of->narrow + row * of->narrow_stride, of->narrow_stride * sizeof(bf16), narrow_panel, of->rank / 2);
+    __mmask32 some = of_panel(of->columns - column);
+    const bf16 *more = of->added ? of->out + row * of->columns + column : of->bias ? of->bias + column : NULL;
+    long more_stride = of->added ? of->columns : 0;
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++) {
-        bf16 *to = rows.out + r * columns + column;
         if (more) {
             __m512i x = _mm512_maskz_loadu_epi16(some, more + r * more_stride);
             y[r][0] += former(x), y[r][1] += latter(x);
         }
-        _mm512_mask_storeu_epi16(to, some, rounded(y[r][0], y[r][1]));
+        _mm512_mask_storeu_epi16(of->out + (row + r) * of->columns + column, some, rounded(y[r][0], y[r][1]));
     }
+}
+
+/* Of a block of `count` rows from `row` on the panels [first, end) of the output. */
+static void panels_of_block(const Product *of, long row, long count, long first, long end, Room *room) {
+    long size = of->right.size, stride = of->right.depth * size, apart = room->copy ? set_apart(4 * of->chunk) : stride, start = 0;
+    do {
+        long words = smaller(of->chunk, of->words - start), is_last = start + words == of->words;
+        const char *lefts = of->left + row * stride + 4 * start;
+        for (long r = 0; size == 1 && r < count; r++) {
+            int32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (long k = 0; k < 4 * words; k++) sum += ((const int8_t *)lefts)[r * stride + k];
+            room->minus[r] = -128 * sum;
+        }
+        for (long r = 0; room->copy && r < count; r++) memcpy(room->copy + r * apart, lefts + r * stride, 4 * words);
+        if (room->copy) lefts = room->copy;
+        for (long panel = first; panel < end; panel += TOGETHER) {
+            long together = smaller(TOGETHER, end - panel), r = 0;
+            packed(room->panels, together, &of->right, panel * PANEL, of->columns, start, words);
+            if (is_last) packed(room->narrow_panels, together, &of->narrow_right, panel * PANEL, of->columns, 0, of->rank / 2);
+#define TILES(COUNT, IS_INT8)                                                                                                                             \
+    for (; r + COUNT <= count; r += COUNT)                                                                                                                \
+        for (long p = 0; p < together; p++) {                                                                                                             \
+            float *sums = room->sums ? room->sums + ((panel - first + p) * count + r) * PANEL : NULL;                                                     \
+            tile(of, row + r, (panel + p) * PANEL, COUNT, IS_INT8, lefts + r * apart, apart, room->minus + r, room->panels + p * words * PANEL, words,    \
+                 room->narrow_panels + p * (of->rank / 2) * PANEL, start ? sums : NULL, is_last ? NULL : sums);                                           \
+        }
+            if (size == 1) {
+                TILES(ROWS, 1) TILES(4, 1) TILES(1, 1)
+            } else {
+                TILES(ROWS, 0) TILES(4, 0) TILES(1, 0)
+            }
+#undef TILES
+        }
+        start += words;
+    } while (start < of->words);
 }
 
 /* out [rows, columns] = left [rows, depth] right + narrow [rows, rank] narrow_right + bias, or added: out + the products. int8: the product's rows
@@ -83,50 +148,24 @@ void product(const void *left, const void *right, const float *of_rows, const fl
         __mmask16 some = of_lanes(rank * columns - i);
         _mm256_mask_storeu_epi16(narrow_rounded + i, some, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, narrow_right + i)));
     }
-    Right wide = {right, depth, size, turned}, thin = {narrow_rounded, rank, 2, turned};
-    long panels = parts(columns, PANEL), words = depth * size / 4;
-    long stride = depth * size, apart = set_apart(stride), most = apart == stride ? BLOCK : smaller(BLOCK, larger(SOME, COPIED / apart));
-    long blocks = larger(parts(rows, most), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
+    long words = depth * size / 4, chunk = rounded_up(parts(words, larger(1, parts(words, CHUNK))), LANES); /* of one size, nearly */
+    Product of = {left, {right, depth, size, turned}, {narrow_rounded, rank, 2, turned}, of_rows, of_columns, bias, narrow, out, rows, columns, rank, narrow_stride, words, chunk, added, spreads};
+    long panels = parts(columns, PANEL), stride = depth * size, is_copied = stride != set_apart(stride);
+    long blocks = larger(parts(rows, BLOCK), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
     long block = rounded_up(parts(rows, blocks), ROWS); /* of one size, so that each thread has as much to do */
     blocks = parts(rows, block);
 #pragma omp parallel
     {
-        uint32_t *panel = aligned_alloc(64, words * PANEL * 4), *thin_panel = aligned_alloc(64, rounded_up(rank, 2) * PANEL * 2 + 64);
-        char *copy = apart == stride ? NULL : aligned_alloc(64, block * apart);
-        int32_t minus[BLOCK];
-        long here = -1;
-#pragma omp for schedule(static)
-        for (long task = 0; task < blocks * panels; task++) {
-            long first = task / panels * block, column = task % panels * PANEL, count = smaller(block, rows - first);
-            const char *from = (const char *)left + first * stride;
-            if (here != first) {
-                for (long r = 0; copy && r < count; r++) memcpy(copy + r * apart, from + r * stride, stride);
-                for (long r = 0; size == 1 && r < count; r++) {
-                    int32_t sum = 0;
-#pragma omp simd reduction(+ : sum)
-                    for (long k = 0; k < depth; k++) sum += ((const int8_t *)from)[r * stride + k];
-                    minus[r] = -128 * sum;
-                }
-                here = first;
-            }
-            packed(panel, &wide, column, columns);
-            packed(thin_panel, &thin, column, columns);
-            const char *lefts = copy ? copy : from;
-            long r = 0;
-#define TILES(COUNT, IS_INT8)                                                                                                                    \
-    for (; r + COUNT <= count; r += COUNT) {                                                                                                     \
-        long row = first + r;                                                                                                                    \
-        Rows some = {lefts + r * apart, apart, minus + r, of_rows + row, narrow + row * narrow_stride, narrow_stride, out + row * columns};      \
-        tile(some, COUNT, panel, words, IS_INT8, thin_panel, rank, of_columns, bias, columns, column, added, spreads);                           \
-    }
-            if (size == 1) {
-                TILES(ROWS, 1) TILES(4, 1) TILES(1, 1)
-            } else {
-                TILES(ROWS, 0) TILES(4, 0) TILES(1, 0)
-            }
-#undef TILES
+        long threads = omp_get_num_threads(), me = omp_get_thread_num(), task = blocks * panels * me / threads, end = blocks * panels * (me + 1) / threads;
+        Room room = {aligned_alloc(64, TOGETHER * chunk * PANEL * 4), aligned_alloc(64, TOGETHER * (rank / 2) * PANEL * 4),
+                     is_copied ? aligned_alloc(64, rounded_up(block * set_apart(4 * chunk), 64)) : NULL,
+                     chunk < words ? aligned_alloc(64, smaller(panels, end - task) * block * PANEL * sizeof(float)) : NULL};
+        while (task < end) { /* a panel of a block; all of them that are a thread's own in one go */
+            long row = task / panels * block, first = task % panels, some = smaller(panels - first, end - task);
+            panels_of_block(&of, row, smaller(block, rows - row), first, first + some, &room);
+            task += some;
         }
-        free(panel), free(thin_panel), free(copy);
+        free(room.panels), free(room.narrow_panels), free(room.copy), free(room.sums);
     }
     free(narrow_rounded);
 }
@@ -246,31 +285,34 @@ void outer_product(const bf16 *narrow, const bf16 *wide, float *out, long rows, 
     uint32_t *words = aligned_alloc(64, rounded_up(pairs * rank * 4, 64)); /* [pairs, rank], of two tokens each, a zero after the last one */
 #pragma omp parallel
     {
-        __m512i panel[PAIRS][VECTORS];
-        float *sums = aligned_alloc(64, rank * PANEL * sizeof(float));
+        __m512i panels[AT_ONCE][PAIRS][VECTORS];
+        float *sums = aligned_alloc(64, AT_ONCE * rank * PANEL * sizeof(float));
 #pragma omp for schedule(static)
         for (long t = 0; t < pairs; t++) {
             const bf16 *one = narrow + 2 * t * narrow_stride;
             for (long r = 0; r < rank; r++) words[t * rank + r] = one[r] | (2 * t + 1 < rows ? (uint32_t)one[narrow_stride + r] << 16 : 0);
         }
-#pragma omp for schedule(static)
-        for (long column = 0; column < columns; column += PANEL) {
-            __mmask32 there = of_panel(columns - column);
-            memset(sums, 0, rank * PANEL * sizeof(float));
+        long panel = parts(columns, PANEL) * omp_get_thread_num() / omp_get_num_threads(), end = parts(columns, PANEL) * (omp_get_thread_num() + 1) / omp_get_num_threads();
+        for (; panel < end; panel += AT_ONCE) {
+            long column = panel * PANEL, together = smaller(AT_ONCE, end - panel);
+            memset(sums, 0, AT_ONCE * rank * PANEL * sizeof(float));
             for (long first = 0; first < pairs; first += PAIRS) {
-                long some = smaller(PAIRS, pairs - first), r = 0;
+                long some = smaller(PAIRS, pairs - first);
                 for (long t = 0; t < some; t++) { /* after the last row comes what is finite: a row again */
-                    long row = 2 * (first + t);
-                    of_two(wide + row * columns + column, row + 1 < rows ? columns : 0, there, panel[t]);
+                    long row = 2 * (first + t), apart = row + 1 < rows ? columns : 0;
+                    for (long p = 0, c = column; p < together; p++, c += PANEL) of_two(wide + row * columns + c, apart, of_panel(columns - c), panels[p][t]);
                 }
+                for (long p = 0, r = 0; p < together; p++, r = 0) {
 #define TILES(COUNT) \
-    for (; r + COUNT <= rank; r += COUNT) outer_tile(words + first * rank + r, rank, COUNT, panel, some, sums + r * PANEL);
-                if (rank % 12 == 0) TILES(12)
-                TILES(8) TILES(4) TILES(1)
+    for (; r + COUNT <= rank; r += COUNT) outer_tile(words + first * rank + r, rank, COUNT, panels[p], some, sums + (p * rank + r) * PANEL);
+                    if (rank % 12 == 0) TILES(12)
+                    TILES(8) TILES(4) TILES(1)
 #undef TILES
+                }
             }
-            for (long r = 0; r < rank; r++)
-                for (long c = 0; c < smaller(PANEL, columns - column); c++) out[turned ? (column + c) * rank + r : r * columns + column + c] = sums[r * PANEL + c];
+            for (long p = 0, from = column; p < together; p++, from += PANEL)
+                for (long r = 0; r < rank; r++)
+                    for (long c = 0; c < smaller(PANEL, columns - from); c++) out[turned ? (from + c) * rank + r : r * columns + from + c] = sums[(p * rank + r) * PANEL + c];
         }
         free(sums);
     }
