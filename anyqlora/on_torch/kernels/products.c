@@ -19,7 +19,7 @@ typedef struct {
     const float *of_rows, *of_columns; /* int8: scales */
     const bf16 *bias, *narrow;
     bf16 *out;
-    long rows, columns, rank, narrow_stride, words, chunk;
+    long columns, rank, narrow_stride, words, chunk;
     int added, spreads;
 } Product;
 
@@ -149,7 +149,7 @@ void product(const void *left, const void *right, const float *of_rows, const fl
         _mm256_mask_storeu_epi16(narrow_rounded + i, some, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, narrow_right + i)));
     }
     long words = depth * size / 4, chunk = rounded_up(parts(words, larger(1, parts(words, CHUNK))), LANES); /* of one size, nearly */
-    Product of = {left, {right, depth, size, turned}, {narrow_rounded, rank, 2, turned}, of_rows, of_columns, bias, narrow, out, rows, columns, rank, narrow_stride, words, chunk, added, spreads};
+    Product of = {left, {right, depth, size, turned}, {narrow_rounded, rank, 2, turned}, of_rows, of_columns, bias, narrow, out, columns, rank, narrow_stride, words, chunk, added, spreads};
     long panels = parts(columns, PANEL), stride = depth * size, is_copied = stride != set_apart(stride);
     long blocks = larger(parts(rows, BLOCK), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
     long block = rounded_up(parts(rows, blocks), ROWS); /* of one size, so that each thread has as much to do */
