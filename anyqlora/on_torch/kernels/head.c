@@ -106,21 +106,10 @@ static inline __attribute__((always_inline)) void sums_tile(char *tokens, long s
 /* The same of codes: a word of a panel has four words' weights. */
 static inline __attribute__((always_inline)) void codes_tile(char *tokens, long size, int count, const uint8_t *codes, const float *steps, const uint32_t *panels, long quads, long padded) {
     for (long column = 0; column < padded; column += PANEL) {
-        const uint32_t *panel = panels + column * quads;
         __m512i sums[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
-        Left lefts = left_of(codes, WORDS);
-        for (long j = 0; j < quads; j++, to_next_word(&lefts)) {
-            __m512i first = _mm512_load_si512(panel + j * PANEL), second = _mm512_load_si512(panel + j * PANEL + LANES);
-#pragma GCC unroll 12
-            for (int r = 0; r < count; r++) {
-                __m512i left = word_of(&lefts, r);
-                /* not by its intrinsic: see products.c */
-                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][0]) : "v"(left), "v"(first));
-                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][1]) : "v"(left), "v"(second));
-            }
-        }
+        add_codes(sums, count, codes, WORDS, panels + column * quads, quads, 0);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2

@@ -45,17 +45,7 @@ static inline __attribute__((always_inline)) void tile(const Product *of, long r
                 __m512i sum = before ? _mm512_load_si512(before + r * PANEL + v * LANES) : _mm512_setzero_si512();
                 sums[r][v] = _mm512_add_epi32(sum, _mm512_set1_epi32(minus[r]));
             }
-        Left lefts = left_of(left, apart);
-        for (long j = 0; j < words; j++, to_next_word(&lefts)) {
-            __m512i first = _mm512_load_si512(panel + j * PANEL), second = _mm512_load_si512(panel + j * PANEL + LANES);
-#pragma GCC unroll 12
-            for (int r = 0; r < count; r++) {
-                __m512i four = word_of(&lefts, r);
-                /* not by its intrinsic: gcc 12 then keeps sums on the stack, and a product takes 1.7 times as long */
-                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][0]) : "v"(first), "v"(four));
-                __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[r][1]) : "v"(second), "v"(four));
-            }
-        }
+        add_codes(sums, count, left, apart, panel, words, 1);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
