@@ -17,7 +17,7 @@ MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta"
 GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for choice
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 256 << 20, 512 << 20, 128_000  # of the logits that are made at a time
-HEAD_ROWS, HEAD_PARTS, HEAD_WORDS = 512, 8, 128  # kernels/head.c: tokens that share packed weights, parts of the words and words at a time
+HEAD_ROWS, HEAD_PARTS, HEAD_WORDS, HEAD_COLUMNS = 512, 8, 128, 32  # kernels/head.c: tokens that share packed weights, parts of the words, words and columns at a time
 LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
 SCORES_ON_MLX = 128 << 20  # of the pairs of tokens of the heads that attention looks at together
 COMPILED, OF_PRODUCT = 128, 600 << 10  # products in 16 bits that oneDNN may keep (heap.py), two or three lengths with 40 or 50 shapes each; bytes
@@ -382,8 +382,10 @@ def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 
 def rounded_head_bytes(shapes: Shapes, config: TrainConfig) -> int:
-    """The head's weights as codes, by which its gradient is made (kernels/head.c)."""
-    return shapes.vocab * shapes.hidden if config.fused_head is True and config.frozen_products != "full" and shapes.vocab % 4 == 0 else 0
+    """The head's weights as codes, by which its gradient is made (kernels/head.c), in whole blocks."""
+    if config.fused_head is not True or config.frozen_products == "full":
+        return 0
+    return -(-shapes.vocab // HEAD_WORDS) * HEAD_WORDS * -(-shapes.hidden // HEAD_COLUMNS) * HEAD_COLUMNS
 
 
 def head_bytes(shapes: Shapes, config: TrainConfig) -> int:

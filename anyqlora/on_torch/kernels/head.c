@@ -133,7 +133,7 @@ long head_room(long rows, long depth, long words, int learns) {
 
 /* losses [rows] of scale * (hidden [rows, depth] weight^T + bias), weight [words, depth], and unless it is NULL the gradient of their sum; bias may be NULL.
    depth is even. Unless `codes` is NULL, the gradient is of codes: of what is left of a word's weights without their `mean` [depth] over all words, spread,
-   with a scale for each word (native.c: int8_rows), and of a token's powers, 128 words of which share a step. Then words % 4 is 0. */
+   with a scale for each word (native.c: int8_rows), packed as native.py has them, and of a token's powers, 128 words of which share a step. */
 void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int8_t *codes, const float *scales, const float *mean, const int64_t *targets, float *losses, bf16 *of_hidden, char *room, long rows, long depth, long words, float scale) {
     int learns = of_hidden != NULL, rounds = learns && codes;
     long padded = learns * rounded_up(depth, PANEL), size = size_of(depth, learns), apart = set_apart(2 * depth), pairs = depth / 2;
@@ -165,9 +165,6 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int8_t
                 for (long i = 0; i < WORDS; i++) biases[i] = bias && i < some ? up(bias[first + i]) : 0.0f;
                 packed(panels, WORDS / PANEL, &forward, 0, some, 0, pairs);
                 for (long i = 0; i < WORDS && rounds; i++) of_words[i] = i < some ? scales[first + i] : 0.0f;
-                for (long column = 0; column < padded && rounds; column += PANEL)
-                    for (long j = 0; j < some / 4; j++)
-                        of_four(codes + (first + 4 * j) * depth + column, depth, of_panel(depth - column), (__m512i *)(turned + column * (some / 4) + j * PANEL));
                 for (long column = 0; column < padded && !rounds; column += PANEL)
                     for (long j = 0; j < lines; j++) /* after the last word comes what is finite: the word again */
                         of_two(from + 2 * j * depth + column, 2 * j + 1 < some ? depth : 0, of_panel(depth - column), (__m512i *)(turned + column * lines + j * PANEL));
@@ -187,7 +184,7 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int8_t
                 powers_of(one, logits + i * WORDS, some, padded, powers + i * WORDS);                      \
         }                                                                                                  \
         if (rounds)                                                                                        \
-            codes_tile(mine + r * size, size, COUNT, (const uint8_t *)powers, steps, turned, some / 4, padded); \
+            codes_tile(mine + r * size, size, COUNT, (const uint8_t *)powers, steps, (const uint32_t *)(codes + first * padded), WORDS / 4, padded); \
         else                                                                                               \
             sums_tile(mine + r * size, size, COUNT, powers, turned, lines, padded);                        \
     }

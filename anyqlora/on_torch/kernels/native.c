@@ -140,8 +140,8 @@ void swiglu_backward(const bf16 *of_out, const bf16 *gate, const bf16 *up_, bf16
 }
 
 /* Codes [rows, width] of x * columns (x alone where there are none), spread first where so said: 127 for the largest magnitude of each row, and what
-   a code of 1 stands for there: not a number in a row that is not all finite, whose codes are 0. */
-void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long rows, long width, int spreads) {
+   a code of 1 stands for there: not a number in a row that is not all finite, whose codes are 0. Rows of codes lie codes_stride bytes apart. */
+void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long codes_stride, long rows, long width, int spreads) {
 #pragma omp parallel
     {
         float *row = aligned_alloc(64, rounded_up(width, 32) * sizeof(float));
@@ -166,7 +166,7 @@ void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales
             int some = finite && per_step < INFINITY;
             for (long i = 0; i < width; i += 16) {
                 __m512i whole = some ? _mm512_cvtps_epi32(_mm512_load_ps(row + i) * per_step) : _mm512_setzero_si512();
-                _mm512_mask_cvtepi32_storeu_epi8(codes + r * width + i, (__mmask16)present(i, width), whole);
+                _mm512_mask_cvtepi32_storeu_epi8(codes + r * codes_stride + i, (__mmask16)present(i, width), whole);
             }
         }
         free(row);

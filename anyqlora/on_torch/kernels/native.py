@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ...fingerprint import cache_directory
 from ...machine import compiler
@@ -32,13 +33,13 @@ SIGNATURES = {
     "head": (*10 * (POINTER,), *3 * (LONG,), FLOAT),
     "head_room": (*3 * (LONG,), INT),
     "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT, INT),
-    "int8_rows": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT),
+    "int8_rows": (*4 * (POINTER,), *3 * (LONG,), INT),
     "linears": (POINTER, POINTER, ctypes.c_char_p, POINTER, *3 * (LONG,)),
     "linears_backward": (POINTER, ctypes.c_char_p, *4 * (POINTER,), *4 * (LONG,)),
-    "narrow_product": (*4 * (POINTER,), *4 * (LONG,), INT),
+    "narrow_product": (*4 * (POINTER,), *5 * (LONG,), INT),
     "outer_product": (*3 * (POINTER,), *4 * (LONG,), INT),
     "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
-    "product": (*8 * (POINTER,), *5 * (LONG,), *4 * (INT,)),
+    "product": (*8 * (POINTER,), *6 * (LONG,), *4 * (INT,)),
     "quantize_4bit": (POINTER, POINTER, POINTER, LONG, POINTER, POINTER, INT, INT),
     "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
     "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
@@ -164,19 +165,25 @@ def head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     return losses
 
 
-Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a head's weights without their mean: codes [V, H] and a scale for each word [V]; and that mean over the words [H]
+Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a head's weights without their mean: packed codes, and a scale for each word [V]; and that mean over the words [H]
 WORDS = 4096  # that are looked at together: their weights are float32 meanwhile
+BLOCK, PANEL, FOUR = 128, 32, 4  # head.c: words at a time, columns of a panel, and words whose weights an instruction reads
 
 
 def rounded_head(weight: torch.Tensor) -> Rounded | None:
-    """A head's weights [V, H] as `head` has them for a gradient in 8 bits; None where it cannot: it reads words by fours."""
-    if not (has("head") and is_for(weight)) or weight.shape[0] % 4 or weight.shape[1] % 2:
+    """A head's weights [V, H] as `head` has them for a gradient in 8 bits; None where it cannot.
+
+    Codes are packed once: [V / BLOCK, H / PANEL, BLOCK / FOUR, PANEL, FOUR], zeros after the last word and column.
+    """
+    if not (has("head") and is_for(weight)) or weight.shape[1] % 2:
         return None
     mean = torch.stack([some.float().sum(0) for some in weight.split(WORDS)]).sum(0) / len(weight)
-    codes, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-    for some, of_codes, of_scales in zip(weight.split(WORDS), codes.split(WORDS), scales.split(WORDS), strict=True):
-        for made, to in zip(int8_rows((some - mean).to(some.dtype), is_spread=True), (of_codes, of_scales), strict=True):
-            to.copy_(made)
+    codes, scales = weight.new_empty(-(-len(weight) // BLOCK), -(-weight.shape[1] // PANEL), BLOCK // FOUR, PANEL, FOUR, dtype=torch.int8), torch.empty(len(weight))
+    for some, of_codes, of_scales in zip(weight.split(WORDS), codes.split(WORDS // BLOCK), scales.split(WORDS), strict=True):
+        made, of_some = int8_rows((some - mean).to(some.dtype), is_spread=True)
+        whole = nn.functional.pad(made, (0, -made.shape[1] % PANEL, 0, -len(made) % BLOCK))
+        of_codes.copy_(whole.view(len(of_codes), BLOCK // FOUR, FOUR, -1, PANEL).permute(0, 3, 1, 4, 2))
+        of_scales.copy_(of_some)
     return codes, scales, mean
 
 
@@ -192,13 +199,13 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_tu
     """
     m, f = narrow or (None, None)
     rank, apart = (m.shape[1], m.stride(0)) if narrow else (0, 0)
-    _call("product", left, right, of_rows, of_columns, bias, m, f, out, len(left), left.shape[1], out.shape[1], rank, apart, left.element_size(), is_turned, is_added, is_spread)
+    _call("product", left, right, of_rows, of_columns, bias, m, f, out, len(left), left.shape[1], out.shape[1], rank, left.shape[1], apart, left.element_size(), is_turned, is_added, is_spread)
 
 
 def narrow_product(left: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
     """scales [R] * left [M, K] factor^T, bf16 [M, R], of a bf16 left with an even K and a float32 factor [R, K], is_turned: [K, R]."""
     made = left.new_empty(len(left), len(scales))
-    _call("narrow_product", left.contiguous(), factor.contiguous(), scales, made, len(scales), *left.shape, len(scales), is_turned)
+    _call("narrow_product", left.contiguous(), factor.contiguous(), scales, made, left.shape[1], len(scales), *left.shape, len(scales), is_turned)
     return made
 
 
@@ -267,7 +274,7 @@ def quantize_4bit(weight: torch.Tensor, borders: torch.Tensor, steps: torch.Tens
 def int8_rows(x: torch.Tensor, columns: torch.Tensor | None = None, is_spread: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """`products.coded` of bf16 x [M, K] as int8."""
     codes, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))
-    _call("int8_rows", x.contiguous(), columns, codes, scales, *x.shape, is_spread)
+    _call("int8_rows", x.contiguous(), columns, codes, scales, x.shape[1], *x.shape, is_spread)
     return codes, scales
 
 

@@ -12,14 +12,14 @@ enum { BLOCK = 1032, SOME = 96, CHUNK = 1024, TOGETHER = 4, SUMS = 24, MOST = 3,
 /* Rows that share packed panels, at most and at least; words of the depth that are summed over at a time; panels that are packed together. Of a narrow product,
    registers of sums, and those of its columns at most; of a factor's gradient, pairs of rows that are looked at together and stay in a core's first cache. */
 
-/* What `product` computes, and for how many words of the depth at a time. */
+/* What `product` computes, and for how many words of the depth at a time; left's rows lie so many bytes apart. */
 typedef struct {
     const char *left;
     Right right, narrow_right;
     const float *of_rows, *of_columns; /* int8: scales */
     const bf16 *bias, *narrow;
     bf16 *out;
-    long columns, rank, narrow_stride, words, chunk;
+    long columns, rank, left_stride, narrow_stride, words, chunk;
     int added, spreads;
 } Product;
 
@@ -93,7 +93,7 @@ static inline __attribute__((always_inline)) void tile(const Product *of, long r
 
 /* Of a block of `count` rows from `row` on the panels [first, end) of the output. */
 static void panels_of_block(const Product *of, long row, long count, long first, long end, Room *room) {
-    long size = of->right.size, stride = of->right.depth * size, apart = room->copy ? set_apart(4 * of->chunk) : stride, start = 0;
+    long size = of->right.size, stride = of->left_stride, apart = room->copy ? set_apart(4 * of->chunk) : stride, start = 0;
     do {
         long words = smaller(of->chunk, of->words - start), is_last = start + words == of->words;
         const char *lefts = of->left + row * stride + 4 * start;
@@ -128,10 +128,10 @@ static void panels_of_block(const Product *of, long row, long count, long first,
 }
 
 /* out [rows, columns] = left [rows, depth] right + narrow [rows, rank] narrow_right + bias, or added: out + the products. int8: the product's rows
-   times `of_rows`, its columns times `of_columns` where there are such, and spread where so said. narrow_right is turned where right is. depth is a multiple of 4 in int8, and of 2
-   in bf16, as rank is. */
+   times `of_rows`, its columns times `of_columns` where there are such, and spread where so said. narrow_right is turned where right is. left's
+   rows lie left_stride numbers apart; depth is a multiple of 4 in int8, and of 2 in bf16, as rank is. */
 void product(const void *left, const void *right, const float *of_rows, const float *of_columns, const bf16 *bias, const bf16 *narrow,
-             const float *narrow_right, bf16 *out, long rows, long depth, long columns, long rank, long narrow_stride, int size, int turned, int added, int spreads) {
+             const float *narrow_right, bf16 *out, long rows, long depth, long columns, long rank, long left_stride, long narrow_stride, int size, int turned, int added, int spreads) {
     if (!rows) return;
     bf16 *narrow_rounded = aligned_alloc(64, rounded_up(2 * rank * columns, 64) + 64);
     for (long i = 0; i < rank * columns; i += LANES) {
@@ -139,8 +139,8 @@ void product(const void *left, const void *right, const float *of_rows, const fl
         _mm256_mask_storeu_epi16(narrow_rounded + i, some, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, narrow_right + i)));
     }
     long words = depth * size / 4, chunk = rounded_up(parts(words, larger(1, parts(words, CHUNK))), LANES); /* of one size, nearly */
-    Product of = {left, {right, depth, size, turned}, {narrow_rounded, rank, 2, turned}, of_rows, of_columns, bias, narrow, out, columns, rank, narrow_stride, words, chunk, added, spreads};
-    long panels = parts(columns, PANEL), stride = depth * size, is_copied = stride != set_apart(stride);
+    Product of = {left, {right, depth, size, turned}, {narrow_rounded, rank, 2, turned}, of_rows, of_columns, bias, narrow, out, columns, rank, left_stride * size, narrow_stride, words, chunk, added, spreads};
+    long panels = parts(columns, PANEL), is_copied = of.left_stride != set_apart(of.left_stride);
     long blocks = larger(parts(rows, BLOCK), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
     long block = rounded_up(parts(rows, blocks), ROWS); /* of one size, so that each thread has as much to do */
     blocks = parts(rows, block);
@@ -213,9 +213,9 @@ static inline __attribute__((always_inline)) void narrow_tile(const char *left, 
 }
 
 /* out [rows, rank] = left [rows, depth] factor, its columns times `scales`; the factor [rank, depth] is turned around for that, or is turned already: [depth, rank].
-   depth is even; out's rows lie out_stride numbers apart. */
-void narrow_product(const bf16 *left, const float *factor, const float *scales, bf16 *out, long out_stride, long rows, long depth, long rank, int turned) {
-    long width = rounded_up(rank, LANES), stride = 2 * depth, apart = set_apart(stride);
+   depth is even; left's rows lie left_stride numbers apart, and out's out_stride. */
+void narrow_product(const bf16 *left, const float *factor, const float *scales, bf16 *out, long left_stride, long out_stride, long rows, long depth, long rank, int turned) {
+    long width = rounded_up(rank, LANES), stride = 2 * left_stride, apart = set_apart(stride);
     uint32_t *words = aligned_alloc(64, rounded_up(depth / 2 * width * 4, 64));
     paired(words, factor, rank, depth, width, turned);
 #pragma omp parallel
@@ -225,7 +225,7 @@ void narrow_product(const bf16 *left, const float *factor, const float *scales, 
         for (long first = 0; first < rows; first += SUMS) {
             const char *from = (const char *)left + first * stride;
             long count = smaller(SUMS, rows - first);
-            for (long r = 0; copy && r < count; r++) memcpy(copy + r * apart, from + r * stride, stride);
+            for (long r = 0; copy && r < count; r++) memcpy(copy + r * apart, from + r * stride, 2 * depth);
             if (copy) from = copy;
             for (long c = 0; c < width; c += MOST * LANES) {
                 long vectors = smaller(MOST, (width - c) / LANES), r = 0;
@@ -339,27 +339,40 @@ static long ranks_of(const Layer *layers, long count) {
     return sum;
 }
 
-void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long rows, long width, int spreads); /* native.c */
+void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long codes_stride, long rows, long width, int spreads); /* native.c */
 
-/* Room for rows of int8 codes, and after them a scale for each row; NULL where layers are bf16. */
-static int8_t *room_for_codes(const Layer *layers, long count, long rows, long depth) {
+/* Room for rows of int8 codes that lie well, after a scale for each row; NULL where layers are bf16. */
+static float *room_for_codes(const Layer *layers, long count, long rows, long depth) {
     long widest = depth;
     for (long i = 0; i < count; i++) widest = larger(widest, layers[i].columns);
-    return layers->of_columns ? malloc(rounded_up(rows * widest, sizeof(float)) + rows * sizeof(float)) : NULL;
+    return layers->of_columns ? malloc(rows * (sizeof(float) + widest + 64)) : NULL;
+}
+
+/* The rows of x for several products, copied once, so that they lie well; NULL where they do, and where there is one. */
+static bf16 *copied(const bf16 *x, long rows, long depth, long products) {
+    long stride = set_apart(2 * depth);
+    char *copy = products > 1 && stride != 2 * depth ? malloc(rows * stride) : NULL;
+#pragma omp parallel for schedule(static)
+    for (long r = 0; r < (copy ? rows : 0); r++) memcpy(copy + r * stride, x + r * depth, 2 * depth);
+    return (bf16 *)copy;
 }
 
 /* Each layer's y of x [rows, depth], and of `dropped`, which may be x, the middles scale x a^T, side by side: [rows, R]. Layers are all bf16 or all int8. */
 void linears(const bf16 *x, const bf16 *dropped, const Layer *layers, bf16 *middles, long count, long rows, long depth) {
-    long ranks = ranks_of(layers, count);
-    float *below = stacked(layers, count, depth, ranks);
-    int8_t *codes = room_for_codes(layers, 0, rows, depth);
-    float *of_rows = codes ? (float *)(codes + rounded_up(rows * depth, sizeof(float))) : NULL;
-    narrow_product(dropped, below, below + ranks * depth, middles, ranks, rows, depth, ranks, 0);
-    if (codes) int8_rows(x, NULL, codes, of_rows, rows, depth, 1);
+    long ranks = ranks_of(layers, count), stride = depth;
+    float *below = stacked(layers, count, depth, ranks), *of_rows = room_for_codes(layers, 0, rows, depth);
+    bf16 *copy = of_rows ? NULL : copied(x, rows, depth, count);
+    const void *left = x;
+    narrow_product(dropped, below, below + ranks * depth, middles, depth, ranks, rows, depth, ranks, 0);
+    if (of_rows) {
+        left = of_rows + rows, stride = set_apart(depth);
+        int8_rows(x, NULL, (int8_t *)left, of_rows, stride, rows, depth, 1);
+    } else if (copy)
+        left = copy, stride = set_apart(2 * depth) / 2;
     for (const Layer *layer = layers; layer < layers + count; layer++)
-        product(codes ? (void *)codes : (void *)x, layer->weight, of_rows, layer->of_columns, layer->bias, middles + layer->middle, layer->b, layer->y, rows, depth,
-                layer->columns, layer->rank, ranks, codes ? 1 : 2, 0, 0, 0);
-    free(below), free(codes);
+        product(left, layer->weight, of_rows, layer->of_columns, layer->bias, middles + layer->middle, layer->b, layer->y, rows, depth, layer->columns, layer->rank,
+                stride, ranks, of_rows ? 1 : 2, 0, 0, 0);
+    free(below), free(of_rows), free(copy);
 }
 
 /* The gradients of each b, of all a [R, depth] and, unless they are NULL, of x and of `dropped`, else of both in x's, of those layers whose y was used; the
@@ -370,20 +383,20 @@ void linears_backward(const bf16 *dropped, const Layer *layers, const bf16 *midd
     float *below = stacked(layers, count, depth, ranks);
     bf16 *of_middles = malloc(rows * ranks * sizeof(bf16));
     for (const Layer *layer = layers; layer < layers + count; column += layer++->rank) {
-        narrow_product(layer->y, layer->b, below + ranks * depth + column, of_middles + column, ranks, rows, layer->columns, layer->rank, 1);
+        narrow_product(layer->y, layer->b, below + ranks * depth + column, of_middles + column, layer->columns, ranks, rows, layer->columns, layer->rank, 1);
         outer_product(middles + layer->middle, layer->y, layer->of_b, rows, layer->rank, layer->columns, stride, 1);
     }
     outer_product(of_middles, dropped, of_a, rows, ranks, depth, ranks, 0);
-    int8_t *codes = of_x ? room_for_codes(layers, count, rows, 0) : NULL;
+    float *of_rows = of_x ? room_for_codes(layers, count, rows, 0) : NULL;
+    int8_t *codes = (int8_t *)(of_rows + rows);
     for (const Layer *layer = layers; of_x && layer < layers + count; layer++) {
-        long narrow = layer + 1 == layers + count && !of_dropped ? ranks : 0;
-        float *of_rows = codes ? (float *)(codes + rounded_up(rows * layer->columns, sizeof(float))) : NULL;
-        if (codes) int8_rows(layer->y, layer->of_columns, codes, of_rows, rows, layer->columns, 0);
-        product(codes ? (void *)codes : (void *)layer->y, layer->weight, of_rows, NULL, NULL, of_middles, below, of_x, rows, layer->columns, depth, narrow, ranks,
-                codes ? 1 : 2, 1, layer > layers, codes != NULL);
+        long narrow = layer + 1 == layers + count && !of_dropped ? ranks : 0, apart = of_rows ? set_apart(layer->columns) : layer->columns;
+        if (of_rows) int8_rows(layer->y, layer->of_columns, codes, of_rows, apart, rows, layer->columns, 0);
+        product(of_rows ? (void *)codes : (void *)layer->y, layer->weight, of_rows, NULL, NULL, of_middles, below, of_x, rows, layer->columns, depth, narrow, apart,
+                ranks, of_rows ? 1 : 2, 1, layer > layers, of_rows != NULL);
     }
-    if (of_dropped) product(of_middles, below, NULL, NULL, NULL, of_middles, below, of_dropped, rows, 0, depth, ranks, ranks, 2, 1, 0, 0);
-    free(below), free(of_middles), free(codes);
+    if (of_dropped) product(of_middles, below, NULL, NULL, NULL, of_middles, below, of_dropped, rows, 0, depth, ranks, 0, ranks, 2, 1, 0, 0);
+    free(below), free(of_middles), free(of_rows);
 }
 
 #endif
