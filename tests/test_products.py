@@ -230,6 +230,7 @@ def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypa
 
 
 SEVERAL = {"three layers": (96, (64, 32, 32), (4, 6, 16), False, 3), "a bias": (64, (96,), (16,), True, 1), "rows half a page apart": (1536, (48, 80), (2, 4), True, 2),
+           "rows of codes a page apart": (4096, (1024, 32), (2, 4), False, 2),
            "one of which nothing is used": (48, (32, 16, 8), (2, 4, 2), False, 2), "an odd rank": (48, (32, 16), (4, 3), False, 2)}
 
 
