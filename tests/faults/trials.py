@@ -121,6 +121,7 @@ def _child(log: str, settings: dict, fault, arguments) -> None:
         os.dup2(file.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell started these tests in the background, and had them ignore it
     import train
     from anyqlora.config import resolve
     from anyqlora.errors import explained
