@@ -104,12 +104,12 @@ static inline __attribute__((always_inline)) void sums_tile(char *tokens, long s
 }
 
 /* The same of codes: a word of a panel has four words' weights. */
-static inline __attribute__((always_inline)) void codes_tile(char *tokens, long size, int count, const uint8_t *codes, const float *steps, const uint32_t *panels, long quads, long padded) {
+static inline __attribute__((always_inline)) void codes_tile(char *tokens, long size, int count, const uint8_t *codes, const float *steps, const uint32_t *panels, long padded) {
     for (long column = 0; column < padded; column += PANEL) {
         __m512i sums[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
-        add_codes(sums, count, codes, WORDS, panels + column * quads, quads, 0);
+        add_codes(sums, count, codes, WORDS, panels + column * (WORDS / 4), WORDS / 4, 0);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
@@ -184,7 +184,7 @@ void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int8_t
                 powers_of(one, logits + i * WORDS, some, padded, powers + i * WORDS);                      \
         }                                                                                                  \
         if (rounds)                                                                                        \
-            codes_tile(mine + r * size, size, COUNT, (const uint8_t *)powers, steps, (const uint32_t *)(codes + first * padded), WORDS / 4, padded); \
+            codes_tile(mine + r * size, size, COUNT, (const uint8_t *)powers, steps, (const uint32_t *)(codes + first * padded), padded); \
         else                                                                                               \
             sums_tile(mine + r * size, size, COUNT, powers, turned, lines, padded);                        \
     }

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...fingerprint import cache_directory
 from ...machine import compiler
+from ...memory import HEAD_COLUMNS, HEAD_WORDS
 from . import defined
 
 SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "attention.c", "products.c", "head.c", "panels.h", "bf16.h")]
@@ -167,22 +168,23 @@ def head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 
 Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a head's weights without their mean: packed codes, and a scale for each word [V]; and that mean over the words [H]
 WORDS = 4096  # that are looked at together: their weights are float32 meanwhile
-BLOCK, PANEL, FOUR = 128, 32, 4  # head.c: words at a time, columns of a panel, and words whose weights an instruction reads
+FOUR = 4  # words whose weights an instruction reads
 
 
 def rounded_head(weight: torch.Tensor) -> Rounded | None:
     """A head's weights [V, H] as `head` has them for a gradient in 8 bits; None where it cannot.
 
-    Codes are packed once: [V / BLOCK, H / PANEL, BLOCK / FOUR, PANEL, FOUR], zeros after the last word and column.
+    Codes are packed once: [V / HEAD_WORDS, H / HEAD_COLUMNS, HEAD_WORDS / FOUR, HEAD_COLUMNS, FOUR], zeros after the last word and column.
     """
     if not (has("head") and is_for(weight)) or weight.shape[1] % 2:
         return None
     mean = torch.stack([some.float().sum(0) for some in weight.split(WORDS)]).sum(0) / len(weight)
-    codes, scales = weight.new_empty(-(-len(weight) // BLOCK), -(-weight.shape[1] // PANEL), BLOCK // FOUR, PANEL, FOUR, dtype=torch.int8), torch.empty(len(weight))
-    for some, of_codes, of_scales in zip(weight.split(WORDS), codes.split(WORDS // BLOCK), scales.split(WORDS), strict=True):
+    blocks, panels = -(-len(weight) // HEAD_WORDS), -(-weight.shape[1] // HEAD_COLUMNS)
+    codes, scales = torch.empty(blocks, panels, HEAD_WORDS // FOUR, HEAD_COLUMNS, FOUR, dtype=torch.int8), torch.empty(len(weight))
+    for some, of_codes, of_scales in zip(weight.split(WORDS), codes.split(WORDS // HEAD_WORDS), scales.split(WORDS), strict=True):
         made, of_some = int8_rows((some - mean).to(some.dtype), is_spread=True)
-        whole = nn.functional.pad(made, (0, -made.shape[1] % PANEL, 0, -len(made) % BLOCK))
-        of_codes.copy_(whole.view(len(of_codes), BLOCK // FOUR, FOUR, -1, PANEL).permute(0, 3, 1, 4, 2))
+        whole = nn.functional.pad(made, (0, -made.shape[1] % HEAD_COLUMNS, 0, -len(made) % HEAD_WORDS))
+        of_codes.copy_(whole.view(len(of_codes), HEAD_WORDS // FOUR, FOUR, panels, HEAD_COLUMNS).permute(0, 3, 1, 4, 2))
         of_scales.copy_(of_some)
     return codes, scales, mean
 
