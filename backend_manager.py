@@ -16,8 +16,22 @@ from anyqlora.machine import Device, Machine, free_memory, host_memory, observe
 from anyqlora.plan import PRECISION_OF, Adjustment, RunPlan, plan_run
 from anyqlora.world import device_of, local_rank
 
-__all__ = ["CAPABILITIES", "Adjustment", "Backend", "BackendManager", "BackendSpec", "BackendUnavailable", "Capabilities", "Found",
-           "Machine", "RunPlan", "detect_backend", "get_backend_manager", "get_device", "observe"]
+__all__ = [
+    "CAPABILITIES",
+    "Adjustment",
+    "Backend",
+    "BackendManager",
+    "BackendSpec",
+    "BackendUnavailable",
+    "Capabilities",
+    "Found",
+    "Machine",
+    "RunPlan",
+    "detect_backend",
+    "get_backend_manager",
+    "get_device",
+    "observe",
+]
 
 
 class Backend(StrEnum):
@@ -35,18 +49,18 @@ class Backend(StrEnum):
 class Capabilities:
     """What the software can do on one backend; a probe narrows it to what a machine does."""
 
-    framework: str                    # which loop runs it: a key of LOOPS
-    device: str                       # the framework's name of the device type
-    dtypes: tuple[str, ...]           # fp32, bf16, fp16: best first
+    framework: str  # which loop runs it: a key of LOOPS
+    device: str  # the framework's name of the device type
+    dtypes: tuple[str, ...]  # fp32, bf16, fp16: best first
     quantizers: tuple[str, ...]
     optimizers: tuple[str, ...]
     strategies: tuple[str, ...] = ("single",)
     kernels: tuple[str, ...] = ("portable",)  # best first: the first is what `kernels auto` runs
     products: tuple[str, ...] = ("full",)  # of frozen weights
-    collective: str | None = None     # torch.distributed's (or mlx's) backend; None: one process only
+    collective: str | None = None  # torch.distributed's (or mlx's) backend; None: one process only
     activation_offload: bool = False  # whether host memory is another memory
     adapters: tuple[str, ...] = ("lora", "rslora", "dora", "pissa", "loftq", "full")
-    autocast: bool = True             # whether weights of one dtype can be computed with in another
+    autocast: bool = True  # whether weights of one dtype can be computed with in another
     lacks: Mapping[str, str] = field(default_factory=dict)  # settings that have no effect here, and why
     tested: frozenset[str] = frozenset()  # the cells that tests of this repository run on real hardware
     notes: str = ""
@@ -63,17 +77,17 @@ class Found:
 
     available: bool
     devices: tuple[Device, ...] = ()
-    dtypes: tuple[str, ...] = ()      # best first: the first is what `precision auto` computes in
+    dtypes: tuple[str, ...] = ()  # best first: the first is what `precision auto` computes in
     quantizers: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ()
     collective: str | None = None
-    cores: int = 0                    # of the processor; 0: not asked
-    threads: int = 0                  # that the environment states; 0: none
-    processes: int = 0                # of a run, that are on this machine; 0: all of them
-    automatic: bool = True            # whether `auto` may take it
-    device: str = ""                  # where it is not the row's: MLX's CPU build has no gpu
+    cores: int = 0  # of the processor; 0: not asked
+    threads: int = 0  # that the environment states; 0: none
+    processes: int = 0  # of a run, that are on this machine; 0: all of them
+    automatic: bool = True  # whether `auto` may take it
+    device: str = ""  # where it is not the row's: MLX's CPU build has no gpu
     reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
-    slow: Mapping[str, str] = field(default_factory=dict)     # cell -> warning; "" for the whole row
+    slow: Mapping[str, str] = field(default_factory=dict)  # cell -> warning; "" for the whole row
     kernels: tuple[str, ...] = ("portable",)
     products: tuple[str, ...] = ("full",)
 
@@ -88,14 +102,21 @@ class Found:
         if all(device.memory_free is None for device in self.devices):
             return None
         known = [device.memory_total if device.memory_free is None else device.memory_free for device in self.devices]
-        return min(count for count, device in zip(known, self.devices, strict=True) if count or device.memory_free is not None)
+        return min(
+            count for count, device in zip(known, self.devices, strict=True) if count or device.memory_free is not None
+        )
 
     def used(self, processes: int) -> Found:
         """The same of the devices that so many processes take, one each: what one of them does not do, the run does not."""
         devices = self.devices[:processes]
         lacks = _no_bf16(devices) if devices and devices[0].bf16 else {}
-        return replace(self, devices=devices, processes=min(processes, self.processes or processes),
-                       dtypes=tuple(dtype for dtype in self.dtypes if dtype not in lacks), reasons={**self.reasons, **lacks})
+        return replace(
+            self,
+            devices=devices,
+            processes=min(processes, self.processes or processes),
+            dtypes=tuple(dtype for dtype in self.dtypes if dtype not in lacks),
+            reasons={**self.reasons, **lacks},
+        )
 
     @property
     def sharing(self) -> int:
@@ -131,29 +152,107 @@ NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
 FLOAT8_FROM = (8, 9)  # compute capability
 
 _NOT_ON_MLX = {
-    "threads": "MLX chooses its own", "weight_cache": "each product has packed weights of its own kind",
+    "threads": "MLX chooses its own",
+    "weight_cache": "each product has packed weights of its own kind",
     "quantized_cache": "it reads what `python -m anyqlora quantize` writes, given as model_name",
-    "profile": "it is torch's profiler", "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
-    "reentrant_checkpointing": "it is a form of torch's checkpointing", "use_activation_cpu_offload": "host and device share one memory"}
+    "profile": "it is torch's profiler",
+    "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
+    "reentrant_checkpointing": "it is a form of torch's checkpointing",
+    "use_activation_cpu_offload": "host and device share one memory",
+}
 
-_GPU = Capabilities("torch", "cuda", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
-                    strategies=TORCH_STRATEGIES, collective="nccl", activation_offload=True)
+_GPU = Capabilities(
+    "torch",
+    "cuda",
+    ("bf16", "fp16", "fp32"),
+    (*BNB_4BIT, "int8", "affine4", "none"),
+    TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
+    strategies=TORCH_STRATEGIES,
+    collective="nccl",
+    activation_offload=True,
+)
 CAPABILITIES: dict[Backend, Capabilities] = {
     Backend.CUDA: replace(_GPU, kernels=("exact", "portable", "triton"), products=("full", "fp8"), notes="NVIDIA GPU"),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
     Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
-    Backend.MLX: Capabilities("mlx", "gpu", ("bf16", "fp16", "fp32"), ("nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none"),
-                              ("adamw", "adam", "sgd", "adadelta"), strategies=("single", "mlx"), collective="ring",
-                              adapters=("lora", "rslora", "dora", "full"), autocast=False, lacks=_NOT_ON_MLX,
-                              notes="Apple silicon; what is marked ran on MLX's Linux CPU build", tested=frozenset((
-                                  "fp32", "bf16", "fp16", "nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none", "adamw", "adam", "sgd", "adadelta",
-                                  "single", "mlx", "lora", "rslora", "dora", "full"))),
-    Backend.MPS: Capabilities("torch", "mps", ("bf16", "fp16", "fp32"), (*BNB_4BIT, "int8", "affine4", "none"), TORCH_OPTIMIZERS,
-                              notes="Apple silicon through torch; one process, no collective"),
-    Backend.CPU: Capabilities("torch", "cpu", ("bf16", "fp32", "fp16"), (*BNB_4BIT, "int8", "affine4", "none"), (*TORCH_OPTIMIZERS, "adamw_8bit"),
-                              strategies=TORCH_STRATEGIES, collective="gloo", kernels=("native", "portable"), products=("full", "int8_backward", "int8"), notes="any CPU; slow", tested=frozenset((
-                                  "fp32", "bf16", "fp16", *BNB_4BIT, "int8", "int8_backward", "affine4", "none", *TORCH_OPTIMIZERS, "adamw_8bit", *TORCH_STRATEGIES, "native",
-                                  "portable", "lora", "rslora", "dora", "pissa", "loftq", "full"))),
+    Backend.MLX: Capabilities(
+        "mlx",
+        "gpu",
+        ("bf16", "fp16", "fp32"),
+        ("nf4", *tables.AFFINE, "mxfp4", "nvfp4", "none"),
+        ("adamw", "adam", "sgd", "adadelta"),
+        strategies=("single", "mlx"),
+        collective="ring",
+        adapters=("lora", "rslora", "dora", "full"),
+        autocast=False,
+        lacks=_NOT_ON_MLX,
+        notes="Apple silicon; what is marked ran on MLX's Linux CPU build",
+        tested=frozenset(
+            (
+                "fp32",
+                "bf16",
+                "fp16",
+                "nf4",
+                *tables.AFFINE,
+                "mxfp4",
+                "nvfp4",
+                "none",
+                "adamw",
+                "adam",
+                "sgd",
+                "adadelta",
+                "single",
+                "mlx",
+                "lora",
+                "rslora",
+                "dora",
+                "full",
+            )
+        ),
+    ),
+    Backend.MPS: Capabilities(
+        "torch",
+        "mps",
+        ("bf16", "fp16", "fp32"),
+        (*BNB_4BIT, "int8", "affine4", "none"),
+        TORCH_OPTIMIZERS,
+        notes="Apple silicon through torch; one process, no collective",
+    ),
+    Backend.CPU: Capabilities(
+        "torch",
+        "cpu",
+        ("bf16", "fp32", "fp16"),
+        (*BNB_4BIT, "int8", "affine4", "none"),
+        (*TORCH_OPTIMIZERS, "adamw_8bit"),
+        strategies=TORCH_STRATEGIES,
+        collective="gloo",
+        kernels=("native", "portable"),
+        products=("full", "int8_backward", "int8"),
+        notes="any CPU; slow",
+        tested=frozenset(
+            (
+                "fp32",
+                "bf16",
+                "fp16",
+                *BNB_4BIT,
+                "int8",
+                "int8_backward",
+                "affine4",
+                "none",
+                *TORCH_OPTIMIZERS,
+                "adamw_8bit",
+                *TORCH_STRATEGIES,
+                "native",
+                "portable",
+                "lora",
+                "rslora",
+                "dora",
+                "pissa",
+                "loftq",
+                "full",
+            )
+        ),
+    ),
 }
 
 
@@ -164,7 +263,9 @@ def _absent(why: str) -> Found:
     return Found(available=False, reasons={"available": why})
 
 
-def _narrowed(row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: Mapping[str, str], **more) -> Found:
+def _narrowed(
+    row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: Mapping[str, str], **more
+) -> Found:
     """The row without the cells in `lacks` (cell -> why)."""
     lacks = dict(lacks)
     if machine.bitsandbytes.get("error"):
@@ -172,8 +273,19 @@ def _narrowed(row: Capabilities, machine: Machine, devices: tuple[Device, ...], 
     if row.collective and row.collective not in machine.torch.get("collectives", ()):
         lacks["collective"] = f"this torch has no {row.collective}"
     collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
-    kept = {name: tuple(cell for cell in getattr(row, name) if cell not in lacks) for name in ("dtypes", "quantizers", "optimizers", "kernels")}
-    return Found(True, devices, **{**kept, **more}, cores=machine.cores, threads=machine.threads, collective=collective if "collective" in lacks else row.collective, reasons=lacks)
+    kept = {
+        name: tuple(cell for cell in getattr(row, name) if cell not in lacks)
+        for name in ("dtypes", "quantizers", "optimizers", "kernels")
+    }
+    return Found(
+        True,
+        devices,
+        **{**kept, **more},
+        cores=machine.cores,
+        threads=machine.threads,
+        collective=collective if "collective" in lacks else row.collective,
+        reasons=lacks,
+    )
 
 
 def _called(device: Device) -> str:
@@ -186,7 +298,9 @@ def _no_bf16(devices: tuple[Device, ...]) -> dict[str, str]:
     return {"bf16": f"{_called(without)} has no bf16 in hardware"} if without else {}
 
 
-def _torch_gpu(row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str) -> Found:
+def _torch_gpu(
+    row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str
+) -> Found:
     torch = machine.torch
     if torch.get("error"):
         return _absent(torch["error"])
@@ -204,15 +318,21 @@ def _torch_gpu(row: Capabilities, machine: Machine, *, build: str, maker: str, d
 
 
 def _cuda(row, machine):
-    return _torch_gpu(row, machine, build="cuda", maker="NVIDIA", devices=machine.cuda, error=machine.torch.get("cuda_error", ""))
+    return _torch_gpu(
+        row, machine, build="cuda", maker="NVIDIA", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
+    )
 
 
 def _rocm(row, machine):
-    return _torch_gpu(row, machine, build="hip", maker="AMD", devices=machine.cuda, error=machine.torch.get("cuda_error", ""))
+    return _torch_gpu(
+        row, machine, build="hip", maker="AMD", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
+    )
 
 
 def _xpu(row, machine):
-    return _torch_gpu(row, machine, build="xpu", maker="Intel", devices=machine.xpu, error=machine.torch.get("xpu_error", ""))
+    return _torch_gpu(
+        row, machine, build="xpu", maker="Intel", devices=machine.xpu, error=machine.torch.get("xpu_error", "")
+    )
 
 
 def _mps(row, machine):
@@ -227,8 +347,12 @@ def _mps(row, machine):
         return _absent(f"MPS cannot allocate: {mps.get('error', 'no reason given')}")
     lacks = {} if mps.get("bf16") else {"bf16": f"bf16 products fail on MPS here: {mps.get('error') or 'wrong result'}"}
     if not mps.get("quantizes"):
-        lacks |= dict.fromkeys(NEEDS_BITSANDBYTES, f"4-bit quantization fails on MPS here: {mps.get('error') or 'wrong result'}")
-    slow = dict.fromkeys(("nf4", "fp4", "int8"), "quantized weights run on torch fallback kernels, slower than 16-bit weights")
+        lacks |= dict.fromkeys(
+            NEEDS_BITSANDBYTES, f"4-bit quantization fails on MPS here: {mps.get('error') or 'wrong result'}"
+        )
+    slow = dict.fromkeys(
+        ("nf4", "fp4", "int8"), "quantized weights run on torch fallback kernels, slower than 16-bit weights"
+    )
     free = min(mps["memory_free"], machine.memory_available)  # the GPU's memory is the host's
     return _narrowed(row, machine, (Device("Metal", "", mps["memory_total"], free, mps["bf16"]),), lacks, slow=slow)
 
@@ -241,7 +365,9 @@ def _mlx(row, machine):
     lm = machine.mlx.get("lm_version", "")
     if not build or not lm:
         lacking = "mlx-lm" if build else "mlx's device code (mlx-metal, or mlx-cpu on Linux)"
-        return _absent(f"mlx {machine.mlx.get('version')} is installed without {lacking}: pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)")
+        return _absent(
+            f"mlx {machine.mlx.get('version')} is installed without {lacking}: pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)"
+        )
     if has_metal and machine.mps.get("built") and not machine.mps.get("available"):
         return _absent("Metal finds no GPU here, as in a virtual machine or without a screen")
     room = _metal_memory(machine) if has_metal else machine.memory_total
@@ -251,8 +377,17 @@ def _mlx(row, machine):
     if build == "mlx-cpu":
         slow[""] = "mlx's CPU build is there to try things out, and slow"
         dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
-    return Found(True, (device,), tuple(d for d in dtypes if d in row.dtypes), row.quantizers, row.optimizers, row.collective,
-                 automatic=has_metal, device="cpu" if build == "mlx-cpu" else "", slow=slow)
+    return Found(
+        True,
+        (device,),
+        tuple(d for d in dtypes if d in row.dtypes),
+        row.quantizers,
+        row.optimizers,
+        row.collective,
+        automatic=has_metal,
+        device="cpu" if build == "mlx-cpu" else "",
+        slow=slow,
+    )
 
 
 def _metal_memory(machine) -> int:
@@ -268,7 +403,9 @@ def _cpu(row, machine):
     if not is_fast:
         slow["bf16"] = "bf16 is emulated on this CPU, slower than fp32"
     dtypes = ("bf16", "fp32", "fp16") if is_fast else ("fp32", "bf16", "fp16")
-    device = Device(f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast)
+    device = Device(
+        f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast
+    )
     missing = "" if machine.compiler else "no C compiler is here"
     if "avx512_bf16" not in machine.cpu_features:
         missing = "this processor has no AVX512-BF16"
@@ -281,19 +418,39 @@ def _cpu(row, machine):
         lacks["fused head"] = "this processor has AMX, by which the framework's products are several times as fast"
     products = row.products
     if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
-        lacks |= dict.fromkeys((f"{kind} products" for kind in row.products), "this processor has neither AVX512-VNNI nor AMX")
+        lacks |= dict.fromkeys(
+            (f"{kind} products" for kind in row.products), "this processor has neither AVX512-VNNI nor AMX"
+        )
         products = ("full",)
-    return _narrowed(row, machine, (device,), lacks, dtypes=tuple(d for d in dtypes if d in row.dtypes), kernels=kernels, slow=slow, products=products)
+    return _narrowed(
+        row,
+        machine,
+        (device,),
+        lacks,
+        dtypes=tuple(d for d in dtypes if d in row.dtypes),
+        kernels=kernels,
+        slow=slow,
+        products=products,
+    )
 
 
-_PROBES = {Backend.CUDA: (_cuda, "cuda:0"), Backend.ROCM: (_rocm, "cuda:0"), Backend.XPU: (_xpu, "xpu:0"), Backend.MLX: (_mlx, "gpu"),
-           Backend.MPS: (_mps, "mps"), Backend.CPU: (_cpu, "cpu")}
+_PROBES = {
+    Backend.CUDA: (_cuda, "cuda:0"),
+    Backend.ROCM: (_rocm, "cuda:0"),
+    Backend.XPU: (_xpu, "xpu:0"),
+    Backend.MLX: (_mlx, "gpu"),
+    Backend.MPS: (_mps, "mps"),
+    Backend.CPU: (_cpu, "cpu"),
+}
 
 
 def built_in(table: Mapping[str, Capabilities] = CAPABILITIES) -> dict[str, BackendSpec]:
     """The table's rows as specs, in the order in which auto tries them."""
-    return {name: BackendSpec(name, table[name], partial(probe, table[name]), device)
-            for name, (probe, device) in _PROBES.items() if name in table}
+    return {
+        name: BackendSpec(name, table[name], partial(probe, table[name]), device)
+        for name, (probe, device) in _PROBES.items()
+        if name in table
+    }
 
 
 def plugin(name: str) -> BackendSpec:
@@ -314,9 +471,17 @@ def plugin(name: str) -> BackendSpec:
 class MemoryInfo(dict):
     """{name: bytes}; printed with labels and units."""
 
-    LABELS = {"allocated": "Memory allocated", "reserved": "Memory reserved", "free": "Memory free", "rss": "Memory of this process",
-              "total": "Total memory", "available": "Available memory", "active": "MLX memory active", "peak": "MLX memory at most",
-              "unified": "Unified memory"}
+    LABELS = {
+        "allocated": "Memory allocated",
+        "reserved": "Memory reserved",
+        "free": "Memory free",
+        "rss": "Memory of this process",
+        "total": "Total memory",
+        "available": "Available memory",
+        "active": "MLX memory active",
+        "peak": "MLX memory at most",
+        "unified": "Unified memory",
+    }
 
     def __str__(self) -> str:
         return "\n".join(f"{self.LABELS[name]}: {memory.shown(count)}" for name, count in self.items())
@@ -328,8 +493,13 @@ class BackendManager:
     Raises BackendUnavailable (a ValueError) for a name that is unknown or absent, NotBuilt for one whose loop is not built.
     """
 
-    def __init__(self, backend: str = "auto", verbose: bool = False, machine: Machine | None = None,
-                 table: Mapping[str, Capabilities] | None = None):
+    def __init__(
+        self,
+        backend: str = "auto",
+        verbose: bool = False,
+        machine: Machine | None = None,
+        table: Mapping[str, Capabilities] | None = None,
+    ):
         self.verbose, self._is_live = verbose, machine is None
         self._specs, self._found = built_in(CAPABILITIES if table is None else table), {}
         if backend != "auto":
@@ -379,14 +549,18 @@ class BackendManager:
     def _check_name(self, name: str) -> None:
         names = self.names()
         if name not in names:
-            raise BackendUnavailable(f"unknown backend {name!r}{tables.nearest(name, names)}", cure="one of: auto, " + ", ".join(names))
+            raise BackendUnavailable(
+                f"unknown backend {name!r}{tables.nearest(name, names)}", cure="one of: auto, " + ", ".join(names)
+            )
         if self.no_loop(name):
             raise NotBuilt(f"backend {name!r}: {self.no_loop(name)}", cure="--backend auto")
 
     def _checked(self, name: str) -> str:
         if not self.probe(name).available:
             available = ", ".join(self.available()) or "none"
-            raise BackendUnavailable(f"Backend {name!r} is not available on this system. Available: {available}" + self._reasons())
+            raise BackendUnavailable(
+                f"Backend {name!r} is not available on this system. Available: {available}" + self._reasons()
+            )
         return name
 
     def no_loop(self, name: str) -> str:
@@ -394,17 +568,27 @@ class BackendManager:
         return LOOPS.get(framework, f"no loop runs framework {framework!r}")
 
     def _reasons(self) -> str:
-        return "".join(f"\n  {name}: {self.probe(name).why('available')}" for name in self.names() if not self.probe(name).available)
+        return "".join(
+            f"\n  {name}: {self.probe(name).why('available')}"
+            for name in self.names()
+            if not self.probe(name).available
+        )
 
     def describe(self) -> list[str]:
         """System, backend, capabilities and memory, a line each."""
         found, machine = self.found, self.machine
         torch = machine.torch.get("version")
-        lines = [f"System: {machine.system} {machine.os_version} {machine.arch}, Python {machine.python}, torch {torch}",
-                 f"Backend: {self.backend} (device {self.device}); available: {', '.join(self.available())}"]
+        lines = [
+            f"System: {machine.system} {machine.os_version} {machine.arch}, Python {machine.python}, torch {torch}",
+            f"Backend: {self.backend} (device {self.device}); available: {', '.join(self.available())}",
+        ]
         lines += [f"Device: {device.name}" for device in found.devices]
-        for title, cells in (("Dtypes", found.dtypes), ("Quantizers", found.quantizers), ("Optimizers", found.optimizers),
-                             ("Strategies", self.capabilities.strategies)):
+        for title, cells in (
+            ("Dtypes", found.dtypes),
+            ("Quantizers", found.quantizers),
+            ("Optimizers", found.optimizers),
+            ("Strategies", self.capabilities.strategies),
+        ):
             lines.append(f"{title}: {', '.join(cells) or 'none'}")
         lines += [f"Collective: {found.collective or 'none'}", str(self.get_memory_info())]
         return lines + [f"Not here: {cell}: {why}" for cell, why in found.reasons.items()]
@@ -434,7 +618,11 @@ class BackendManager:
             module, devices = getattr(torch, self.capabilities.device), self.found.devices
             own = device_of(local_rank() or 0, len(devices))
             free = free_memory(module, len(devices))[own]
-            info = MemoryInfo(allocated=module.memory_allocated(own), reserved=module.memory_reserved(own), total=devices[own].memory_total)
+            info = MemoryInfo(
+                allocated=module.memory_allocated(own),
+                reserved=module.memory_reserved(own),
+                total=devices[own].memory_total,
+            )
             return info if free is None else MemoryInfo(info, free=free)  # some drivers do not tell
         if self.capabilities.framework == "mlx":
             import mlx.core as mx
@@ -443,8 +631,11 @@ class BackendManager:
         if self.capabilities.device == "mps":
             import torch
 
-            return MemoryInfo(allocated=torch.mps.current_allocated_memory(), reserved=torch.mps.driver_allocated_memory(),
-                              total=torch.mps.recommended_max_memory())
+            return MemoryInfo(
+                allocated=torch.mps.current_allocated_memory(),
+                reserved=torch.mps.driver_allocated_memory(),
+                total=torch.mps.recommended_max_memory(),
+            )
         import psutil
 
         total, available = host_memory()
@@ -464,8 +655,14 @@ class BackendManager:
     def _fits(self, billions: float, rows: int, length: int) -> bool:
         quantizer = next((q for q in ("nf4", "int8", "none") if q in self.found.quantizers), "none")
         precision = PRECISION_OF[self.found.dtypes[0]]
-        config = TrainConfig(quantizer=quantizer, adapter="lora", precision=precision, batch_size=rows, context_length=length,
-                             use_gradient_checkpointing=True)
+        config = TrainConfig(
+            quantizer=quantizer,
+            adapter="lora",
+            precision=precision,
+            batch_size=rows,
+            context_length=length,
+            use_gradient_checkpointing=True,
+        )
         return memory.estimate(layouts.llama_of(billions), config).total <= HEADROOM * (self.found.memory_free or 0)
 
     def plan(self, config: TrainConfig) -> RunPlan:

@@ -24,7 +24,9 @@ def train(config: TrainConfig, name: str = "") -> dict:
     trackers.check(config)
     world = World.here(config)
     config = world.stated(config)
-    with place.find(config, name) if world.is_first else place.elsewhere() as found:  # refuses before anything heavy is imported
+    with (
+        place.find(config, name) if world.is_first else place.elsewhere() as found
+    ):  # refuses before anything heavy is imported
         manager = BackendManager(config.backend, verbose=config.verbose)
         plan = manager.plan(config)
         plan = manager.plan(found.planned_before(config, plan))  # a run that goes on keeps what it chose

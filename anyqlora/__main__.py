@@ -22,8 +22,14 @@ VERBS = {  # verb -> (late-bound main(argv), help)
     "convert": ("anyqlora.commands.convert:main", "a model directory between Hugging Face's form and mlx-lm's"),
     "report": ("", "the HTML report is not built yet; metrics.jsonl in the run directory has every step"),
     "runs": ("", "the local page of runs is not built yet"),
-    "verify": ("anyqlora.commands.verify:main", "verify --resume RUN: a resumed run ends like a whole one; verify --parity: backends agree, step by step"),
-    "strategies": ("anyqlora.commands.strategies:main", "how processes share the work: strategies list, strategies show NAME"),
+    "verify": (
+        "anyqlora.commands.verify:main",
+        "verify --resume RUN: a resumed run ends like a whole one; verify --parity: backends agree, step by step",
+    ),
+    "strategies": (
+        "anyqlora.commands.strategies:main",
+        "how processes share the work: strategies list, strategies show NAME",
+    ),
     "quantize": ("anyqlora.commands.quantize:main", "write a model directory with quantized weights, once"),
 }
 
@@ -40,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     verb, *rest = argv
     try:
         if verb not in VERBS:
-            raise UsageError(f"unknown verb {verb!r}{nearest(verb, VERBS)}", cure="python -m anyqlora --help lists them")
+            raise UsageError(
+                f"unknown verb {verb!r}{nearest(verb, VERBS)}", cure="python -m anyqlora --help lists them"
+            )
         target, about = VERBS[verb]
         if not target:
             raise UsageError(f"{verb}: {about}")

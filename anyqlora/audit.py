@@ -33,7 +33,9 @@ def survey(examples: list[Example], tokenizer) -> dict:
         "fully_masked": rows(e for e, count in zip(examples, trained, strict=True) if not count),
         "truncated": rows(e for e in examples if e.truncated),
         "end_tokens": dict(Counter(ends[id] for ids in last for id in ids if id in ends)),
-        "without_end_token": rows(e for e, ids in zip(examples, last, strict=True) if not all(id in ends for id in ids)),
+        "without_end_token": rows(
+            e for e, ids in zip(examples, last, strict=True) if not all(id in ends for id in ids)
+        ),
         "double_bos": rows(e for e in examples if bos is not None and len(e.ids) > 1 and e.ids[0] == e.ids[1] == bos),
     }
 
@@ -52,7 +54,7 @@ def rows(found) -> dict:
 def histogram(lengths: np.ndarray) -> dict[str, int]:
     """Counts by powers of two: {"33-64": 7, ...} tokens."""
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-    return {f"{2 ** (p - 1) + 1 if p else 1}-{2 ** p}": n for p, n in sorted(Counter(powers.tolist()).items())}
+    return {f"{2 ** (p - 1) + 1 if p else 1}-{2**p}": n for p, n in sorted(Counter(powers.tolist()).items())}
 
 
 def duplicates(found: list[tuple[Example, int]]) -> dict:
@@ -81,13 +83,25 @@ def findings(report: dict) -> list[str]:
         found[f"{kind} cut to {report['context_length']} tokens"] = report.get(part, {}).get("truncated")
         found[f"{kind} of which nothing is learned"] = report.get(part, {}).get("fully_masked")
     found |= {"duplicate rows": report.get("duplicates"), "held-out rows that are trained on": report.get("overlap")}
-    counted = [f"{what}: {some['count']}, the first is {some['first'][0]}" for what, some in found.items() if some and some["count"]]
-    return counted + [line for source in report.get("sources", []) + report.get("eval_sources", []) for line in _of_source(source)]
+    counted = [
+        f"{what}: {some['count']}, the first is {some['first'][0]}"
+        for what, some in found.items()
+        if some and some["count"]
+    ]
+    return counted + [
+        line for source in report.get("sources", []) + report.get("eval_sources", []) for line in _of_source(source)
+    ]
 
 
 def _of_source(source: dict) -> list[str]:
-    left_out = {name.removesuffix(LEFT_OUT).replace("_", " "): count for name, count in source.items() if name.endswith(LEFT_OUT)}
-    lines = [f"{what} that the chat template leaves out: {count}, in {source['name']}" for what, count in left_out.items()]
+    left_out = {
+        name.removesuffix(LEFT_OUT).replace("_", " "): count
+        for name, count in source.items()
+        if name.endswith(LEFT_OUT)
+    }
+    lines = [
+        f"{what} that the chat template leaves out: {count}, in {source['name']}" for what, count in left_out.items()
+    ]
     columns = unused(source)
     return [*lines, f"columns that are not used: {columns}, in {source['name']}"] if columns else lines
 
@@ -104,7 +118,9 @@ def unused(source: dict) -> str:
 def _meant(name: str, columns: tuple[str, ...]) -> str:
     """What a column may have been meant to be: one of the two names begins with the other, as system_prompt and inputs do."""
     low = name.lower()
-    meant = next((column for column in columns if low.startswith(column) or len(low) > 2 and column.startswith(low)), None)
+    meant = next(
+        (column for column in columns if low.startswith(column) or len(low) > 2 and column.startswith(low)), None
+    )
     return f"; did you mean {meant!r}?" if meant else ""
 
 

@@ -21,7 +21,15 @@ class LongRow(BadRow):
 
 def kind(value: object) -> str:
     """The JSON name of a value's type."""
-    kinds = {str: "string", list: "list", bool: "boolean", int: "number", float: "number", type(None): "null", dict: "object"}
+    kinds = {
+        str: "string",
+        list: "list",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        type(None): "null",
+        dict: "object",
+    }
     return kinds.get(type(value), type(value).__name__)
 
 
@@ -54,5 +62,7 @@ def writable(value: str, named: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadRow(f"{named} holds half of a surrogate pair at character {error.start + 1}", "write the row anew as UTF-8") from None
+        raise BadRow(
+            f"{named} holds half of a surrogate pair at character {error.start + 1}", "write the row anew as UTF-8"
+        ) from None
     return value

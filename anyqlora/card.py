@@ -59,12 +59,27 @@ def card(run) -> str:
     if is_hub_id(origin):
         front = {"base_model": base, **front}
     return CARD.format(
-        front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()), title=config.run_name or ("Model" if full else "Adapter"),
-        what="Full fine-tune" if full else "Adapter", base=base, dataset=", ".join(map(public, config.dataset.split(","))),
-        quantizer=plan.quantizer, adapter=plan.adapter, steps=run.learned.step, rows=plan.global_batch, lr=config.lr,
-        lora="none" if full else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public(config.lora_target_modules))}",
-        started=f"\n| started from | `{public(config.init_adapter)}` |" if config.init_adapter else "", schedule=config.lr_scheduler, optimizer=config.optimizer, precision=plan.precision, backend=plan.backend, tokens=run.learned.tokens_trained,
-        evaluation=evaluation(run.progress.before, run.after), usage=WHOLE if full else packed_note(config, base) + PEFT.format(base=json.dumps(place)),
+        front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()),
+        title=config.run_name or ("Model" if full else "Adapter"),
+        what="Full fine-tune" if full else "Adapter",
+        base=base,
+        dataset=", ".join(map(public, config.dataset.split(","))),
+        quantizer=plan.quantizer,
+        adapter=plan.adapter,
+        steps=run.learned.step,
+        rows=plan.global_batch,
+        lr=config.lr,
+        lora="none"
+        if full
+        else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public(config.lora_target_modules))}",
+        started=f"\n| started from | `{public(config.init_adapter)}` |" if config.init_adapter else "",
+        schedule=config.lr_scheduler,
+        optimizer=config.optimizer,
+        precision=plan.precision,
+        backend=plan.backend,
+        tokens=run.learned.tokens_trained,
+        evaluation=evaluation(run.progress.before, run.after),
+        usage=WHOLE if full else packed_note(config, base) + PEFT.format(base=json.dumps(place)),
     )
 
 
@@ -73,16 +88,22 @@ def packed_note(config, base: str) -> str:
     if not is_mlx_packed(described(config)):
         return ""
     packed = f"It was trained on `{public(config.model_name)}`, whose weights are packed as MLX's libraries and AnyQLoRA read them; plain transformers does not."
-    return packed + (f" Below it loads `{base}`, from which those were made.\n\n" if loadable(config) != config.model_name
-                     else " Give it the model from which those were made.\n\n")
+    return packed + (
+        f" Below it loads `{base}`, from which those were made.\n\n"
+        if loadable(config) != config.model_name
+        else " Give it the model from which those were made.\n\n"
+    )
 
 
 def evaluation(before: dict | None, after: dict | None) -> str:
     """A table of what both evaluations measured."""
     if not before or not after:
         return "No rows were held out."
-    lines = [f"| {name.replace('_', ' ')} | {before[name]:.4f} | {after[name]:.4f} |"
-             for name in ("loss", "perplexity", "exact_match") if name in after and name in before]
+    lines = [
+        f"| {name.replace('_', ' ')} | {before[name]:.4f} | {after[name]:.4f} |"
+        for name in ("loss", "perplexity", "exact_match")
+        if name in after and name in before
+    ]
     return "\n".join(["| held-out rows | before | after |", "|---|---|---|", *lines])
 
 

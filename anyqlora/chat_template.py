@@ -17,9 +17,11 @@ from .tokenizer import Document
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes one for the other
 # Llama 3's template and others write today's date into the system turn: a run that is resumed tomorrow would read other tokens.
-_PINNED = ("{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | "
-           "replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') | replace('%a', 'Fri') | "
-           "replace('%H', '12') | replace('%I', '12') | replace('%M', '00') | replace('%S', '00') | replace('%p', 'PM') }}{%- endmacro -%}")
+_PINNED = (
+    "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | "
+    "replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') | replace('%a', 'Fri') | "
+    "replace('%H', '12') | replace('%I', '12') | replace('%M', '00') | replace('%S', '00') | replace('%p', 'PM') }}{%- endmacro -%}"
+)
 
 
 def stated(config: TrainConfig) -> str:
@@ -27,14 +29,21 @@ def stated(config: TrainConfig) -> str:
     name, where = config.chat_template, config.sources.get("chat_template", "")
     if not name:
         return ""
-    path = Path(__file__).parent / "templates" / f"{name}.jinja" if name in CHAT_TEMPLATES else Path(os.path.expanduser(name))
+    path = (
+        Path(__file__).parent / "templates" / f"{name}.jinja"
+        if name in CHAT_TEMPLATES
+        else Path(os.path.expanduser(name))
+    )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"not UTF-8: {error.reason}", where=name, cure="save it as UTF-8") from None
     except OSError as error:
-        raise UsageError(f"chat_template: {name!r} cannot be read: {error.strerror or error}{nearest(name, list(CHAT_TEMPLATES))}", where=where,
-                         cure=f"{', '.join(CHAT_TEMPLATES)}, or a Jinja file") from None
+        raise UsageError(
+            f"chat_template: {name!r} cannot be read: {error.strerror or error}{nearest(name, list(CHAT_TEMPLATES))}",
+            where=where,
+            cure=f"{', '.join(CHAT_TEMPLATES)}, or a Jinja file",
+        ) from None
     if not text.strip():
         raise UsageError("an empty chat template", where=name, cure=f"{', '.join(CHAT_TEMPLATES)}, or a Jinja file")
     return text
@@ -49,14 +58,20 @@ def put(tokenizer, config: TrainConfig) -> None:
         return
     lacking = [token for token in CHAT_TEMPLATES.get(config.chat_template, ()) if token not in tokenizer.get_vocab()]
     if lacking:
-        raise UsageError(f"chat_template: {config.chat_template} writes {lacking[0]}, which is no token of this model", where=str(tokenizer.name_or_path),
-                         cure="--chat_template zephyr, which needs none of its own")
+        raise UsageError(
+            f"chat_template: {config.chat_template} writes {lacking[0]}, which is no token of this model",
+            where=str(tokenizer.name_or_path),
+            cure="--chat_template zephyr, which needs none of its own",
+        )
     tokenizer.chat_template = text
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "-"}], tokenize=False)
     except TemplateSyntaxError as error:
-        raise UsageError(f"not a Jinja template: {error.message}", where=f"{config.chat_template}:{error.lineno}",
-                         cure=f"{', '.join(CHAT_TEMPLATES)} are built in") from None
+        raise UsageError(
+            f"not a Jinja template: {error.message}",
+            where=f"{config.chat_template}:{error.lineno}",
+            cure=f"{', '.join(CHAT_TEMPLATES)} are built in",
+        ) from None
     except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError):
         return  # it may want something else than one turn: what the rows are, it will be told
 
@@ -82,22 +97,42 @@ def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
             continue
         if not _shows_python(said, objects):
             return said
-    raise refusals[0] if refusals else BadRow("the chat template writes the arguments of a tool call as Python does", "a template that writes JSON")
+    raise (
+        refusals[0]
+        if refusals
+        else BadRow(
+            "the chat template writes the arguments of a tool call as Python does", "a template that writes JSON"
+        )
+    )
 
 
 def _with_text(message: dict) -> dict:
     """The message with the arguments of its tool calls as JSON text."""
+
     def call(found: dict) -> dict:
         if "function" in found:
             return {**found, "function": call(found["function"])}
-        return {**found, "arguments": json.dumps(found["arguments"], ensure_ascii=False)} if "arguments" in found else found
+        return (
+            {**found, "arguments": json.dumps(found["arguments"], ensure_ascii=False)}
+            if "arguments" in found
+            else found
+        )
 
-    return {**message, "tool_calls": [call(found) for found in message["tool_calls"]]} if "tool_calls" in message else message
+    return (
+        {**message, "tool_calls": [call(found) for found in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+    )
 
 
 def _shows_python(said: str, messages: list[dict]) -> bool:
     """Whether the template has written arguments as Python prints an object, of its own accord."""
-    shown = [str(function["arguments"]) for message in messages for function in functions(message) if function.get("arguments")]
+    shown = [
+        str(function["arguments"])
+        for message in messages
+        for function in functions(message)
+        if function.get("arguments")
+    ]
     return any(form in said and not any(form in message["content"] for message in messages) for form in shown)
 
 
@@ -108,8 +143,13 @@ def _applied(tokenizer, messages: list[dict], tools, generation: bool) -> str:
     if "strftime_now" in template:
         template = _PINNED + template
     try:
-        said = tokenizer.apply_chat_template(messages, tools=list(tools) if tools else None, chat_template=template,
-                                             tokenize=False, add_generation_prompt=generation)
+        said = tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) if tools else None,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=generation,
+        )
     except TemplateSyntaxError as error:
         raise UsageError(f"the chat template is no template: {error}", where=str(tokenizer.name_or_path)) from None
     except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
@@ -118,7 +158,9 @@ def _applied(tokenizer, messages: list[dict], tools, generation: bool) -> str:
 
 
 def _cure(refused: str, messages) -> str:
-    is_of_system = "system" in refused.lower() and "optional system" not in refused.lower()  # Mistral's on the order of the other roles
+    is_of_system = (
+        "system" in refused.lower() and "optional system" not in refused.lower()
+    )  # Mistral's on the order of the other roles
     if is_of_system and any(message["role"] == "system" for message in messages):
         return "put the system text into the first user turn"
     return "roles and keys that the model's template knows"
@@ -128,11 +170,17 @@ def _template(tokenizer, tools) -> str:
     """The tokenizer's template, of several that for tools or the default one. Raises UsageError where there is none such."""
     found = tokenizer.chat_template
     if not found:
-        raise UsageError("the tokenizer has no chat template, and the rows are conversations", where=str(tokenizer.name_or_path),
-                         cure=f"--chat_template {'|'.join(CHAT_TEMPLATES)} or a Jinja file, an instruct model's tokenizer, or rows with prompt and completion")
+        raise UsageError(
+            "the tokenizer has no chat template, and the rows are conversations",
+            where=str(tokenizer.name_or_path),
+            cure=f"--chat_template {'|'.join(CHAT_TEMPLATES)} or a Jinja file, an instruct model's tokenizer, or rows with prompt and completion",
+        )
     if isinstance(found, dict) and not {"default", *(["tool_use"] if tools else [])} & found.keys():
-        raise UsageError(f"the tokenizer has several chat templates ({', '.join(sorted(found))}), and none is called 'default'",
-                         where=str(tokenizer.name_or_path), cure="name the one to take 'default' in tokenizer_config.json")
+        raise UsageError(
+            f"the tokenizer has several chat templates ({', '.join(sorted(found))}), and none is called 'default'",
+            where=str(tokenizer.name_or_path),
+            cure="name the one to take 'default' in tokenizer_config.json",
+        )
     return tokenizer.get_chat_template(tools=tools)
 
 
@@ -146,17 +194,20 @@ def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:
     turns = []
     for number in sorted(talk.learned):
         prompt = render(tokenizer, talk.messages[:number], talk.tools, generation=True)
-        whole = render(tokenizer, talk.messages[:number + 1], talk.tools)
+        whole = render(tokenizer, talk.messages[: number + 1], talk.tools)
         if not whole.startswith(prompt):
-            raise UsageError(_not_a_prefix(tokenizer, prompt, whole), where=str(tokenizer.name_or_path),
-                             cure="--chat_template with another one, or rows with prompt and completion")
-        _check_calls(talk.messages[number], number + 1 - talk.put_before, whole[len(prompt):])
-        turns.append((prompt, *_until_end(whole[len(prompt):], marks)))
+            raise UsageError(
+                _not_a_prefix(tokenizer, prompt, whole),
+                where=str(tokenizer.name_or_path),
+                cure="--chat_template with another one, or rows with prompt and completion",
+            )
+        _check_calls(talk.messages[number], number + 1 - talk.put_before, whole[len(prompt) :])
+        turns.append((prompt, *_until_end(whole[len(prompt) :], marks)))
     parts, done = [], ""
     for prompt, said, rest, _ in turns:
         if not prompt.startswith(done):
             return [_document(((prompt, False), (said, True), (rest, False)), end) for prompt, said, rest, end in turns]
-        parts += [(prompt[len(done):], False), (said, True)]
+        parts += [(prompt[len(done) :], False), (said, True)]
         done = prompt + said
     return [_document((*parts, (rest, False)), turns[-1][3])]
 
@@ -170,8 +221,10 @@ def _check_calls(message: dict, number: int, said: str) -> None:
     """Raises BadRow for a call that is not in what is said: the model would learn to say nothing."""
     for function in functions(message):
         if function["name"] not in said:
-            raise BadRow(f"the chat template does not write the call of {function['name']!r} in message {number}",
-                         "a template that does (some of DeepSeek's wait for content that is null, which transformers leaves out), or rows without tool calls")
+            raise BadRow(
+                f"the chat template does not write the call of {function['name']!r} in message {number}",
+                "a template that does (some of DeepSeek's wait for content that is null, which transformers leaves out), or rows without tool calls",
+            )
 
 
 def lost(talk: Talk, documents: list[Document]) -> list[str]:
@@ -180,15 +233,24 @@ def lost(talk: Talk, documents: list[Document]) -> list[str]:
     Of the assistant only learned turns count: templates take the reasoning out of earlier ones on purpose.
     """
     seen = _squeezed("".join(part for part, _ in documents[-1].parts))
-    before = talk.messages[:max(talk.learned)]
+    before = talk.messages[: max(talk.learned)]
     found = [f"{m['role']}_messages" for m in before if m["role"] != "assistant" and not _is_in(m["content"], seen)]
     if not all(_is_in(tool_name(tool), seen) for tool in talk.tools or ()):
         found.append("tools")
-    found += ["tool_calls" for message in before if not all(_is_in(function["name"], seen) for function in functions(message))]
+    found += [
+        "tool_calls" for message in before if not all(_is_in(function["name"], seen) for function in functions(message))
+    ]
     for number, (prompt, said) in zip(sorted(talk.learned), _learned(documents), strict=True):
         message = talk.messages[number]
-        words = {"assistant_messages": message["content"], "reasoning": next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")}
-        found += [name for name, text in words.items() if text not in said and not _is_in(text, _squeezed(prompt + said), _squeezed(prompt))]
+        words = {
+            "assistant_messages": message["content"],
+            "reasoning": next((message[key] for key in REASONING if isinstance(message.get(key), str)), ""),
+        }
+        found += [
+            name
+            for name, text in words.items()
+            if text not in said and not _is_in(text, _squeezed(prompt + said), _squeezed(prompt))
+        ]
     return found
 
 
@@ -218,10 +280,12 @@ def _until_end(turn: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
     """
     said = turn.rstrip()
     end = next((mark for mark in marks if said.endswith(mark)), "")
-    return (said, turn[len(said):], end) if end else (turn, "", "")
+    return (said, turn[len(said) :], end) if end else (turn, "", "")
 
 
 def _not_a_prefix(tokenizer, prompt: str, whole: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
-    return (f"its chat template (sha256 {fingerprint(tokenizer)[:12]}) asks the assistant with {prompt[max(at - 20, 0):at + 20]!r} "
-            f"and writes the answered turn as {whole[max(at - 20, 0):at + 20]!r}: what is trained would not be what is seen")
+    return (
+        f"its chat template (sha256 {fingerprint(tokenizer)[:12]}) asks the assistant with {prompt[max(at - 20, 0) : at + 20]!r} "
+        f"and writes the answered turn as {whole[max(at - 20, 0) : at + 20]!r}: what is trained would not be what is seen"
+    )

@@ -39,13 +39,26 @@ MANIFEST = "manifest.json"
 MOMENTS, STATE = "optimizer.safetensors", "state.json"
 STAGED, OLD, REMOVED = ".staged", ".old", ".removed"
 PRETRAINED = f"pretrained{STAGED}"  # what transformers has written of a finished run, before it goes where it belongs
-HALF_DONE = re.compile(r"(adapter|model|step-\d+)\.(staged|old)|step-\d+\.removed|pretrained\.staged"
-                       r"|((identity|plan|env|data_report|result)\.json|config\.resolved\.yaml)\.staged")  # names that a killed run leaves
+HALF_DONE = re.compile(
+    r"(adapter|model|step-\d+)\.(staged|old)|step-\d+\.removed|pretrained\.staged"
+    r"|((identity|plan|env|data_report|result)\.json|config\.resolved\.yaml)\.staged"
+)  # names that a killed run leaves
 
 
 Content = bytes | list  # of a file: bytes, or pieces of bytes that lie elsewhere, such as a model's own tensors
-SAFETENSORS = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "int32": "I32", "uint32": "U32",
-               "float32": "F32", "int64": "I64", "float64": "F64"}  # numpy's names -> the format's
+SAFETENSORS = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "int64": "I64",
+    "float64": "F64",
+}  # numpy's names -> the format's
 
 
 class Disk:
@@ -95,7 +108,11 @@ def pieces(content: Content) -> Iterable[bytes]:
     return [content] if isinstance(content, bytes) else content
 
 
-def tensors_to_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None, dtypes: Mapping[str, str] | None = None) -> list:
+def tensors_to_bytes(
+    tensors: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+) -> list:
     """A safetensors file, as pieces: a header, then the tensors' own memory, which is not copied.
 
     The library's own `save` makes one block of all: of a whole model and its moments that is three times the model. The bytes are
@@ -106,10 +123,17 @@ def tensors_to_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, s
     header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, value in ordered:
         start, end = end, end + value.nbytes
-        header[name] = {"dtype": (dtypes or {}).get(name) or SAFETENSORS[value.dtype.name], "shape": list(value.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": (dtypes or {}).get(name) or SAFETENSORS[value.dtype.name],
+            "shape": list(value.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data for _, value in ordered)]
+    return [
+        len(text).to_bytes(8, "little") + text,
+        *(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data for _, value in ordered),
+    ]
 
 
 def read_adapter(path: Path) -> dict[str, np.ndarray]:
@@ -117,17 +141,23 @@ def read_adapter(path: Path) -> dict[str, np.ndarray]:
     try:
         tensors = dict(deserialize(path.read_bytes()))
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"not a safetensors file: {error}", where=str(path), cure="the adapter once more from where it came") from None
+        raise UsageError(
+            f"not a safetensors file: {error}", where=str(path), cure="the adapter once more from where it came"
+        ) from None
     return {name: _numbers(name, about, str(path)) for name, about in tensors.items()}
 
 
 def _numbers(name: str, about: dict, where: str) -> np.ndarray:
     if about["dtype"] not in ADAPTER_TYPES:
-        raise UsageError(f"{name} is of type {about['dtype']}", where=where, cure=f"an adapter in {', '.join(ADAPTER_TYPES)}")
+        raise UsageError(
+            f"{name} is of type {about['dtype']}", where=where, cure=f"an adapter in {', '.join(ADAPTER_TYPES)}"
+        )
     array = np.frombuffer(about["data"], ADAPTER_TYPES[about["dtype"]])
     array = (array.astype(np.uint32) << 16).view(np.float32) if about["dtype"] == "BF16" else array.astype(np.float32)
     if not np.isfinite(array).all():
-        raise UsageError(f"{name} has numbers that are not finite", where=where, cure="an adapter of a run that went well")
+        raise UsageError(
+            f"{name} has numbers that are not finite", where=where, cure="an adapter of a run that went well"
+        )
     return array.reshape(about["shape"])
 
 
@@ -137,8 +167,11 @@ def check_shapes(tensors: Mapping[str, np.ndarray], here: Mapping[str, tuple], w
     other = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
     if other:
         shown = [f"  {name} is {there.get(name, 'not')} there, {here.get(name, 'not')} here" for name in other[:SHOWN]]
-        raise UsageError("\n".join([f"its tensors are not those of this run: {len(other)} differ", *shown]), where=where,
-                         cure="the base, quantizer, adapter, rank and targets that it was written with")
+        raise UsageError(
+            "\n".join([f"its tensors are not those of this run: {len(other)} differ", *shown]),
+            where=where,
+            cure="the base, quantizer, adapter, rank and targets that it was written with",
+        )
 
 
 def saved_by(thing, directory: Path, disk: Disk, **options) -> dict[str, bytes]:
@@ -148,7 +181,9 @@ def saved_by(thing, directory: Path, disk: Disk, **options) -> dict[str, bytes]:
     try:
         disk.make_directory(staged)
         thing.save_pretrained(staged, **options)
-        return {str(path.relative_to(staged)): path.read_bytes() for path in sorted(staged.rglob("*")) if path.is_file()}
+        return {
+            str(path.relative_to(staged)): path.read_bytes() for path in sorted(staged.rglob("*")) if path.is_file()
+        }
     except Exception as error:
         raise as_os_error(error) from None
     finally:
@@ -276,8 +311,17 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
 
-    def save(self, step: int, adapter: dict[str, np.ndarray], moments: dict[str, np.ndarray], *, adapter_config: dict, state: dict,
-             identity: dict, machine: dict) -> Path:
+    def save(
+        self,
+        step: int,
+        adapter: dict[str, np.ndarray],
+        moments: dict[str, np.ndarray],
+        *,
+        adapter_config: dict,
+        state: dict,
+        identity: dict,
+        machine: dict,
+    ) -> Path:
         """Write the checkpoint of `step` finished optimizer steps. Raises OSError and leaves every older one as it was."""
         files = {
             ADAPTER: tensors_to_bytes(adapter, {"format": "pt"}),
@@ -285,7 +329,9 @@ class Checkpoints:
             MOMENTS: tensors_to_bytes(moments),
             STATE: to_json({**state, "step": step}),
         }
-        write_directory(self.path(step), files, self.disk, manifest={"step": step, "identity": identity, "machine": machine})
+        write_directory(
+            self.path(step), files, self.disk, manifest={"step": step, "identity": identity, "machine": machine}
+        )
         return self.path(step)
 
     def newest_good(self, identity: dict | None) -> tuple[Loaded | None, list[tuple[str, str]]]:
@@ -313,8 +359,14 @@ class Checkpoints:
             if hashlib.sha256(content[name]).hexdigest() != about["sha256"]:
                 raise Rejected(f"{name}: its sha256 is not the one that was written")
         try:
-            return Loaded(step, path, tensors_from_bytes(content[ADAPTER]), tensors_from_bytes(content[MOMENTS]), json.loads(content[STATE]),
-                          manifest["machine"])
+            return Loaded(
+                step,
+                path,
+                tensors_from_bytes(content[ADAPTER]),
+                tensors_from_bytes(content[MOMENTS]),
+                json.loads(content[STATE]),
+                manifest["machine"],
+            )
         except (SafetensorError, ValueError, KeyError, RecursionError) as error:
             raise Rejected(f"its files are not what they are called: {error}") from None
 
@@ -333,7 +385,9 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Rejected(f"{MANIFEST}: not a manifest: {error}") from None
         if identity is not None and manifest["identity"] != identity:
-            other = sorted(k for k in {*identity, *manifest["identity"]} if identity.get(k) != manifest["identity"].get(k))
+            other = sorted(
+                k for k in {*identity, *manifest["identity"]} if identity.get(k) != manifest["identity"].get(k)
+            )
             raise Rejected(f"{MANIFEST}: of another run: {', '.join(other)} differ")
         return manifest
 

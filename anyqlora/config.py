@@ -13,8 +13,21 @@ from .checks import checked, superseded
 from .errors import UsageError
 from .settings import ALIASES, AUTO, SETTINGS, TrainConfig, canonical, kinds_of, parsed
 
-__all__ = ["ALIASES", "AUTO", "SETTINGS", "TrainConfig", "canonical", "checked", "configs_directory", "flags_of", "from_environment", "from_file", "parsed",
-           "resolve", "spelled"]
+__all__ = [
+    "ALIASES",
+    "AUTO",
+    "SETTINGS",
+    "TrainConfig",
+    "canonical",
+    "checked",
+    "configs_directory",
+    "flags_of",
+    "from_environment",
+    "from_file",
+    "parsed",
+    "resolve",
+    "spelled",
+]
 
 ENV_PREFIX = "ANYQLORA_"
 FIRST_RUN = "first.yaml"
@@ -33,16 +46,24 @@ def spelled(argv: list[str]) -> list[str]:
             out.append(word)
             continue
         if not word.startswith("--"):
-            raise UsageError(f"unexpected argument {word!r}", where="command line", cure="settings are given as --name value")
+            raise UsageError(
+                f"unexpected argument {word!r}", where="command line", cure="settings are given as --name value"
+            )
         flag, equals, value = word[2:].partition("=")
         name = canonical(flag, f"command line: --{flag}")
         if name in seen:
-            raise UsageError(f"--{flag}: {name} was already given as --{seen[name]}", where="command line", cure="give it once")
+            raise UsageError(
+                f"--{flag}: {name} was already given as --{seen[name]}", where="command line", cure="give it once"
+            )
         seen[name] = flag
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
                 if bool not in kinds_of(name):
-                    raise UsageError(f"--{flag} needs a value", where="command line", cure=f"--{flag} VALUE: {SETTINGS[name].metadata['help']}")
+                    raise UsageError(
+                        f"--{flag} needs a value",
+                        where="command line",
+                        cure=f"--{flag} VALUE: {SETTINGS[name].metadata['help']}",
+                    )
                 value = "true"
             else:
                 value = argv[position]
@@ -53,13 +74,23 @@ def spelled(argv: list[str]) -> list[str]:
 
 def flags_of(function):
     """Give `function` one optional text flag for each setting; a flag that is not given is None."""
+
     def flag(f):
         shown = str(f.default).lower() if isinstance(f.default, bool) else f.default
         choices = f.metadata["choices"]
-        options = " [" + "|".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices) + "]" if choices else ""
-        notes = "; ".join([f"default: {shown}"] * (shown != "") + [f"also {', '.join(f.metadata['also'])}"] * bool(f.metadata["also"]))
+        options = (
+            " [" + "|".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices) + "]" if choices else ""
+        )
+        notes = "; ".join(
+            [f"default: {shown}"] * (shown != "") + [f"also {', '.join(f.metadata['also'])}"] * bool(f.metadata["also"])
+        )
         text = (f.metadata["help"] + options + f" ({notes})" * bool(notes)).replace("%", "%%")
-        return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=typing.Annotated[str, text, {"metavar": kind_of(f.name)}])
+        return inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=typing.Annotated[str, text, {"metavar": kind_of(f.name)}],
+        )
 
     function.__signature__ = inspect.Signature([flag(f) for f in SETTINGS.values()])
     return function
@@ -99,14 +130,22 @@ def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
         text = Path(path).read_text(encoding="utf-8-sig")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
-        line = Path(path).read_bytes()[:error.start].count(b"\n") + 1
+        line = Path(path).read_bytes()[: error.start].count(b"\n") + 1
         raise UsageError(f"not UTF-8: {error.reason}", where=f"{path}:{line}", cure="save it as UTF-8") from None
     except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror or error}", where=str(path), cure="a YAML file of settings, such as those in configs/") from None
+        raise UsageError(
+            f"cannot be read: {error.strerror or error}",
+            where=str(path),
+            cure="a YAML file of settings, such as those in configs/",
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise UsageError(f"not YAML: {getattr(error, 'problem', None) or error}", where=where, cure="write one `name: value` per line") from None
+        raise UsageError(
+            f"not YAML: {getattr(error, 'problem', None) or error}",
+            where=where,
+            cure="write one `name: value` per line",
+        ) from None
     if tree is None:
         return {}
     if not isinstance(tree, yaml.MappingNode) or tree.tag != "tag:yaml.org,2002:map":
@@ -116,15 +155,27 @@ def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
         where = f"{path}:{key.start_mark.line + 1}"
         name = canonical(str(key.value), where)
         if name in found:
-            raise UsageError(f"{name} is stated twice; first at {found[name][1]}", where=where, cure="take one of them out")
+            raise UsageError(
+                f"{name} is stated twice; first at {found[name][1]}", where=where, cure="take one of them out"
+            )
         if SETTINGS[name].metadata["cli_only"]:
-            raise UsageError(f"{name} can only be given on the command line", where=where, cure=f"take the line out; --{name} {node.value}")
+            raise UsageError(
+                f"{name} can only be given on the command line",
+                where=where,
+                cure=f"take the line out; --{name} {node.value}",
+            )
         if isinstance(node, yaml.MappingNode):
             raise UsageError(f"{name} is not a map", where=where, cure=f"{name} is: {SETTINGS[name].metadata['help']}")
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        standard = all(part.tag.startswith("tag:yaml.org,2002:") and "python" not in part.tag for part in [node, *items])
+        standard = all(
+            part.tag.startswith("tag:yaml.org,2002:") and "python" not in part.tag for part in [node, *items]
+        )
         if not standard or not all(isinstance(item, yaml.ScalarNode) for item in items):
-            raise UsageError(f"{name}: plain values only", where=where, cure="a number, a text, true or false, or a list of them, without tags")
+            raise UsageError(
+                f"{name}: plain values only",
+                where=where,
+                cure="a number, a text, true or false, or a list of them, without tags",
+            )
         values = [None if item.tag.endswith(":null") else item.value for item in items]
         found[name] = (values if isinstance(node, yaml.SequenceNode) else values[0], where)
     return found
@@ -137,13 +188,18 @@ def configs_directory() -> Path:
     return beside if (beside / FIRST_RUN).exists() else package / "configs"
 
 
-def resolve(given: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, said: str = "command line") -> TrainConfig:
+def resolve(
+    given: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, said: str = "command line"
+) -> TrainConfig:
     """The configuration that flags or code (`given`), environment, files and defaults make, checked.
 
     None in `given` means not given. With neither a model nor a dataset the embedded job is the lowest file layer.
     """
-    given = {canonical(k, said): (v, f"{said}: --{k}" if said == "command line" else said)
-             for k, v in (given or {}).items() if v is not None}
+    given = {
+        canonical(k, said): (v, f"{said}: --{k}" if said == "command line" else said)
+        for k, v in (given or {}).items()
+        if v is not None
+    }
     environment = from_environment(os.environ if environ is None else environ)
     config_file = (given.get("config") or environment.get("config") or ("", ""))[0]
     file = from_file(config_file) if config_file else {}

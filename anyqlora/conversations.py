@@ -30,9 +30,15 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
     Raises BadRow for disorder.
     """
     if style in ("alpaca", "plain"):
-        raise BadRow(f"a conversation has no {style} form", "--prompt_format chat where the tokenizer has a chat template, else rows with prompt and completion")
+        raise BadRow(
+            f"a conversation has no {style} form",
+            "--prompt_format chat where the tokenizer has a chat template, else rows with prompt and completion",
+        )
     if not isinstance(turns, list) or not turns:
-        raise BadRow("no list of messages" if not isinstance(turns, list) else "no messages", '[{"role": "user", "content": "..."}, ...]')
+        raise BadRow(
+            "no list of messages" if not isinstance(turns, list) else "no messages",
+            '[{"role": "user", "content": "..."}, ...]',
+        )
     said = [_message(turn, number) for number, turn in enumerate(turns, 1)]
     _check_order([message["role"] for message in said])
     weights = [turn.get("weight") for turn in turns]
@@ -79,7 +85,10 @@ def _message(turn: object, number: int) -> dict:
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
                 found = part.get("type") if isinstance(part, dict) else part
-                raise BadRow(f"'content'{of} has a part that is no text: {found!r}", "text parts only; images and sound cannot be trained on")
+                raise BadRow(
+                    f"'content'{of} has a part that is no text: {found!r}",
+                    "text parts only; images and sound cannot be trained on",
+                )
         turn = {**turn, "content": "".join(text(part, "text", empty=True, of=of) for part in content)}
     said = {key: value for key, value in turn.items() if key not in ("weight", "tool_calls") and value is not None}
     calls = turn.get("tool_calls") or []  # an empty list is none, and templates ask whether there is one
@@ -134,14 +143,24 @@ def _parsed(value: object, named: str, wanted: str) -> object:
 
 def _check_order(roles: list[str]) -> None:
     """Raises BadRow unless it is [system] user assistant [tool... assistant] user ... assistant."""
-    follows = {"start": ("system", "developer", "user"), "system": ("user",), "developer": ("user",), "user": ("assistant",),
-               "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
+    follows = {
+        "start": ("system", "developer", "user"),
+        "system": ("user",),
+        "developer": ("user",),
+        "user": ("assistant",),
+        "assistant": ("user", "tool"),
+        "tool": ("tool", "assistant"),
+    }
     before = "start"
     for number, role in enumerate(roles, 1):
         if role not in follows[before]:
             after = "first" if before == "start" else f"after {before}"
-            raise BadRow(f"roles out of order: message {number} ({role}) comes {after}", f"{before if before != 'start' else 'first'}: "
-                         f"{' or '.join(follows[before])} comes next")
+            raise BadRow(
+                f"roles out of order: message {number} ({role}) comes {after}",
+                f"{before if before != 'start' else 'first'}: {' or '.join(follows[before])} comes next",
+            )
         before = role
     if before != "assistant":
-        raise BadRow(f"the last message is the {before}'s, so there is nothing to learn from it", "end with an assistant message")
+        raise BadRow(
+            f"the last message is the {before}'s, so there is nothing to learn from it", "end with an assistant message"
+        )

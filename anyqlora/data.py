@@ -51,7 +51,7 @@ class Data:
     def sample(self, batch_size: int, tokens: int = 1024) -> list[Batch]:
         """The first training rows, as many as have so many tokens together."""
         lengths = np.cumsum([len(row.ids) for row in self.train[:tokens]])
-        return batches(self.train[:1 + int(np.searchsorted(lengths[:-1], tokens))], batch_size, 0)
+        return batches(self.train[: 1 + int(np.searchsorted(lengths[:-1], tokens))], batch_size, 0)
 
 
 class Stream:
@@ -62,18 +62,38 @@ class Stream:
     sequence left gets a batch of shape [1, 1] in which nothing is trained.
     """
 
-    def __init__(self, rows: list[Example], *, batch_size: int, gradient_accumulation_steps: int, num_epochs: int, max_steps: int,
-                 seed: int, packing: bool, context_length: int, pad_id: int | None, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        rows: list[Example],
+        *,
+        batch_size: int,
+        gradient_accumulation_steps: int,
+        num_epochs: int,
+        max_steps: int,
+        seed: int,
+        packing: bool,
+        context_length: int,
+        pad_id: int | None,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
         """`max_steps` of 1 or more counts before `num_epochs`: fewer steps stop within an epoch, more run into further epochs."""
         lengths = [len(example.ids) for example in rows]
         groups = pack(lengths, context_length, seed) if packing else [[i] for i in range(len(rows))]
         self.sequences = [[rows[i] for i in group] for group in groups]
-        self.batch_size, self.accumulation, self.rank, self.world_size = batch_size, gradient_accumulation_steps, rank, world_size
+        self.batch_size, self.accumulation, self.rank, self.world_size = (
+            batch_size,
+            gradient_accumulation_steps,
+            rank,
+            world_size,
+        )
         self.seed, self.pad_id = seed, pad_id
         self.global_batch = batch_size * gradient_accumulation_steps * world_size
         self.steps_per_epoch = -(-len(self.sequences) // self.global_batch)
         self.total_steps = max_steps if max_steps > 0 else num_epochs * self.steps_per_epoch
-        self._trained = np.array([sum(int(e.trained[1:].sum()) for e in sequence) for sequence in self.sequences], np.int64)
+        self._trained = np.array(
+            [sum(int(e.trained[1:].sum()) for e in sequence) for sequence in self.sequences], np.int64
+        )
         self._tokens = np.array([sum(len(e.ids) for e in sequence) for sequence in self.sequences], np.int64)
         self._order = (-1, np.empty(0, np.int64))  # the last epoch's permutation, kept only because it is slow to make
 
@@ -83,7 +103,9 @@ class Stream:
     def resize(self, batch_size: int) -> None:
         """Micro-batches of another size; the rows of each step and their order stay."""
         if self.global_batch % (batch_size * self.world_size):
-            raise ValueError(f"{self.global_batch} rows are not whole micro-batches of {batch_size} on {self.world_size} processes")
+            raise ValueError(
+                f"{self.global_batch} rows are not whole micro-batches of {batch_size} on {self.world_size} processes"
+            )
         self.batch_size, self.accumulation = batch_size, self.global_batch // (batch_size * self.world_size)
 
     def attends(self, step: int) -> bool:
@@ -100,14 +122,16 @@ class Stream:
         return int(self._trained[chosen].sum()), int(self._tokens[chosen].sum())
 
     def rows(self, step: int) -> list[str]:
-        """"file:line" of every document of the whole step, over all ranks."""
+        """ "file:line" of every document of the whole step, over all ranks."""
         return [example.where for i in self._chosen(step) for example in self.sequences[i]]
 
     def __getitem__(self, step: int) -> list[Batch]:
         chosen = self._chosen(step)
         slot = self.batch_size * self.world_size  # sequences of one micro-batch over all ranks
         first = self.rank * self.batch_size
-        shares = [chosen[start:start + slot][first:first + self.batch_size] for start in range(0, len(chosen), slot)]
+        shares = [
+            chosen[start : start + slot][first : first + self.batch_size] for start in range(0, len(chosen), slot)
+        ]
         return [padded([self.sequences[i] for i in share], self.pad_id) for share in shares]
 
     def _chosen(self, step: int) -> np.ndarray:
@@ -117,7 +141,7 @@ class Stream:
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
             self._order = (epoch, shuffled(len(self.sequences), self.seed, epoch))
-        return self._order[1][place * self.global_batch:(place + 1) * self.global_batch]
+        return self._order[1][place * self.global_batch : (place + 1) * self.global_batch]
 
 
 def halved(batch_size: int, gradient_accumulation_steps: int) -> tuple[int, int]:
@@ -130,15 +154,24 @@ def halved(batch_size: int, gradient_accumulation_steps: int) -> tuple[int, int]
 def stream_of(plan, rows: list[Example], rank: int = 0) -> Stream:
     """The plan's batches of the training rows, for the process `rank`: processes along a model axis see the same rows."""
     config = plan.config
-    return Stream(rows, batch_size=plan.batch_size, gradient_accumulation_steps=plan.gradient_accumulation_steps,
-                  num_epochs=config.num_epochs, max_steps=config.max_steps, seed=config.seed, packing=plan.packing,
-                  context_length=config.context_length, rank=rank * plan.data_processes // plan.world_size,
-                  world_size=plan.data_processes, pad_id=0)  # the tokenizer's own pad token may lie beyond the embedding
+    return Stream(
+        rows,
+        batch_size=plan.batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        num_epochs=config.num_epochs,
+        max_steps=config.max_steps,
+        seed=config.seed,
+        packing=plan.packing,
+        context_length=config.context_length,
+        rank=rank * plan.data_processes // plan.world_size,
+        world_size=plan.data_processes,
+        pad_id=0,
+    )  # the tokenizer's own pad token may lie beyond the embedding
 
 
 def batches(rows: list[Example], batch_size: int, pad_id: int | None) -> list[Batch]:
     """All examples in their order, one document to a row, for evaluation."""
-    return [padded([[e] for e in rows[i:i + batch_size]], pad_id) for i in range(0, len(rows), batch_size)]
+    return [padded([[e] for e in rows[i : i + batch_size]], pad_id) for i in range(0, len(rows), batch_size)]
 
 
 def padded(sequences: list[list[Example]], pad_id: int | None) -> Batch:
@@ -154,7 +187,7 @@ def padded(sequences: list[list[Example]], pad_id: int | None) -> Batch:
         for number, example in enumerate(sequences[row] if sequences else []):
             end = start + len(example.ids)
             ids[row, start:end] = example.ids
-            targets[row, start:end - 1] = np.where(example.trained[1:], example.ids[1:], IGNORE)
+            targets[row, start : end - 1] = np.where(example.trained[1:], example.ids[1:], IGNORE)
             segments[row, start:end] = number
             positions[row, start:end] = np.arange(end - start)
             start = end
@@ -168,8 +201,11 @@ def prepare(config: TrainConfig, tokenizer) -> Data:
     Raises UsageError with up to 20 bad rows, each as file:line[:col], reason and cure; with on_bad_row skip they are in the report.
     """
     if tokenizer.eos_token_id is None:
-        raise UsageError("the tokenizer has no end token, so no answer would end", where=str(tokenizer.name_or_path),
-                         cure='"eos_token" in tokenizer_config.json')
+        raise UsageError(
+            "the tokenizer has no end token, so no answer would end",
+            where=str(tokenizer.name_or_path),
+            cure='"eos_token" in tokenizer_config.json',
+        )
     read = examples.read(config, config.dataset, tokenizer, held_out=False)
     other = examples.read(config, config.eval_dataset, tokenizer, held_out=True)
     skipped = examples.skipped(config, read, other)
@@ -180,13 +216,20 @@ def prepare(config: TrainConfig, tokenizer) -> Data:
     check_tokens(config, tokenizer, tokens_of(train + held_out))
     whole = identity(train, held_out)
     report = {
-        "dataset": config.dataset, "eval_dataset": config.eval_dataset, "eval_fraction": config.eval_fraction,
-        "context_length": config.context_length, "prompt_format": config.prompt_format,
-        "template": chat_template.fingerprint(tokenizer), "sources": read.sources, "eval_sources": other.sources,
+        "dataset": config.dataset,
+        "eval_dataset": config.eval_dataset,
+        "eval_fraction": config.eval_fraction,
+        "context_length": config.context_length,
+        "prompt_format": config.prompt_format,
+        "template": chat_template.fingerprint(tokenizer),
+        "sources": read.sources,
+        "eval_sources": other.sources,
         "rows": sum(source["rows"] for source in read.sources),
         "skipped": audit.skipped(skipped),
-        "train": audit.survey(train, tokenizer), "held_out": audit.survey(held_out, tokenizer),
-        "duplicates": audit.duplicates(rows), "overlap": audit.overlap(train, held_out),
+        "train": audit.survey(train, tokenizer),
+        "held_out": audit.survey(held_out, tokenizer),
+        "duplicates": audit.duplicates(rows),
+        "overlap": audit.overlap(train, held_out),
         "identity": whole,
     }
     return Data(train, held_out, report, whole)
@@ -197,8 +240,12 @@ def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Examp
     part = examples.read(config, spec, tokenizer, held_out=True)
     bad = examples.skipped(config, part, can_skip=False)
     rows = [example for example, _ in part.found]
-    return rows, {"context_length": config.context_length, "sources": part.sources, "skipped": audit.skipped(bad),
-                  "held_out": audit.survey(rows, tokenizer)}
+    return rows, {
+        "context_length": config.context_length,
+        "sources": part.sources,
+        "skipped": audit.skipped(bad),
+        "held_out": audit.survey(rows, tokenizer),
+    }
 
 
 def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[int], str]]) -> None:
@@ -209,8 +256,11 @@ def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[
         greatest = int(np.max(ids, initial=-1))
         if greatest >= size:
             token = tokenizer.convert_ids_to_tokens(greatest)
-            raise UsageError(f"the tokenizer makes {token!r} token {greatest}, and the model's embedding has {size} rows", where=where,
-                             cure="the model's own tokenizer; or take what was added to it out of tokenizer.json")
+            raise UsageError(
+                f"the tokenizer makes {token!r} token {greatest}, and the model's embedding has {size} rows",
+                where=where,
+                cure="the model's own tokenizer; or take what was added to it out of tokenizer.json",
+            )
 
 
 def tokens_of(found: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
@@ -218,14 +268,21 @@ def tokens_of(found: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
     return ((ids, example.where) for example in found for ids in (example.ids, example.prompt_ids))
 
 
-def _split(rows: list[tuple[Example, int]], fraction: float, seed: int) -> tuple[list[tuple[Example, int]], list[Example]]:
+def _split(
+    rows: list[tuple[Example, int]], fraction: float, seed: int
+) -> tuple[list[tuple[Example, int]], list[Example]]:
     """(what stays, what is held out): `fraction` of the distinct rows, at least one, chosen by their content, so that a row and
     its duplicate stay together and adding rows moves few of the others."""
-    ranked = sorted({example.key for example, _ in rows}, key=lambda key: hashlib.sha256(f"{seed} {key}".encode()).digest())
-    out = set(ranked[:max(1, round(fraction * len(ranked)))])
+    ranked = sorted(
+        {example.key for example, _ in rows}, key=lambda key: hashlib.sha256(f"{seed} {key}".encode()).digest()
+    )
+    out = set(ranked[: max(1, round(fraction * len(ranked)))])
     stay = [(example, source) for example, source in rows if example.key not in out]
     if not stay:
-        raise UsageError(f"eval_fraction {fraction} of {len(ranked)} distinct rows leaves none to train on", cure="more rows, or --eval_dataset FILE")
+        raise UsageError(
+            f"eval_fraction {fraction} of {len(ranked)} distinct rows leaves none to train on",
+            cure="more rows, or --eval_dataset FILE",
+        )
     return stay, [example for example, _ in rows if example.key in out]
 
 
@@ -234,7 +291,7 @@ def _weigh(rows: list[tuple[Example, int]], weights: list[float], seed: int) -> 
     train = []
     for source, group in itertools.groupby(rows, key=lambda row: row[1]):
         found = [example for example, _ in group]
-        part = np.sort(shuffled(len(found), seed, source)[:round(weights[source] % 1 * len(found))])
+        part = np.sort(shuffled(len(found), seed, source)[: round(weights[source] % 1 * len(found))])
         train += found * int(weights[source]) + [found[i] for i in part]
     if not train:
         raise UsageError("the weights of the sources leave no row", cure="greater weights")

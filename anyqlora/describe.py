@@ -35,7 +35,11 @@ def kept(config: TrainConfig) -> TrainConfig:
     again by it.
     """
     places = {name: placed(getattr(config, name), redacted) for name in ("dataset", "eval_dataset")}
-    for name, is_here, built_in in (("model_name", os.path.isdir, ("demo",)), ("init_adapter", os.path.isdir, ()), ("chat_template", os.path.isfile, CHAT_TEMPLATES)):
+    for name, is_here, built_in in (
+        ("model_name", os.path.isdir, ("demo",)),
+        ("init_adapter", os.path.isdir, ()),
+        ("chat_template", os.path.isfile, CHAT_TEMPLATES),
+    ):
         value = getattr(config, name)
         if value not in built_in and is_here(os.path.expanduser(value)):
             places[name] = os.path.abspath(os.path.expanduser(value))
@@ -46,20 +50,39 @@ def described(plan, machine: dict, data_report: dict) -> dict[str, bytes]:
     """{file: content} of what a run directory says about its run. What looks like a secret is not in it."""
     return {
         "config.resolved.yaml": resolved_yaml(kept(plan.config)).encode(),
-        "plan.json": to_json(redacted(plan.to_dict())), "env.json": to_json(machine), "data_report.json": to_json(redacted(data_report)),
+        "plan.json": to_json(redacted(plan.to_dict())),
+        "env.json": to_json(machine),
+        "data_report.json": to_json(redacted(data_report)),
     }
 
 
 def environment(plan) -> dict:
     """What the bytes of a run depend on beside its identity: versions, machine, threads, and the plan's choices. Names no person."""
     return {
-        "python": platform.python_version(), "system": platform.system(), "machine": platform.machine(), "release": platform.release(),
-        "processor": processor(), "threads": plan.config.threads if plan.config.threads != "auto" else os.environ.get("OMP_NUM_THREADS") or cores(), **versions(),
-        "backend": str(plan.backend), "device": plan.device, "precision": plan.precision, "strategy": plan.strategy,
-        "world_size": plan.world_size, "batch_size": plan.batch_size, "use_gradient_checkpointing": plan.use_gradient_checkpointing,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "release": platform.release(),
+        "processor": processor(),
+        "threads": plan.config.threads
+        if plan.config.threads != "auto"
+        else os.environ.get("OMP_NUM_THREADS") or cores(),
+        **versions(),
+        "backend": str(plan.backend),
+        "device": plan.device,
+        "precision": plan.precision,
+        "strategy": plan.strategy,
+        "world_size": plan.world_size,
+        "batch_size": plan.batch_size,
+        "use_gradient_checkpointing": plan.use_gradient_checkpointing,
         "recomputed_layers": plan.config.recomputed_layers,
-        "fused": plan.config.fused, "fused_head": plan.config.fused_head, "loss_rows": plan.config.loss_rows, "flat": plan.config.flat, "weight_cache": plan.config.weight_cache,
-        "deterministic": plan.config.deterministic, "kernels": plan.kernels,
+        "fused": plan.config.fused,
+        "fused_head": plan.config.fused_head,
+        "loss_rows": plan.config.loss_rows,
+        "flat": plan.config.flat,
+        "weight_cache": plan.config.weight_cache,
+        "deterministic": plan.config.deterministic,
+        "kernels": plan.kernels,
         "frozen_products": plan.config.frozen_products,
     }
 

@@ -11,7 +11,9 @@ import time
 from .redaction import redacted
 from .terminal import printable
 
-FIRST_SAYS = 3.0  # seconds that other processes leave to the first one, which mostly has the same to say and whose end is theirs
+FIRST_SAYS = (
+    3.0  # seconds that other processes leave to the first one, which mostly has the same to say and whose end is theirs
+)
 
 
 class RunError(Exception):
@@ -77,7 +79,10 @@ class Stopped(RunError):
     @classmethod
     def by(cls, number: int, saved: str = "") -> Stopped:
         """Of the signal `number`; `saved` says what is on disk."""
-        stopped = cls("; ".join(filter(None, [f"stopped by {signal.Signals(number).name}", saved])), cure="the same command continues the run")
+        stopped = cls(
+            "; ".join(filter(None, [f"stopped by {signal.Signals(number).name}", saved])),
+            cure="the same command continues the run",
+        )
         stopped.exit_code = 130 if number == signal.SIGINT else cls.exit_code
         return stopped
 
@@ -123,12 +128,15 @@ def _has_been_in_a_group() -> bool:
     """Whether this process has to end at once: gloo's threads may still hold tensors, and one that lets go of a tensor while the
     interpreter ends aborts the process, whether or not the group was left in order."""
     distributed = sys.modules.get("torch.distributed")
-    return "anyqlora.on_torch.ranks" in sys.modules or bool(distributed and distributed.is_available() and distributed.is_initialized())
+    return "anyqlora.on_torch.ranks" in sys.modules or bool(
+        distributed and distributed.is_available() and distributed.is_initialized()
+    )
 
 
 @contextlib.contextmanager
 def stoppable():
     """Where nothing has to be saved, SIGTERM is a Stopped, and SIGUSR1, which asks to save, is nothing."""
+
     def stop(_number, _frame):
         raise Stopped("stopped by SIGTERM", cure="the same command starts it again")
 

@@ -16,8 +16,18 @@ RARE = 1 / 20  # of the commonest end token: what ends fewer answers ends them b
 PAD = 0  # whatever stands in padding is masked; a tokenizer's own pad token may lie beyond the embedding
 
 
-def evaluate(examples: list[Example], total_loss: Callable[[Iterator[Batch]], float], answers: Callable[..., list[str]], *, batch_size: int,
-             exact_match: bool, max_new_tokens: int, shown: int = 0, ends: Sequence[str] = (), between=lambda: None) -> dict:
+def evaluate(
+    examples: list[Example],
+    total_loss: Callable[[Iterator[Batch]], float],
+    answers: Callable[..., list[str]],
+    *,
+    batch_size: int,
+    exact_match: bool,
+    max_new_tokens: int,
+    shown: int = 0,
+    ends: Sequence[str] = (),
+    between=lambda: None,
+) -> dict:
     """{loss (nats per trained token), perplexity, tokens, exact_match (0..1), samples: [{prompt, answer, expected}]}.
 
     `total_loss(batches)` is the sum over all trained tokens, `answers(prompts, ...)` the text after each prompt. `between()` is called
@@ -36,11 +46,19 @@ def evaluate(examples: list[Example], total_loss: Callable[[Iterator[Batch]], fl
     found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": trained}
     asked = questions(examples, exact_match, shown)
     if asked:
-        given = answers([e.prompt_ids for e in asked], max_new_tokens=max_new_tokens, batch_size=batch_size, ends=ends, between=between)
+        given = answers(
+            [e.prompt_ids for e in asked],
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            ends=ends,
+            between=between,
+        )
         if exact_match:
             right = sum(g.strip() == e.answer.strip() for g, e in zip(given, asked, strict=True))
             found["exact_match"] = right / len(asked)
-        found["samples"] = [{"prompt": e.prompt, "answer": g, "expected": e.answer} for e, g in zip(asked[:shown], given, strict=False)]
+        found["samples"] = [
+            {"prompt": e.prompt, "answer": g, "expected": e.answer} for e, g in zip(asked[:shown], given, strict=False)
+        ]
     return found
 
 
@@ -50,7 +68,9 @@ def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Ex
     return found if exact_match else found[:shown]
 
 
-def evaluator(run, fits: Callable[[Sequence[int]], int], total_loss, answers, is_out_of_memory, free) -> Callable[[], dict]:
+def evaluator(
+    run, fits: Callable[[Sequence[int]], int], total_loss, answers, is_out_of_memory, free
+) -> Callable[[], dict]:
     """() -> the evaluation of `run`'s held-out rows, as its settings say. `fits`: see room.
 
     Out of memory it halves its batches, from then on: `is_out_of_memory(error)` tells, and `free()` gives back what was taken. Raises
@@ -63,20 +83,33 @@ def evaluator(run, fits: Callable[[Sequence[int]], int], total_loss, answers, is
         exact = bool(lengths) and max(lengths) <= config.max_new_tokens and len(lengths) <= EXACT_MATCH_ROWS
     mute = [e.where for e in questions(held_out, exact, config.samples) if not fits(e.prompt_ids)]
     if mute:
-        run.console.warn(f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, "
-                         "which counts as wrong")
+        run.console.warn(
+            f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, "
+            "which counts as wrong"
+        )
     rows = config.eval_batch_size
 
     def found() -> dict | None:
         try:
-            return evaluate(held_out, total_loss, answers, batch_size=rows, exact_match=exact, max_new_tokens=config.max_new_tokens,
-                            shown=config.samples, ends=learned_ends(run.data.report), between=run.interruptible)
+            return evaluate(
+                held_out,
+                total_loss,
+                answers,
+                batch_size=rows,
+                exact_match=exact,
+                max_new_tokens=config.max_new_tokens,
+                shown=config.samples,
+                ends=learned_ends(run.data.report),
+                between=run.interruptible,
+            )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             if rows == 1 or run.ranks.size > 1:
-                raise RunError(f"out of memory in an evaluation of {rows} rows at a time",
-                               cure="a smaller --eval_batch_size, --exact_match false, or shorter held-out rows") from None
+                raise RunError(
+                    f"out of memory in an evaluation of {rows} rows at a time",
+                    cure="a smaller --eval_batch_size, --exact_match false, or shorter held-out rows",
+                ) from None
             return None
 
     def evaluated() -> dict:
@@ -100,7 +133,9 @@ def learned_ends(report: dict) -> list[str]:
 def stops(tokenizer, named, ends: Sequence[str] = ()) -> list[int]:
     """The tokens that end an answer: the tokenizer's, those that the model's generation settings name (one, several or None), and `ends`."""
     named = named if isinstance(named, list) else [named]
-    return sorted({i for i in [tokenizer.eos_token_id, *named, *map(tokenizer.convert_tokens_to_ids, ends)] if i is not None})
+    return sorted(
+        {i for i in [tokenizer.eos_token_id, *named, *map(tokenizer.convert_tokens_to_ids, ends)] if i is not None}
+    )
 
 
 def room(described: dict, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
@@ -114,4 +149,4 @@ def alike(prompts: list, left: list[int], batch_size: int) -> Iterator[list[int]
     order = sorted((i for i in range(len(prompts)) if left[i]), key=lambda i: len(prompts[i]))
     for _, group in itertools.groupby(order, key=left.__getitem__):
         numbers = list(group)
-        yield from (numbers[first:first + batch_size] for first in range(0, len(numbers), batch_size))
+        yield from (numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size))

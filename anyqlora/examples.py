@@ -58,7 +58,9 @@ def read(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> Part:
             found, counts = _examples(config, source, tokenizer)
             part.found += [(example, number) for example in found]
             part.bad += source.bad
-            part.sources.append({"name": source.name, "rows": len(source.rows), "weight": weight, "notes": source.notes, **counts})
+            part.sources.append(
+                {"name": source.name, "rows": len(source.rows), "weight": weight, "notes": source.notes, **counts}
+            )
     return part
 
 
@@ -70,12 +72,19 @@ def skipped(config: TrainConfig, *parts: Part, can_skip: bool = True) -> list[Ba
     bad = [row for part in parts for row in part.bad]
     refused = [row for row in bad if (config.on_long_row if isinstance(row, LongRow) else config.on_bad_row) == "error"]
     if refused:
-        flags = dict.fromkeys("--on_long_row skip" if isinstance(row, LongRow) else "--on_bad_row skip" for row in refused)
+        flags = dict.fromkeys(
+            "--on_long_row skip" if isinstance(row, LongRow) else "--on_bad_row skip" for row in refused
+        )
         raise refusal(refused, f"; or {' and '.join(flags)}" if can_skip else "")
     for part in parts:
         if part.spec and not part.found:
-            raise UsageError("no row can be used", where=part.spec,
-                             cure=printable(f"mend them; the first is {bad[0].where}: {bad[0].reason} ({bad[0].cure})") if bad else "rows")
+            raise UsageError(
+                "no row can be used",
+                where=part.spec,
+                cure=printable(f"mend them; the first is {bad[0].where}: {bad[0].reason} ({bad[0].cure})")
+                if bad
+                else "rows",
+            )
     return bad
 
 
@@ -92,9 +101,11 @@ def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
         document = Document(((prompt, False), ("", True)), rendered=True)
     else:
-        document = Document(((formats.ALPACA.format(instruction=asked) if style == "alpaca" else asked, False), ("", True)))
+        document = Document(
+            ((formats.ALPACA.format(instruction=asked) if style == "alpaca" else asked, False), ("", True))
+        )
     found = tokenize(tokenizer, [document])[0]
-    return found.ids[:found.prompt]
+    return found.ids[: found.prompt]
 
 
 def refusal(bad: list[BadRow], way_out: str) -> UsageError:
@@ -105,13 +116,22 @@ def refusal(bad: list[BadRow], way_out: str) -> UsageError:
     for row in bad:
         places.setdefault((printable(row.reason), printable(row.cure)), []).append(printable(row.where))
     if len(places) == 1:
-        ((reason, cure), found), = places.items()
-        return UsageError(f"{len(bad)} rows cannot be used: {reason}\n  {_named(found, LISTED)}", cure=f"{cure}{way_out}")
+        (((reason, cure), found),) = places.items()
+        return UsageError(
+            f"{len(bad)} rows cannot be used: {reason}\n  {_named(found, LISTED)}", cure=f"{cure}{way_out}"
+        )
     most = max(1, LISTED // len(places))
-    lines = [f"{found[0]}: {reason} (cure: {cure})" if len(found) == 1 else f"{len(found)} rows: {reason} (cure: {cure}): {_named(found, most)}"
-             for (reason, cure), found in list(places.items())[:LISTED]]
+    lines = [
+        f"{found[0]}: {reason} (cure: {cure})"
+        if len(found) == 1
+        else f"{len(found)} rows: {reason} (cure: {cure}): {_named(found, most)}"
+        for (reason, cure), found in list(places.items())[:LISTED]
+    ]
     left = sum(map(len, list(places.values())[LISTED:]))
-    return UsageError("\n  ".join([f"{len(bad)} rows cannot be used", *lines, *[f"and {left} more"] * bool(left)]), cure=f"mend them{way_out}")
+    return UsageError(
+        "\n  ".join([f"{len(bad)} rows cannot be used", *lines, *[f"and {left} more"] * bool(left)]),
+        cure=f"mend them{way_out}",
+    )
 
 
 def _named(places: list[str], most: int) -> str:
@@ -128,7 +148,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
     found, counts, unused, added = [], Counter(), Counter(), marks(tokenizer)
     for start in range(0, len(source.rows), _CHUNK):
         documents = []
-        for row in source.rows[start:start + _CHUNK]:
+        for row in source.rows[start : start + _CHUNK]:
             try:
                 meant = formats.understand(row.value, name, config.prompt_format)
                 counts[DIALOGUES] += name == "text" and len(meant.parts) > 1
@@ -150,8 +170,14 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
 
 
 def _documents(tokenizer, meant: formats.Text | Talk, added: dict[str, bool], counts: Counter) -> list[Document]:
-    said = [part for part, _ in meant.parts] if isinstance(meant, formats.Text) else [m.get("content", "") for m in meant.messages]
-    counts["rows_with_special_tokens_in_their_text"] += any(name in words for name, special in added.items() if special for words in said)
+    said = (
+        [part for part, _ in meant.parts]
+        if isinstance(meant, formats.Text)
+        else [m.get("content", "") for m in meant.messages]
+    )
+    counts["rows_with_special_tokens_in_their_text"] += any(
+        name in words for name, special in added.items() if special for words in said
+    )
     if isinstance(meant, formats.Text):
         eos = tokenizer.eos_token
         return [Document(meant.parts, end=eos if meant.parts[-1][0].endswith(eos) else "")]
@@ -163,7 +189,9 @@ def _documents(tokenizer, meant: formats.Text | Talk, added: dict[str, bool], co
 
 def _key(documents: list[Document]) -> str:
     """The same for rows that the model sees as the same text, whatever else they carry: ids, other columns."""
-    return hashlib.sha256(json.dumps(["".join(part for part, _ in document.parts) for document in documents]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(["".join(part for part, _ in document.parts) for document in documents]).encode()
+    ).hexdigest()
 
 
 def _shortened(document: Document, limit: int) -> Document:
@@ -185,14 +213,30 @@ def _example(config: TrainConfig, where: str, key: str, document: Document, toke
     truncated = kept < length
     size = f"more than {length}" if shortened else str(length)
     if truncated and config.on_long_row != "truncate":
-        raise LongRow(f"{size} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate")
+        raise LongRow(
+            f"{size} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate"
+        )
     learned = np.array(tokens.learned[:kept], bool)
     if not learned[1:].any():
-        why = f"the prompt ({tokens.prompt} tokens) fills the context of {context}" if truncated else "there is no token to learn"
-        raise BadRow(f"{why}: nothing is learned from it", f"--context_length {length}" if truncated else "a longer text")
+        why = (
+            f"the prompt ({tokens.prompt} tokens) fills the context of {context}"
+            if truncated
+            else "there is no token to learn"
+        )
+        raise BadRow(
+            f"{why}: nothing is learned from it", f"--context_length {length}" if truncated else "a longer text"
+        )
     answer = _answer(document)
-    return Example(np.array(tokens.ids[:kept], np.int32), learned, where, np.array(tokens.ids[:tokens.prompt], np.int32),
-                   answer[0], answer[1], truncated, key)
+    return Example(
+        np.array(tokens.ids[:kept], np.int32),
+        learned,
+        where,
+        np.array(tokens.ids[: tokens.prompt], np.int32),
+        answer[0],
+        answer[1],
+        truncated,
+        key,
+    )
 
 
 def _answer(document: Document) -> tuple[str, str | None]:

@@ -21,8 +21,16 @@ from .tables import nearest
 from .terminal import printable
 from .world import Alone
 
-OF_SEVERAL = ("mesh", "layout", "strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters",
-              "use_cpu_offload")  # not here
+OF_SEVERAL = (
+    "mesh",
+    "layout",
+    "strategy_config",
+    "strategy_opt",
+    "sharding_strategy",
+    "deepspeed_zero_stage",
+    "find_unused_parameters",
+    "use_cpu_offload",
+)  # not here
 WEIGHTS = {"adapter": "adapter_model.safetensors", "model": "model.safetensors"}
 
 
@@ -60,9 +68,12 @@ class Finished:
 
     def asked(self, question: str) -> str | list[dict]:
         """The question as the run's rows would put it: text before an answer, or messages for a chat template. Raises UsageError."""
-        row = {"alpaca": {"instruction": question, "output": "-"}, "prompt_completion": {"prompt": question, "completion": "-"},
-               "question_answer": {"question": question, "answer": "-"},
-               "text": {"text": f"### Human: {question}### Assistant: -"} if self.is_dialogue else None}.get(self.format)
+        row = {
+            "alpaca": {"instruction": question, "output": "-"},
+            "prompt_completion": {"prompt": question, "completion": "-"},
+            "question_answer": {"question": question, "answer": "-"},
+            "text": {"text": f"### Human: {question}### Assistant: -"} if self.is_dialogue else None,
+        }.get(self.format)
         try:
             meant = formats.understand(row, self.format, self.config.prompt_format) if row else None
         except BadRow as bad:
@@ -82,8 +93,11 @@ class Finished:
             raise UsageError(f"{self.directory} held no rows out", cure="--dataset FILE")
         rows = data.prepare(self.config, tokenizer)
         if rows.identity != self.report["identity"]:
-            raise UsageError("the rows are not those that the run was trained with: their files have changed", where=self.config.dataset,
-                             cure="--dataset FILE evaluates on other rows")
+            raise UsageError(
+                "the rows are not those that the run was trained with: their files have changed",
+                where=self.config.dataset,
+                cure="--dataset FILE evaluates on other rows",
+            )
         return rows.held_out
 
 
@@ -96,26 +110,37 @@ def find(name: str = "") -> Finished:
     there = [path.parent for path in root.glob("*/result.json")]
     if not name:
         if not there:
-            raise UsageError(f"no finished run in {root}", cure="python train.py makes one; or name the run's directory")
+            raise UsageError(
+                f"no finished run in {root}", cure="python train.py makes one; or name the run's directory"
+            )
         return read(max(there, key=lambda path: (path / "result.json").stat().st_mtime))
     for directory in (Path(os.path.expanduser(name)), root / name):
         if directory.is_dir():
             return read(directory)
-    raise UsageError(f"no run {name!r}{nearest(name, [path.name for path in there])}", where="command line",
-                     cure=f"a run directory, or the name of one in {root}")
+    raise UsageError(
+        f"no run {name!r}{nearest(name, [path.name for path in there])}",
+        where="command line",
+        cure=f"a run directory, or the name of one in {root}",
+    )
 
 
 def read(directory: Path) -> Finished:
     """The finished run in `directory`, its weights checked against result.json. Raises UsageError."""
     stated = directory / "config.resolved.yaml"
     if not stated.exists():
-        raise UsageError(f"{directory} is not a run directory: it has no {stated.name}",
-                         cure="the directory that train.py named at its end")
+        raise UsageError(
+            f"{directory} is not a run directory: it has no {stated.name}",
+            cure="the directory that train.py named at its end",
+        )
     if not (directory / "result.json").exists():
-        raise UsageError(f"{directory} is not finished: it has no result.json", cure="the command that started it continues it")
+        raise UsageError(
+            f"{directory} is not finished: it has no result.json", cure="the command that started it continues it"
+        )
     found = from_file(stated)
-    config = TrainConfig(**{name: parsed(name, raw, where) for name, (raw, where) in found.items()},
-                         sources={name: where for name, (_, where) in found.items()})
+    config = TrainConfig(
+        **{name: parsed(name, raw, where) for name, (raw, where) in found.items()},
+        sources={name: where for name, (_, where) in found.items()},
+    )
     try:
         result, report = (json.loads((directory / name).read_bytes()) for name in ("result.json", "data_report.json"))
     except (OSError, ValueError) as error:
@@ -123,11 +148,16 @@ def read(directory: Path) -> Finished:
     run = Finished(directory, config, result, report)
     weights = run.folder / WEIGHTS[run.folder.name]
     if not weights.exists():
-        raise UsageError(f"{directory} has no {run.folder.name}: it ran with save_model false, or {weights.name} was taken away")
+        raise UsageError(
+            f"{directory} has no {run.folder.name}: it ran with save_model false, or {weights.name} was taken away"
+        )
     with open(weights, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != result["adapter_sha256"]:
-            raise UsageError("its sha256 is not the one that was written", where=str(weights),
-                             cure=f"a checkpoint of {directory / 'checkpoints'}")
+            raise UsageError(
+                "its sha256 is not the one that was written",
+                where=str(weights),
+                cure=f"a checkpoint of {directory / 'checkpoints'}",
+            )
     return run
 
 
@@ -138,13 +168,22 @@ def plan_here(run: Finished, changed: dict):
     own = {"model_name": str(run.folder)} if run.config.adapter == "full" else {}  # a whole model needs no base
     together = {name: SETTINGS[name].default for name in OF_SEVERAL}
     sources = {**run.config.sources, **dict.fromkeys(OF_SEVERAL, "default")}
-    config = run.config.with_(strict=False, sources=sources, **{**together, "strategy": "single", "world_size": 1, "frozen_products": "full", **changed, **own})
+    config = run.config.with_(
+        strict=False,
+        sources=sources,
+        **{**together, "strategy": "single", "world_size": 1, "frozen_products": "full", **changed, **own},
+    )
     if "backend" not in changed and config.backend not in BackendManager().available():
-        print(f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers", file=sys.stderr)
+        print(
+            f"backend {printable(config.backend)} is not here: another one computes, with slightly other numbers",
+            file=sys.stderr,
+        )
         config = config.with_(backend="auto")
     manager = BackendManager(config.backend)
     if manager.backend != run.config.backend:  # which has its own ways of computing the same
-        config = config.with_(**dict.fromkeys(tables.WAYS, AUTO), sources={**config.sources, **dict.fromkeys(tables.WAYS, "default")})
+        config = config.with_(
+            **dict.fromkeys(tables.WAYS, AUTO), sources={**config.sources, **dict.fromkeys(tables.WAYS, "default")}
+        )
     plan = manager.plan(config)
     for adjustment in plan.adjustments:
         if adjustment.field in ("precision", "quantizer"):  # the rest is about training

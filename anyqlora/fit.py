@@ -7,14 +7,16 @@ from .config import AUTO, TrainConfig
 
 GLOBAL_BATCH = 16  # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
 TRAINING = ("loading", "loss", "backward", "recomputation", "update")  # moments of memory.estimate that runs come to
-HEADROOM = 0.9     # of the free memory that a plan fills: allocators fragment, and the prediction is not exact
+HEADROOM = 0.9  # of the free memory that a plan fills: allocators fragment, and the prediction is not exact
 
 
 def global_batch(config: TrainConfig) -> int:
     """Rows of an optimizer step as they are asked for, which no plan and no machine changes."""
     parts = config.gradient_accumulation_steps * mesh.data_processes(config)
     if config.batch_size == AUTO:
-        return parts << (max(1, GLOBAL_BATCH // parts).bit_length() - 1)  # times a power of two, so that it halves evenly
+        return parts << (
+            max(1, GLOBAL_BATCH // parts).bit_length() - 1
+        )  # times a power of two, so that it halves evenly
     return parts * config.batch_size
 
 
@@ -31,13 +33,16 @@ def shard(draft, shapes, free: int) -> None:
     """Several processes each hold the whole model where it fits, and shards of it where not, unless somebody has said which."""
     config = draft.config
     if config.sources.get("strategy") == "plan" and config.strategy == "ddp" and not implied(config):
-        trial = config.with_(batch_size=1 if config.batch_size == AUTO else config.batch_size, use_gradient_checkpointing=True)
+        trial = config.with_(
+            batch_size=1 if config.batch_size == AUTO else config.batch_size, use_gradient_checkpointing=True
+        )
         if max(memory.estimate(shapes, trial).needed(moment) for moment in TRAINING) > HEADROOM * free:
             draft.choose("strategy", "fsdp")
 
 
 def evaluation(draft, shapes, free: int) -> None:
     """Fewer rows per batch of an evaluation, until they fit."""
+
     def needed(rows: int) -> int:
         trial = draft.config.with_(eval_batch_size=rows, batch_size=1, use_gradient_checkpointing=True)
         return memory.estimate(shapes, trial).needed("evaluation")
@@ -60,8 +65,12 @@ def batch(draft, shapes, free: int | None) -> None:
     rows = global_batch(config) // (steps * mesh.data_processes(config)) if is_auto else config.batch_size
 
     def needed(micro: int, recomputed: int) -> int:
-        trial = config.with_(batch_size=micro, use_gradient_checkpointing=recomputed > 0, recomputed_layers=recomputed,
-                             gradient_accumulation_steps=-(-rows * steps // micro))
+        trial = config.with_(
+            batch_size=micro,
+            use_gradient_checkpointing=recomputed > 0,
+            recomputed_layers=recomputed,
+            gradient_accumulation_steps=-(-rows * steps // micro),
+        )
         estimate = memory.estimate(shapes, trial)
         return max(estimate.needed(moment) for moment in TRAINING)
 
@@ -85,8 +94,16 @@ def batch(draft, shapes, free: int | None) -> None:
     if is_auto:
         draft.choose("batch_size", micro)
         if config.asked("gradient_accumulation_steps") and micro != rows:
-            why = f"{rows} rows at a time do not fit" if is_known else "a row at a time, as the memory that more take is unknown"
-            draft.adjust("gradient_accumulation_steps", rows * steps // micro, f"{why}; the global batch stays {rows * steps} rows")
+            why = (
+                f"{rows} rows at a time do not fit"
+                if is_known
+                else "a row at a time, as the memory that more take is unknown"
+            )
+            draft.adjust(
+                "gradient_accumulation_steps",
+                rows * steps // micro,
+                f"{why}; the global batch stays {rows * steps} rows",
+            )
         draft.choose("gradient_accumulation_steps", rows * steps // micro)
     elif micro != rows:
         why = f"{memory.shown(needed(rows, recomputed))} needed, {memory.shown(free)} free; the global batch stays {rows * steps} rows"

@@ -32,7 +32,9 @@ class Unsaved:
     def check_room(self, trained_numbers: int) -> None:
         pass
 
-    def write(self, step: int, state: dict, best: dict | None, is_last_chance: bool, snapshot: Callable[[], tuple]) -> bool:
+    def write(
+        self, step: int, state: dict, best: dict | None, is_last_chance: bool, snapshot: Callable[[], tuple]
+    ) -> bool:
         snapshot()
         return True
 

@@ -11,15 +11,28 @@ from .conversations import BESIDE, Talk, conversation
 from .errors import UsageError
 from .tables import nearest
 
-ALPACA = ("Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-          "### Instruction:\n{instruction}\n\n### Response:\n")
-ALPACA_INPUT = ("Below is an instruction that describes a task, paired with an input that provides further context. "
-                "Write a response that appropriately completes the request.\n\n"
-                "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n")
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
 QUESTION = "###Question:\n{question}\n###Answer:\n"
 QUESTION_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-                  "model": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
 _HUMAN = re.compile(r"(### (?:Human|Assistant): ?)")
 
 
@@ -33,7 +46,9 @@ class Text:
 def exchange(prompt: str, answer: str, row: dict, style: str, question: str) -> Text | Talk:
     """One prompt and its answer; in chat style `question` is the user's turn instead."""
     if style == "chat":
-        return conversation([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], row, style)
+        return conversation(
+            [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], row, style
+        )
     return Text(((prompt, False), (answer, True)))
 
 
@@ -57,7 +72,9 @@ def prompt_completion(row: dict, style: str) -> Text | Talk:
             raise BadRow("'prompt' is a list of messages and 'completion' is not", "messages in both, or text in both")
         return conversation([*row["prompt"], *row["completion"]], row, style, first=len(row["prompt"]))
     prompt = text(row, "prompt")
-    return exchange(ALPACA.format(instruction=prompt) if style == "alpaca" else prompt, text(row, "completion"), row, style, prompt)
+    return exchange(
+        ALPACA.format(instruction=prompt) if style == "alpaca" else prompt, text(row, "completion"), row, style, prompt
+    )
 
 
 def question_answer(row: dict, style: str) -> Text | Talk:
@@ -92,9 +109,16 @@ def sharegpt(row: dict, style: str) -> Talk:
             continue
         role = text(turn, "from", of=f" of turn {number}")
         if role not in SHAREGPT_ROLES:
-            raise BadRow(f"turn {number} is from {role!r}{nearest(role, SHAREGPT_ROLES)}", f"one of {', '.join(SHAREGPT_ROLES)}")
-        said.append({"role": SHAREGPT_ROLES[role], "content": text(turn, "value", of=f" of turn {number}"),
-                     **({"weight": turn["weight"]} if "weight" in turn else {})})
+            raise BadRow(
+                f"turn {number} is from {role!r}{nearest(role, SHAREGPT_ROLES)}", f"one of {', '.join(SHAREGPT_ROLES)}"
+            )
+        said.append(
+            {
+                "role": SHAREGPT_ROLES[role],
+                "content": text(turn, "value", of=f" of turn {number}"),
+                **({"weight": turn["weight"]} if "weight" in turn else {}),
+            }
+        )
     return conversation(said, row, style)
 
 
@@ -143,7 +167,11 @@ def choose(rows: list[dict], where: str) -> str:
         if name := detect(row):
             return name
     known = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
-    raise UsageError(f"no known format: the row has {', '.join(map(repr, rows[0])) or 'nothing'}", where=where, cure=f"keys of a format - {known}")
+    raise UsageError(
+        f"no known format: the row has {', '.join(map(repr, rows[0])) or 'nothing'}",
+        where=where,
+        cure=f"keys of a format - {known}",
+    )
 
 
 def understand(row: dict, name: str, style: str) -> Text | Talk:
@@ -152,10 +180,16 @@ def understand(row: dict, name: str, style: str) -> Text | Talk:
     missing = [key for key in keys if key not in row]
     other = detect(row)
     if missing and other:
-        raise BadRow(f"a row of format {other} among rows of format {name}", "one format per file: put these rows into a file of their own")
+        raise BadRow(
+            f"a row of format {other} among rows of format {name}",
+            "one format per file: put these rows into a file of their own",
+        )
     if missing:
         near = nearest(missing[0], row)
-        raise BadRow(f"no {', '.join(map(repr, missing))} (format {name}){near}", f"it has {', '.join(map(repr, row)) or 'nothing'}")
+        raise BadRow(
+            f"no {', '.join(map(repr, missing))} (format {name}){near}",
+            f"it has {', '.join(map(repr, row)) or 'nothing'}",
+        )
     return function(row, style)
 
 

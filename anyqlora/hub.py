@@ -14,7 +14,16 @@ from .errors import UsageError
 from .layouts import model_directory
 from .redaction import redacted
 
-WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.py"]  # code is run only when asked for
+WANTED = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+    "*.py",
+]  # code is run only when asked for
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNWANTED = ["*/*", "consolidated*"]  # the same weights once more, in their makers' own form
 
@@ -35,7 +44,12 @@ def _snapshot(config: TrainConfig) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    asked = {"repo_id": config.model_name, "revision": config.revision, "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
+    asked = {
+        "repo_id": config.model_name,
+        "revision": config.revision,
+        "allow_patterns": WANTED,
+        "ignore_patterns": UNWANTED,
+    }
     try:
         directory = Path(snapshot_download(**asked, local_files_only=True))
         check_weights(directory)
@@ -46,8 +60,11 @@ def _snapshot(config: TrainConfig) -> Path:
     with _explained(config):
         directory = Path(snapshot_download(**asked, local_files_only=config.offline))
     if not (directory / "config.json").exists():
-        raise UsageError(f"{config.model_name} has no config.json on the hub: not a model that transformers reads",
-                         where=config.sources.get("model_name", ""), cure="the original model, in place of a conversion of it")
+        raise UsageError(
+            f"{config.model_name} has no config.json on the hub: not a model that transformers reads",
+            where=config.sources.get("model_name", ""),
+            cure="the original model, in place of a conversion of it",
+        )
     return directory
 
 
@@ -60,20 +77,38 @@ def _explained(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except hub.GatedRepoError:
-        raise UsageError(f"{name} is gated: its owner wants you to accept its terms", where=where,
-                         cure=f"accept them on the model's page, then `hf auth login`, or set HF_TOKEN; page: {name}") from None
+        raise UsageError(
+            f"{name} is gated: its owner wants you to accept its terms",
+            where=where,
+            cure=f"accept them on the model's page, then `hf auth login`, or set HF_TOKEN; page: {name}",
+        ) from None
     except hub.RepositoryNotFoundError:
-        raise UsageError(f"{name} is neither a directory here nor a model on the hub (or it is private)", where=where,
-                         cure="check the spelling; for a private model `hf auth login` or HF_TOKEN") from None
+        raise UsageError(
+            f"{name} is neither a directory here nor a model on the hub (or it is private)",
+            where=where,
+            cure="check the spelling; for a private model `hf auth login` or HF_TOKEN",
+        ) from None
     except hub.RevisionNotFoundError:
-        raise UsageError(f"{name} has no revision {config.revision!r}", where=config.sources.get("revision", ""), cure="--revision main") from None
+        raise UsageError(
+            f"{name} has no revision {config.revision!r}",
+            where=config.sources.get("revision", ""),
+            cure="--revision main",
+        ) from None
     except hub.LocalEntryNotFoundError as error:
-        cause = "--offline true" if config.offline else f"the hub does not answer ({_first_line(error.__cause__ or error)})"
-        raise UsageError(f"{name} is not on this machine whole, and {cause}", where=where,
-                         cure="a directory as --model_name, or a run with a connection first") from None
+        cause = (
+            "--offline true" if config.offline else f"the hub does not answer ({_first_line(error.__cause__ or error)})"
+        )
+        raise UsageError(
+            f"{name} is not on this machine whole, and {cause}",
+            where=where,
+            cure="a directory as --model_name, or a run with a connection first",
+        ) from None
     except (hub.HTTPError, OSError) as error:  # HTTPError is that of the library through which this version connects
-        raise UsageError(f"{name} could not be downloaded: {_first_line(error)}", where=where,
-                         cure="run again: files that have arrived are kept") from None
+        raise UsageError(
+            f"{name} could not be downloaded: {_first_line(error)}",
+            where=where,
+            cure="run again: files that have arrived are kept",
+        ) from None
 
 
 def check_weights(directory: Path) -> None:
@@ -87,17 +122,30 @@ def weight_files(directory: Path) -> list[str]:
     if (directory / SINGLE).exists():
         return [SINGLE]
     if not (directory / INDEX).exists():
-        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors") for p in directory.glob(pattern))
-        raise UsageError(f"no weights in safetensors form: neither {SINGLE} nor {INDEX}" + (f"; {others[0]} is not read" if others else ""),
-                         where=str(directory), cure="download the model again, as safetensors; pickled weights can run code and are not read")
+        others = sorted(
+            p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors") for p in directory.glob(pattern)
+        )
+        raise UsageError(
+            f"no weights in safetensors form: neither {SINGLE} nor {INDEX}"
+            + (f"; {others[0]} is not read" if others else ""),
+            where=str(directory),
+            cure="download the model again, as safetensors; pickled weights can run code and are not read",
+        )
     try:
         names = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [name for name in names if not (directory / name).exists()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"not an index of weights: {_first_line(error)}", where=str(directory / INDEX), cure="download the model again") from None
+        raise UsageError(
+            f"not an index of weights: {_first_line(error)}",
+            where=str(directory / INDEX),
+            cure="download the model again",
+        ) from None
     if missing:
-        raise UsageError(f"{len(missing)} of {len(names)} weight files are missing, {missing[0]} is the first", where=str(directory),
-                         cure="download the model again: the download was not finished")
+        raise UsageError(
+            f"{len(missing)} of {len(names)} weight files are missing, {missing[0]} is the first",
+            where=str(directory),
+            cure="download the model again: the download was not finished",
+        )
     return names
 
 
@@ -112,11 +160,16 @@ def check_safetensors(path: Path) -> dict:
             header = json.loads(file.read(length))
         ends = [about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise UsageError(f"not a safetensors file: {_first_line(error)}", where=str(path), cure="delete it and download it again") from None
+        raise UsageError(
+            f"not a safetensors file: {_first_line(error)}", where=str(path), cure="delete it and download it again"
+        ) from None
     expected = 8 + length + max(ends, default=0)
     if size != expected:
-        raise UsageError(f"{size} bytes, but its header describes {expected}: the file is cut short or damaged", where=str(path),
-                         cure="delete it and download it again")
+        raise UsageError(
+            f"{size} bytes, but its header describes {expected}: the file is cut short or damaged",
+            where=str(path),
+            cure="delete it and download it again",
+        )
     return header
 
 

@@ -21,7 +21,10 @@ from .errors import OutOfMemory, PeerLost, Stopped
 from .terminal import printable
 
 WATCHED = 0.05  # seconds between two looks at the processes
-GRACE = {True: 5.0, False: 1.0}  # seconds that the others have to end by themselves once one has explained itself, or was lost
+GRACE = {
+    True: 5.0,
+    False: 1.0,
+}  # seconds that the others have to end by themselves once one has explained itself, or was lost
 STACKS = 0.5  # seconds in which those that do not end write where they are
 FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
@@ -43,13 +46,24 @@ class Processes:
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         for rank in range(size):
-            environ = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-                       "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
+            environ = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": threads,
+                "PYTHONPATH": path,
+            }
             command = [sys.executable, "-m", "anyqlora.worker", str(self.folder), str(os.getpid())]
             with open(self.said(rank), "wb") as said:
                 out, err = (None, None) if rank == 0 else (subprocess.DEVNULL, said)
                 # A session of its own: Ctrl-C reaches it through `forward`, once.
-                self.running[rank] = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
+                self.running[rank] = subprocess.Popen(
+                    command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                )
 
     def said(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.txt"
@@ -94,9 +108,13 @@ class Processes:
     def culprit(self) -> int | None:
         """The rank that failed, rather than noticed that another was gone; None when all is well."""
         failed = [rank for rank, code in self.ends.items() if code and rank not in self.silent]
-        own = [rank for rank in failed if self.ends[rank] != PeerLost.exit_code]  # the others have noticed that it was gone
+        own = [
+            rank for rank in failed if self.ends[rank] != PeerLost.exit_code
+        ]  # the others have noticed that it was gone
         if own:
-            return 0 if 0 in own and self.ends[0] == self.ends[own[0]] else own[0]  # where all found the same, the first has said it
+            return (
+                0 if 0 in own and self.ends[0] == self.ends[own[0]] else own[0]
+            )  # where all found the same, the first has said it
         return next(iter(self.silent or failed), None)
 
 
@@ -112,7 +130,9 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
     while True:
         with tempfile.TemporaryDirectory(prefix="anyqlora-") as folder:
             processes = Processes(Path(folder))
-            (processes.folder / "config.json").write_text(json.dumps({"settings": config.settings(), "sources": dict(config.sources), "name": name}))
+            (processes.folder / "config.json").write_text(
+                json.dumps({"settings": config.settings(), "sources": dict(config.sources), "name": name})
+            )
             attend(processes, config)
             if config.resume == "never":
                 config = config.with_(resume=AUTO)  # it has begun anew, and goes on from there
@@ -120,7 +140,10 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
                 sys.exit(130)
             if processes.culprit is None:
                 return json.loads((processes.folder / "result.json").read_bytes())
-            rank, said = processes.culprit, processes.said(processes.culprit).read_text(errors="replace") if processes.culprit else ""
+            rank, said = (
+                processes.culprit,
+                processes.said(processes.culprit).read_text(errors="replace") if processes.culprit else "",
+            )
             print(printable(said), end="", file=sys.stderr)
             has_explained = processes.has_explained(rank)
             if processes.stop is not None and (not has_explained or processes.ends[rank] == OutOfMemory.exit_code):
@@ -130,12 +153,21 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
 
                 rows, steps = halved(rows, steps)
                 config = config.with_(batch_size=rows, gradient_accumulation_steps=steps)
-                print(f"train.py: micro-batches of {rows} rows from here on, and from the last checkpoint", file=sys.stderr, flush=True)
+                print(
+                    f"train.py: micro-batches of {rows} rows from here on, and from the last checkpoint",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 continue
             if has_explained:
                 sys.exit(processes.ends[rank])
-            how = ("did not answer any more and was ended" if rank in processes.silent else "lost the others" if processes.ends[rank] > 0
-                   else f"was killed by {signal.Signals(-processes.ends[rank]).name}")
+            how = (
+                "did not answer any more and was ended"
+                if rank in processes.silent
+                else "lost the others"
+                if processes.ends[rank] > 0
+                else f"was killed by {signal.Signals(-processes.ends[rank]).name}"
+            )
         if not left:
             raise PeerLost(f"rank {rank} {how}", cure="the same command continues from the last checkpoint")
         left -= 1

@@ -12,7 +12,11 @@ from .config import TrainConfig
 from .errors import UsageError
 
 DEMO_BASE = Path(__file__).resolve().parent / "demo" / "base"
-COLUMNS, ROWS, WHOLE = "columns", "rows", "whole"  # split along outputs, along inputs (outputs are summed), or not at all
+COLUMNS, ROWS, WHOLE = (
+    "columns",
+    "rows",
+    "whole",
+)  # split along outputs, along inputs (outputs are summed), or not at all
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,10 @@ class Linear:
         return self.count * self.outputs * self.inputs
 
 
-SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # last parts of the names of linears that read one tensor
+SHARING = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+)  # last parts of the names of linears that read one tensor
 
 
 def source_of(name: str) -> tuple[str, ...]:
@@ -53,26 +60,26 @@ class Shapes:
     """The shapes of one causal LM. Every number counts elements unless it says otherwise."""
 
     model_type: str
-    block: str                    # class of one layer, the unit that is sharded and checkpointed
+    block: str  # class of one layer, the unit that is sharded and checkpointed
     layers: int
     hidden: int
     vocab: int
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int             # width of one MLP or expert
-    linears: tuple[Linear, ...]   # of one layer
-    tied: bool = False            # head and embedding are one tensor
-    norms: int = 2                # normalizations over `hidden` in a layer
-    norm_bias: bool = False       # LayerNorm with a bias, not RMSNorm
-    qk_norm: str = ""             # queries and keys are normalized too: over each "head", or "all" of them
-    gated: bool = True            # act(gate) * up, not act(up)
-    silu_gate: bool = False       # silu(gate) * up of two linears
-    fused_qkv: bool = False       # one linear makes queries, keys and values
-    post_norm: bool = False       # linears come before norms, so that the first layer has none that needs no gradient
-    parallel: bool = False        # attention and MLP read the same residual
+    intermediate: int  # width of one MLP or expert
+    linears: tuple[Linear, ...]  # of one layer
+    tied: bool = False  # head and embedding are one tensor
+    norms: int = 2  # normalizations over `hidden` in a layer
+    norm_bias: bool = False  # LayerNorm with a bias, not RMSNorm
+    qk_norm: str = ""  # queries and keys are normalized too: over each "head", or "all" of them
+    gated: bool = True  # act(gate) * up, not act(up)
+    silu_gate: bool = False  # silu(gate) * up of two linears
+    fused_qkv: bool = False  # one linear makes queries, keys and values
+    post_norm: bool = False  # linears come before norms, so that the first layer has none that needs no gradient
+    parallel: bool = False  # attention and MLP read the same residual
     eager_attention: bool = False  # soft-capped scores: [heads, T, T] is materialized
-    capped_logits: bool = False   # soft-capped by tanh
+    capped_logits: bool = False  # soft-capped by tanh
     experts: int = 0
     experts_per_token: int = 0
     shared_intermediate: int = 0  # width of the expert that every token visits
@@ -100,12 +107,12 @@ class Family:
     """How an architecture differs from Llama."""
 
     block: str
-    style: str = "llama"          # llama | fused (qkv_proj, gate_up_proj) | neox | starcoder | experts
+    style: str = "llama"  # llama | fused (qkv_proj, gate_up_proj) | neox | starcoder | experts
     norms: int = 2
     qk_norm: str = ""
     post_norm: bool = False
     qkv_bias: bool = False
-    tied: bool = False            # config.json's default when it does not say
+    tied: bool = False  # config.json's default when it does not say
 
 
 FAMILIES = {  # model_type -> family; an unknown one has unknown memory, never a guess
@@ -144,15 +151,32 @@ def shapes(config: dict) -> Shapes | None:
     experts = config.get("num_local_experts") or config.get("num_experts") or 0
     intermediate = config.get("moe_intermediate_size") if experts else None
     base = Shapes(
-        model_type=config["model_type"], block=family.block, layers=config["num_hidden_layers"], hidden=hidden, vocab=config["vocab_size"],
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate or config["intermediate_size"], linears=(),
-        tied=config.get("tie_word_embeddings", family.tied), norms=family.norms,
-        norm_bias=family.style in ("neox", "starcoder"), qk_norm=family.qk_norm, post_norm=family.post_norm, gated=family.style not in ("neox", "starcoder"),
-        silu_gate=family.style == "llama" and (config.get("hidden_act") or config.get("hidden_activation")) in (None, "silu", "swish"),
-        fused_qkv=family.style in ("fused", "neox"), parallel=family.style == "neox" and config.get("use_parallel_residual", True),
-        eager_attention=bool(config.get("attn_logit_softcapping")), capped_logits=bool(config.get("final_logit_softcapping")),
-        experts=experts, experts_per_token=config.get("num_experts_per_tok") or 0,
-        shared_intermediate=config.get("shared_expert_intermediate_size") or 0 if experts else 0)
+        model_type=config["model_type"],
+        block=family.block,
+        layers=config["num_hidden_layers"],
+        hidden=hidden,
+        vocab=config["vocab_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate or config["intermediate_size"],
+        linears=(),
+        tied=config.get("tie_word_embeddings", family.tied),
+        norms=family.norms,
+        norm_bias=family.style in ("neox", "starcoder"),
+        qk_norm=family.qk_norm,
+        post_norm=family.post_norm,
+        gated=family.style not in ("neox", "starcoder"),
+        silu_gate=family.style == "llama"
+        and (config.get("hidden_act") or config.get("hidden_activation")) in (None, "silu", "swish"),
+        fused_qkv=family.style in ("fused", "neox"),
+        parallel=family.style == "neox" and config.get("use_parallel_residual", True),
+        eager_attention=bool(config.get("attn_logit_softcapping")),
+        capped_logits=bool(config.get("final_logit_softcapping")),
+        experts=experts,
+        experts_per_token=config.get("num_experts_per_tok") or 0,
+        shared_intermediate=config.get("shared_expert_intermediate_size") or 0 if experts else 0,
+    )
     has_bias = config.get("attention_bias", False) or config.get("use_bias", False) or family.qkv_bias
     return replace(base, linears=_LINEARS[family.style](base, has_bias, config))
 
@@ -161,9 +185,35 @@ def shapes(config: dict) -> Shapes | None:
 COUNTED_FROM_PAD = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "roberta-prelayernorm"}
 # Architectures in which a position is a row of a table, learned or computed once: one beyond the last is an error.
 POSITION_TABLES = {
-    "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "opt", "openai-gpt", "biogpt", "ctrl", "mpt", "bart", "mbart", "marian", "pegasus",
-    "bigbird_pegasus", "blenderbot", "blenderbot-small", "plbart", "mvp", "trocr", "xlm", "bert", "bert-generation", "big_bird", "electra",
-    "ernie", "megatron-bert", "rembert", "roformer",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "codegen",
+    "opt",
+    "openai-gpt",
+    "biogpt",
+    "ctrl",
+    "mpt",
+    "bart",
+    "mbart",
+    "marian",
+    "pegasus",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "plbart",
+    "mvp",
+    "trocr",
+    "xlm",
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roformer",
 } | COUNTED_FROM_PAD
 ENCODERS = {"bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert", "roformer"}
 
@@ -201,13 +251,20 @@ def _of_text(config: dict) -> dict:
 
 def _attention(s: Shapes, has_bias: bool, out_bias: bool) -> tuple[Linear, ...]:
     queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    return (Linear("self_attn.q_proj", queries, s.hidden, COLUMNS, has_bias), Linear("self_attn.k_proj", keys, s.hidden, COLUMNS, has_bias),
-            Linear("self_attn.v_proj", keys, s.hidden, COLUMNS, has_bias), Linear("self_attn.o_proj", s.hidden, queries, ROWS, out_bias))
+    return (
+        Linear("self_attn.q_proj", queries, s.hidden, COLUMNS, has_bias),
+        Linear("self_attn.k_proj", keys, s.hidden, COLUMNS, has_bias),
+        Linear("self_attn.v_proj", keys, s.hidden, COLUMNS, has_bias),
+        Linear("self_attn.o_proj", s.hidden, queries, ROWS, out_bias),
+    )
 
 
 def _gated_mlp(s: Shapes, width: int, prefix: str = "mlp.") -> tuple[Linear, ...]:
-    return (Linear(prefix + "gate_proj", width, s.hidden, COLUMNS), Linear(prefix + "up_proj", width, s.hidden, COLUMNS),
-            Linear(prefix + "down_proj", s.hidden, width, ROWS))
+    return (
+        Linear(prefix + "gate_proj", width, s.hidden, COLUMNS),
+        Linear(prefix + "up_proj", width, s.hidden, COLUMNS),
+        Linear(prefix + "down_proj", s.hidden, width, ROWS),
+    )
 
 
 def _llama(s, has_bias, config):
@@ -217,29 +274,41 @@ def _llama(s, has_bias, config):
 def _fused(s, has_bias, config):
     queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
     # a slice of a fused output is not a slice of each part, so such outputs are gathered
-    return (Linear("self_attn.qkv_proj", queries + 2 * keys, s.hidden, COLUMNS), Linear("self_attn.o_proj", s.hidden, queries, ROWS),
-            Linear("mlp.gate_up_proj", 2 * s.intermediate, s.hidden, COLUMNS), Linear("mlp.down_proj", s.hidden, s.intermediate, ROWS))
+    return (
+        Linear("self_attn.qkv_proj", queries + 2 * keys, s.hidden, COLUMNS),
+        Linear("self_attn.o_proj", s.hidden, queries, ROWS),
+        Linear("mlp.gate_up_proj", 2 * s.intermediate, s.hidden, COLUMNS),
+        Linear("mlp.down_proj", s.hidden, s.intermediate, ROWS),
+    )
 
 
 def _neox(s, has_bias, config):
-    return (Linear("attention.query_key_value", 3 * s.hidden, s.hidden, COLUMNS, True),
-            Linear("attention.dense", s.hidden, s.hidden, ROWS, True),
-            Linear("mlp.dense_h_to_4h", s.intermediate, s.hidden, COLUMNS, True),
-            Linear("mlp.dense_4h_to_h", s.hidden, s.intermediate, ROWS, True))
+    return (
+        Linear("attention.query_key_value", 3 * s.hidden, s.hidden, COLUMNS, True),
+        Linear("attention.dense", s.hidden, s.hidden, ROWS, True),
+        Linear("mlp.dense_h_to_4h", s.intermediate, s.hidden, COLUMNS, True),
+        Linear("mlp.dense_4h_to_h", s.hidden, s.intermediate, ROWS, True),
+    )
 
 
 def _starcoder(s, has_bias, config):
     has_bias = config.get("use_bias", True)
-    return _attention(s, has_bias, has_bias) + (Linear("mlp.c_fc", s.intermediate, s.hidden, COLUMNS, has_bias),
-                                                Linear("mlp.c_proj", s.hidden, s.intermediate, ROWS, has_bias))
+    return _attention(s, has_bias, has_bias) + (
+        Linear("mlp.c_fc", s.intermediate, s.hidden, COLUMNS, has_bias),
+        Linear("mlp.c_proj", s.hidden, s.intermediate, ROWS, has_bias),
+    )
 
 
 def _experts(s, has_bias, config):
     """Transformers 5 keeps all experts of a layer in two three-dimensional parameters."""
-    experts = (Linear("mlp.experts.gate_up_proj", 2 * s.intermediate, s.hidden, count=s.experts),
-               Linear("mlp.experts.down_proj", s.hidden, s.intermediate, ROWS, count=s.experts))
+    experts = (
+        Linear("mlp.experts.gate_up_proj", 2 * s.intermediate, s.hidden, count=s.experts),
+        Linear("mlp.experts.down_proj", s.hidden, s.intermediate, ROWS, count=s.experts),
+    )
     width = s.shared_intermediate
-    shared = _gated_mlp(s, width, "mlp.shared_expert.") + (Linear("mlp.shared_expert_gate", 1, s.hidden),) if width else ()
+    shared = (
+        _gated_mlp(s, width, "mlp.shared_expert.") + (Linear("mlp.shared_expert_gate", 1, s.hidden),) if width else ()
+    )
     return _attention(s, has_bias, config.get("attention_bias", False)) + experts + shared
 
 
@@ -249,15 +318,26 @@ _LINEARS = {"llama": _llama, "fused": _fused, "neox": _neox, "starcoder": _starc
 def llama_of(billions: float) -> Shapes:
     """A Llama of about so many billion parameters: 128 units of width per layer, MLP 3.5 x as wide, a vocabulary of 128k."""
     vocab, ratio = 128_256, 128
-    per_cube = (1 + 1 + 0.25 + 0.25 + 3 * 3.5) / ratio  # linear parameters / hidden^3 (layers = hidden / 128), kv_heads = heads / 4
+    per_cube = (
+        1 + 1 + 0.25 + 0.25 + 3 * 3.5
+    ) / ratio  # linear parameters / hidden^3 (layers = hidden / 128), kv_heads = heads / 4
     low, high = 1.0, 1e6
     for _ in range(60):  # hidden where the linears, embedding and head together have that many
         middle = (low + high) / 2
         low, high = (middle, high) if per_cube * middle**3 + 2 * vocab * middle < billions * 1e9 else (low, middle)
     hidden = 4 * max(1, int(low / 4))
     # four wide heads in place of many: the same parameters, and every shape grows with `billions`
-    return shapes({"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": max(1, round(low / ratio)), "num_attention_heads": 4,
-                   "num_key_value_heads": 1, "intermediate_size": 7 * hidden // 2, "vocab_size": vocab})
+    return shapes(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": max(1, round(low / ratio)),
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "intermediate_size": 7 * hidden // 2,
+            "vocab_size": vocab,
+        }
+    )
 
 
 # ------------------------------------------------------------------------------------------------ where a model is
@@ -277,15 +357,20 @@ def model_directory(config: TrainConfig) -> Path | None:
             raise _no_model(path, where)
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UsageError(f"no such model directory: {name}", where=where, cure="a directory that is there, or a hub id (owner/name)")
+        raise UsageError(
+            f"no such model directory: {name}", where=where, cure="a directory that is there, or a hub id (owner/name)"
+        )
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         cached = try_to_load_from_cache(name, "config.json", revision=config.revision)
     except HFValidationError:
-        raise UsageError(f"model_name {name!r} is neither a directory nor a hub id", where=where,
-                         cure="a directory that is there, or a hub id (owner/name)") from None
+        raise UsageError(
+            f"model_name {name!r} is neither a directory nor a hub id",
+            where=where,
+            cure="a directory that is there, or a hub id (owner/name)",
+        ) from None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
@@ -294,13 +379,29 @@ def _no_model(path: Path, where: str) -> UsageError:
     run = path if (path / "adapter").is_dir() or (path / "model").is_dir() else path.parent
     adapter = path if path != run else path / "adapter"
     if (path / "model" / "config.json").is_file():
-        return UsageError(f"{path} is a run directory, not a model directory", where=where, cure=f"--model_name {path / 'model'}, the model that it trained")
+        return UsageError(
+            f"{path} is a run directory, not a model directory",
+            where=where,
+            cure=f"--model_name {path / 'model'}, the model that it trained",
+        )
     if not (adapter / "adapter_config.json").is_file():
-        return UsageError(f"{path} has no config.json: not a model directory", where=where, cure="a directory with config.json, weights and tokenizer")
-    base = read_config(adapter, "adapter_config.json").get("base_model_name_or_path") or "the model that it was trained on"
-    further = f"; to train it further, the command of its run with --run_name {run.name} --resume force and more --max_steps"
-    return UsageError(f"{path} is {'an adapter' if path == adapter else 'a run directory with an adapter'}, not a model directory", where=where,
-                      cure=f"--model_name {base}, its base, starts a new adapter, and one that starts from this with --init_adapter {adapter}" + further * (run / "config.resolved.yaml").is_file())
+        return UsageError(
+            f"{path} has no config.json: not a model directory",
+            where=where,
+            cure="a directory with config.json, weights and tokenizer",
+        )
+    base = (
+        read_config(adapter, "adapter_config.json").get("base_model_name_or_path") or "the model that it was trained on"
+    )
+    further = (
+        f"; to train it further, the command of its run with --run_name {run.name} --resume force and more --max_steps"
+    )
+    return UsageError(
+        f"{path} is {'an adapter' if path == adapter else 'a run directory with an adapter'}, not a model directory",
+        where=where,
+        cure=f"--model_name {base}, its base, starts a new adapter, and one that starts from this with --init_adapter {adapter}"
+        + further * (run / "config.resolved.yaml").is_file(),
+    )
 
 
 def described(config: TrainConfig) -> dict:

@@ -30,7 +30,9 @@ class JsonLines:
             os.truncate(path, self.end)
 
     def write(self, record: dict) -> None:
-        self.waiting.append((json.dumps(finite(record), allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+        self.waiting.append(
+            (json.dumps(finite(record), allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        )
         self.count += 1
         self.flush()
 
@@ -88,7 +90,9 @@ class Lines:
         self.say("\n".join(self.plan.explain()))
 
     def say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads any more, or the output is a file on a full disk: training goes on
+        with contextlib.suppress(
+            OSError
+        ):  # nobody reads any more, or the output is a file on a full disk: training goes on
             print(printable(redacted(text)), flush=True)
 
     def warn(self, text: str) -> None:
@@ -97,8 +101,10 @@ class Lines:
 
     def step(self, record: dict) -> None:
         """`record` is that of metrics.jsonl, with eta_seconds."""
-        self.say(f"step {record['step']:>5}/{self.total}  loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}"
-                 f"  {record['trained_tokens_per_second']:.0f} trained tok/s  eta {duration(record['eta_seconds'])}")
+        self.say(
+            f"step {record['step']:>5}/{self.total}  loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}"
+            f"  {record['trained_tokens_per_second']:.0f} trained tok/s  eta {duration(record['eta_seconds'])}"
+        )
 
     def evaluation(self, record: dict) -> None:
         self.say(evaluated(record))
@@ -144,4 +150,6 @@ class Mute(Silent):
 def evaluated(record: dict) -> str:
     """One evaluation in words."""
     exact = f"  exact match {100 * record['exact_match']:.1f} %" if "exact_match" in record else ""
-    return f"evaluation at step {record['step']}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}{exact}"
+    return (
+        f"evaluation at step {record['step']}: loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}{exact}"
+    )

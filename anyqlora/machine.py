@@ -19,7 +19,13 @@ from pathlib import Path
 from .imports import uncollected
 from .world import cores_of_all, device_of, local_rank, local_size
 
-MLX_BUILDS = ("mlx-metal", "mlx-cuda-13", "mlx-cuda-12", "mlx-cuda", "mlx-cpu")  # mlx's device code is in packages of its own
+MLX_BUILDS = (
+    "mlx-metal",
+    "mlx-cuda-13",
+    "mlx-cuda-12",
+    "mlx-cuda",
+    "mlx-cpu",
+)  # mlx's device code is in packages of its own
 LOOKS = 4  # at what others keep busy: the first one after a start finds up to 1.4 cores in use where nothing runs (Linux 6, a virtual machine)
 CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16"}
 
@@ -56,20 +62,26 @@ class Machine:
     os_version: str
     arch: str
     python: str
-    cores: int                                           # that this run's processes here may use together
+    cores: int  # that this run's processes here may use together
     memory_total: int
     memory_available: int
     cpu_features: tuple[str, ...] = ()
-    threads: int = 0                                     # that OMP_NUM_THREADS allows; 0: it says nothing
-    processes: int = 0                                   # of this run, that a launcher has started here; 0: it says nothing
-    torch: Mapping = field(default_factory=dict)         # version, cuda, hip, xpu (versions it is built for), collectives, error
-    cuda: tuple[Device, ...] = ()                        # NVIDIA's or, where torch is built for ROCm, AMD's
+    threads: int = 0  # that OMP_NUM_THREADS allows; 0: it says nothing
+    processes: int = 0  # of this run, that a launcher has started here; 0: it says nothing
+    torch: Mapping = field(
+        default_factory=dict
+    )  # version, cuda, hip, xpu (versions it is built for), collectives, error
+    cuda: tuple[Device, ...] = ()  # NVIDIA's or, where torch is built for ROCm, AMD's
     xpu: tuple[Device, ...] = ()
-    mps: Mapping = field(default_factory=dict)           # built, available, allocates, quantizes, bf16, memory_total, memory_free, error
-    mlx: Mapping = field(default_factory=dict)           # version, build (one of MLX_BUILDS; "": none), lm_version (mlx-lm's), error
+    mps: Mapping = field(
+        default_factory=dict
+    )  # built, available, allocates, quantizes, bf16, memory_total, memory_free, error
+    mlx: Mapping = field(
+        default_factory=dict
+    )  # version, build (one of MLX_BUILDS; "": none), lm_version (mlx-lm's), error
     bitsandbytes: Mapping = field(default_factory=dict)  # version, library (the native library's file), error
-    triton: Mapping = field(default_factory=dict)        # version, interpreted (kernels run in Python, on the CPU), error
-    compiler: str = ""                                   # of C, where native.c can be compiled by it
+    triton: Mapping = field(default_factory=dict)  # version, interpreted (kernels run in Python, on the CPU), error
+    compiler: str = ""  # of C, where native.c can be compiled by it
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -92,7 +104,9 @@ def observe() -> Machine:
         "os_version": platform.mac_ver()[0] or platform.release(),
         "arch": platform.machine(),
         "python": platform.python_version(),
-        "cores": cores_of_all(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
+        "cores": cores_of_all(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ),
         "memory_total": memory_total,
         "memory_available": memory_available,
         "cpu_features": _cpu_features(),
@@ -122,7 +136,10 @@ def host_memory() -> tuple[int, int]:
 
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             limit = int(Path("/sys/fs/cgroup", limit).read_text())
             used = int(Path("/sys/fs/cgroup", used).read_text())
@@ -155,7 +172,9 @@ def _waiting(environ: Mapping[str, str]) -> dict[str, str]:
     """
     if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
         return {}
-    return {"OMP_WAIT_POLICY": "PASSIVE"} | ({"GOMP_SPINCOUNT": "5000"} if any(_cores_in_use() < 0.5 for _ in range(LOOKS)) else {})
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | (
+        {"GOMP_SPINCOUNT": "5000"} if any(_cores_in_use() < 0.5 for _ in range(LOOKS)) else {}
+    )
 
 
 def _cores_in_use(seconds: float = 0.05) -> float:
@@ -174,22 +193,40 @@ def _cores_in_use(seconds: float = 0.05) -> float:
 
 def _torch_build(torch) -> dict:
     distributed = torch.distributed
-    collectives = [name for name in ("nccl", "xccl", "gloo") if distributed.is_available() and distributed.is_backend_available(name)]
-    return {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": torch.version.xpu,
-            "collectives": collectives}
+    collectives = [
+        name
+        for name in ("nccl", "xccl", "gloo")
+        if distributed.is_available() and distributed.is_backend_available(name)
+    ]
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "xpu": torch.version.xpu,
+        "collectives": collectives,
+    }
 
 
 def _accelerators(module, read) -> tuple[tuple[Device, ...], str]:
     """The devices of torch.cuda or torch.xpu, and why there are fewer than the driver has."""
     try:
-        found = [read(module.get_device_properties(index)) for index in range(module.device_count())] if module.is_available() else []
-        return tuple(replace(device, memory_free=free) for device, free in zip(found, free_memory(module, len(found)), strict=True)), ""
+        found = (
+            [read(module.get_device_properties(index)) for index in range(module.device_count())]
+            if module.is_available()
+            else []
+        )
+        return tuple(
+            replace(device, memory_free=free)
+            for device, free in zip(found, free_memory(module, len(found)), strict=True)
+        ), ""
     except Exception as error:  # a driver that is too old or a device that is lost
         return (), _first_line(error)
 
 
 def _nvidia_device(properties) -> Device:
-    return Device(properties.name, f"{properties.major}.{properties.minor}", properties.total_memory, bf16=properties.major >= 8)
+    return Device(
+        properties.name, f"{properties.major}.{properties.minor}", properties.total_memory, bf16=properties.major >= 8
+    )
 
 
 def _amd_device(properties) -> Device:
@@ -197,7 +234,9 @@ def _amd_device(properties) -> Device:
 
 
 def _xpu_device(properties) -> Device:
-    return Device(properties.name, "", properties.total_memory, bf16=getattr(properties, "has_bfloat16_conversions", True))
+    return Device(
+        properties.name, "", properties.total_memory, bf16=getattr(properties, "has_bfloat16_conversions", True)
+    )
 
 
 def free_memory(module, count: int, environ: Mapping[str, str] = os.environ) -> list[int | None]:
@@ -213,13 +252,18 @@ def free_memory(module, count: int, environ: Mapping[str, str] = os.environ) -> 
         own = device_of(rank or 0, count)
         free = [_free(module, index) if index == own else None for index in range(count)]
     # What this process has kept of an earlier run counts as used, and is to be had.
-    return [None if bytes_ is None else bytes_ + module.memory_reserved(index) - module.memory_allocated(index) for index, bytes_ in enumerate(free)]
+    return [
+        None if bytes_ is None else bytes_ + module.memory_reserved(index) - module.memory_allocated(index)
+        for index, bytes_ in enumerate(free)
+    ]
 
 
 def asked_elsewhere(module: str, count: int) -> list[int | None]:
     """Bytes free on each device of `module`, as a process finds them that ends at once."""
     try:
-        lines = subprocess.run([sys.executable, "-c", ASKING, module], capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        lines = subprocess.run(
+            [sys.executable, "-c", ASKING, module], capture_output=True, text=True, check=True, timeout=60
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return [None] * count
     return [int(line) if line.isdigit() else None for line in lines[:count]] + [None] * (count - len(lines))
@@ -244,7 +288,11 @@ def _mps(torch) -> dict:
     try:
         torch.ones(2, device="mps").sum().item()
         total = torch.mps.recommended_max_memory()
-        found |= {"allocates": True, "memory_total": total, "memory_free": max(total - torch.mps.driver_allocated_memory(), 0)}
+        found |= {
+            "allocates": True,
+            "memory_total": total,
+            "memory_free": max(total - torch.mps.driver_allocated_memory(), 0),
+        }
         found["quantizes"] = quantizes(torch, "mps")
         x = torch.ones(2, 2, device="mps", dtype=torch.bfloat16)
         found["bf16"] = (x @ x).sum().item() == 8
@@ -259,11 +307,15 @@ def quantizes(torch, device: str) -> bool:
     bitsandbytes' MPS backend falls back to these ops (absmax, bucketize, packing of two codes in a byte), so this
     finds out what it needs without importing it.
     """
+
     def packed(device):
         x = torch.linspace(-3, 3, 128, device=device).view(2, 64)  # [blocks, block]
         levels = torch.linspace(-1, 1, 16, device=device)
-        codes = torch.bucketize((x / x.abs().amax(1, keepdim=True)).flatten(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+        codes = torch.bucketize((x / x.abs().amax(1, keepdim=True)).flatten(), (levels[1:] + levels[:-1]) / 2).to(
+            torch.uint8
+        )
         return (codes[::2] << 4 | codes[1::2]).cpu()
+
     return torch.equal(packed(device), packed("cpu"))
 
 
@@ -301,7 +353,9 @@ def _bitsandbytes(torch) -> dict:
         return {"error": "bitsandbytes is not installed"}
     found = {"version": _version("bitsandbytes")}
     directory = Path(spec.submodule_search_locations[0])
-    library = native_library(sorted(path.name for path in directory.glob("libbitsandbytes_*")), torch.version, torch.cuda.is_available())
+    library = native_library(
+        sorted(path.name for path in directory.glob("libbitsandbytes_*")), torch.version, torch.cuda.is_available()
+    )
     if not library:
         return found | {"error": f"bitsandbytes {found['version']} has no native library for torch {torch.__version__}"}
     try:

@@ -43,7 +43,11 @@ def agreed(ranks: Alone, found: Place, plan, config: TrainConfig):
     for rank, other in enumerate(others, 1):
         for name in sorted(first):
             if first[name] != other[name]:
-                _refuse(ranks, f"rank {rank} has {name} {other[name]!r}, rank 0 {first[name]!r}", "the same command on every process")
+                _refuse(
+                    ranks,
+                    f"rank {rank} has {name} {other[name]!r}, rank 0 {first[name]!r}",
+                    "the same command on every process",
+                )
     found.share(ranks)
     return replace(plan, config=plan.config.with_(**ranks.told(plan.config.settings())))
 

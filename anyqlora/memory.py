@@ -11,17 +11,51 @@ from .layouts import Linear, Shapes, source_of
 from .tables import AFFINE, BITS, FUSED_ADAPTERS, FUSED_QUANTIZERS, FUSED_STRATEGIES
 
 FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
-STORED = {"fp32": 4, "bf16": 2, "fp16_autocast": 4, "bf16_autocast": 4, "bf16_buffers_autocast": 2}  # of an unquantized frozen weight
-MOMENTS = {"adamw": 8, "fused_adamw": 8, "adam": 8, "paged_adamw": 8, "adadelta": 8, "sgd": 0,  # bytes per trained parameter
-           "adamw_8bit": 2 + 2 * 4 / 256, "paged_adamw_8bit": 2 + 2 * 4 / 256}  # 8-bit: one float32 scale per 256 values
+STORED = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16_autocast": 4,
+    "bf16_autocast": 4,
+    "bf16_buffers_autocast": 2,
+}  # of an unquantized frozen weight
+MOMENTS = {
+    "adamw": 8,
+    "fused_adamw": 8,
+    "adam": 8,
+    "paged_adamw": 8,
+    "adadelta": 8,
+    "sgd": 0,  # bytes per trained parameter
+    "adamw_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_8bit": 2 + 2 * 4 / 256,
+}  # 8-bit: one float32 scale per 256 values
 GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for choice
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
-LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = 64 << 20, 256 << 20, 512 << 20, 128_000  # of the logits that are made at a time
-HEAD_ROWS, HEAD_PARTS, HEAD_WORDS, HEAD_COLUMNS = 512, 8, 128, 32  # kernels/head.c: tokens that share packed weights, parts of the words, words and columns at a time
-LIBRARIES, HOLES = 24 << 20, 0.10  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
+LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = (
+    64 << 20,
+    256 << 20,
+    512 << 20,
+    128_000,
+)  # of the logits that are made at a time
+HEAD_ROWS, HEAD_PARTS, HEAD_WORDS, HEAD_COLUMNS = (
+    512,
+    8,
+    128,
+    32,
+)  # kernels/head.c: tokens that share packed weights, parts of the words, words and columns at a time
+LIBRARIES, HOLES = (
+    24 << 20,
+    0.10,
+)  # in host memory: what oneDNN and MKL keep for themselves, and holes that heap.py lets be
 SCORES_ON_MLX = 128 << 20  # of the pairs of tokens of the heads that attention looks at together
-COMPILED, OF_PRODUCT = 128, 600 << 10  # products in 16 bits that oneDNN may keep (heap.py), two or three lengths with 40 or 50 shapes each; bytes
-TAKE_ATTENTION = ("o_proj", "dense", "out_proj")  # the linear that attention's output goes into, as architectures name it
+COMPILED, OF_PRODUCT = (
+    128,
+    600 << 10,
+)  # products in 16 bits that oneDNN may keep (heap.py), two or three lengths with 40 or 50 shapes each; bytes
+TAKE_ATTENTION = (
+    "o_proj",
+    "dense",
+    "out_proj",
+)  # the linear that attention's output goes into, as architectures name it
 ROWS = 512  # tokens whose sums in int32 are there at a time: they stay in a processor's caches
 FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
 
@@ -51,16 +85,20 @@ class Estimate:
         return sum(self.moments.get(moment, {}).values())
 
     def to_dict(self) -> dict:
-        return {"total": self.total, "peak": self.peak, "moments": {moment: dict(parts) for moment, parts in self.moments.items()}}
+        return {
+            "total": self.total,
+            "peak": self.peak,
+            "moments": {moment: dict(parts) for moment, parts in self.moments.items()},
+        }
 
 
 @dataclass(frozen=True)
 class Widths:
     """Bytes per value, by precision. Full fine-tuning keeps float32 weights, and any other precision is autocast then."""
 
-    stored: int       # unquantized frozen weights, and the residual stream, which starts as an embedding
-    computed: int     # what matrix products and attention see
-    inner: int        # between the linears of an MLP: 4-bit linears give back the dtype they were given
+    stored: int  # unquantized frozen weights, and the residual stream, which starts as an embedding
+    computed: int  # what matrix products and attention see
+    inner: int  # between the linears of an MLP: 4-bit linears give back the dtype they were given
     autocast: bool
 
     @classmethod
@@ -137,19 +175,37 @@ def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
     kept = {"activations": activation_bytes(shapes, config)}
     moments = {
         "loading": weights | {"tensor being read": largest_tensor(shapes) * FULL},
-        "loss": weights | optimizer | (gradients if config.gradient_accumulation_steps > 1 else {}) | kept
+        "loss": weights
+        | optimizer
+        | (gradients if config.gradient_accumulation_steps > 1 else {})
+        | kept
         | {"logits and loss": logit_bytes(shapes, config)},
         "backward": weights | optimizer | gradients | kept | {"layer at work": work_bytes(shapes, config)},
-        **({"recomputation": weights | optimizer | gradients | {
-            "activations": recomputing_bytes(shapes, config), "layer at work": work_bytes(shapes, config) + layer_bytes(shapes, config)}}
-           if recomputed(shapes, config) else {}),
+        **(
+            {
+                "recomputation": weights
+                | optimizer
+                | gradients
+                | {
+                    "activations": recomputing_bytes(shapes, config),
+                    "layer at work": work_bytes(shapes, config) + layer_bytes(shapes, config),
+                }
+            }
+            if recomputed(shapes, config)
+            else {}
+        ),
         "update": weights | optimizer | gradients | {"update": update_bytes(shapes, config)},
     }
     if config.eval_dataset or config.eval_fraction:
         moments["evaluation"] = weights | optimizer | {"logits and loss": evaluation_bytes(shapes, config)}
     if config.backend == "cpu":
-        is_in_c = (config.fused_head is True and config.fused and not shapes.experts  # then oneDNN has nothing to compile
-                   and len(targets(shapes, config)) == len(shapes.linears) and config.lora_rank % 2 == 0)
+        is_in_c = (
+            config.fused_head is True
+            and config.fused
+            and not shapes.experts  # then oneDNN has nothing to compile
+            and len(targets(shapes, config)) == len(shapes.linears)
+            and config.lora_rank % 2 == 0
+        )
         libraries = LIBRARIES if config.precision == "fp32" or is_in_c else products(shapes) * OF_PRODUCT
         for parts in moments.values():
             parts["heap and libraries"] = libraries + round(HOLES * sum(parts.values()))
@@ -170,8 +226,12 @@ def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
         return {"weights": shapes.parameters * FULL}
     linears = shapes.layers * sum(linear.count * quantized_bytes(linear, config) for linear in shapes.linears)
     cache = cache_bytes(shapes, config)
-    return {"linear weights": linears, **({"dequantized weights": cache} if cache else {}),
-            "embedding, head, norms": shapes.other_parameters * stored_bytes(config) + rounded_head_bytes(shapes, config), "adapter": adapter_parameters(shapes, config) * FULL}
+    return {
+        "linear weights": linears,
+        **({"dequantized weights": cache} if cache else {}),
+        "embedding, head, norms": shapes.other_parameters * stored_bytes(config) + rounded_head_bytes(shapes, config),
+        "adapter": adapter_parameters(shapes, config) * FULL,
+    }
 
 
 def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -179,7 +239,9 @@ def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
     dequantized ones, which without a quantizer are the model's own."""
     layers = 0 if config.weight_cache == "auto" else min(config.weight_cache, shapes.layers)
     whole = Widths.of(config).computed
-    width = {"int8": 1, "int8_backward": 1 + (0 if config.quantizer == "none" else whole), "fp8": 2}.get(config.frozen_products, whole)
+    width = {"int8": 1, "int8_backward": 1 + (0 if config.quantizer == "none" else whole), "fp8": 2}.get(
+        config.frozen_products, whole
+    )
     return layers * sum(linear.parameters for linear in targets(shapes, config)) * width
 
 
@@ -191,7 +253,11 @@ def quantized_bytes(linear: Linear, config: TrainConfig) -> int:
     if config.quantizer == "none":
         return n * stored_bytes(config)
     if group := group_size(config):
-        scale = 1 if config.quantizer in GROUPS else 2 * (FULL if config.backend == "mlx" and config.precision == "fp32" else 2)
+        scale = (
+            1
+            if config.quantizer in GROUPS
+            else 2 * (FULL if config.backend == "mlx" and config.precision == "fp32" else 2)
+        )
         return n * BITS[config.quantizer] // 8 + scale * n // group
     if config.quantizer == "int8":
         return n + FULL * linear.outputs
@@ -209,7 +275,9 @@ def largest_tensor(shapes: Shapes) -> int:
 def targets(shapes: Shapes, config: TrainConfig) -> tuple[Linear, ...]:
     """The linears of one layer that get an adapter, as lora_target_modules says: all, PEFT's default, a list or a regex."""
     wanted = config.lora_target_modules
-    linears = tuple(linear for linear in shapes.linears if linear.count == 1)  # experts are parameters, not linear modules
+    linears = tuple(
+        linear for linear in shapes.linears if linear.count == 1
+    )  # experts are parameters, not linear modules
     if wanted in ("all", "all-linear"):
         return linears
     if wanted == "default":
@@ -222,7 +290,11 @@ def targets(shapes: Shapes, config: TrainConfig) -> tuple[Linear, ...]:
 def _is_named(linear: Linear, pattern: str) -> bool:
     """Whether a regex of module names takes this linear in some layer."""
     try:
-        return any(re.fullmatch(pattern, f"{root}.layers.{layer}.{linear.name}") for root in ("model", "gpt_neox") for layer in (0, 1, 10))
+        return any(
+            re.fullmatch(pattern, f"{root}.layers.{layer}.{linear.name}")
+            for root in ("model", "gpt_neox")
+            for layer in (0, 1, 10)
+        )
     except re.error:
         return False
 
@@ -230,8 +302,10 @@ def _is_named(linear: Linear, pattern: str) -> bool:
 def adapter_parameters(shapes: Shapes, config: TrainConfig) -> int:
     """Rank x (inputs + outputs) per linear; DoRA adds one magnitude per output."""
     magnitude = 1 if config.adapter == "dora" else 0
-    return shapes.layers * sum(config.lora_rank * (linear.inputs + linear.outputs) + magnitude * linear.outputs
-                               for linear in targets(shapes, config))
+    return shapes.layers * sum(
+        config.lora_rank * (linear.inputs + linear.outputs) + magnitude * linear.outputs
+        for linear in targets(shapes, config)
+    )
 
 
 def trained_parameters(shapes: Shapes, config: TrainConfig) -> int:
@@ -276,13 +350,26 @@ def recomputing_bytes(shapes: Shapes, config: TrainConfig) -> int:
     them, have had their turn in backward."""
     hidden, width = config.batch_size * config.context_length * shapes.hidden, Widths.of(config)
     layers = 1 if config.use_activation_cpu_offload else recomputed(shapes, config)
-    return layers * hidden * width.stored + hidden * (width.stored if config.kernels == "native" else FULL) + head_bytes(shapes, config)
+    return (
+        layers * hidden * width.stored
+        + hidden * (width.stored if config.kernels == "native" else FULL)
+        + head_bytes(shapes, config)
+    )
 
 
 def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """What one layer keeps for backward without checkpointing."""
-    per_token = norm_bytes(shapes, config) + attention_bytes(shapes, config) + mlp_bytes(shapes, config) + input_bytes(shapes, config)
-    return config.batch_size * config.context_length * per_token + scores_bytes(shapes, config) + cast_bytes(shapes, config)
+    per_token = (
+        norm_bytes(shapes, config)
+        + attention_bytes(shapes, config)
+        + mlp_bytes(shapes, config)
+        + input_bytes(shapes, config)
+    )
+    return (
+        config.batch_size * config.context_length * per_token
+        + scores_bytes(shapes, config)
+        + cast_bytes(shapes, config)
+    )
 
 
 def scores_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -315,13 +402,20 @@ def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 def in_blocks(shapes: Shapes, config: TrainConfig) -> bool:
     """Whether attention is by blocks (kernels/attention.py), which keeps no output of its own: bf16 on a CPU, without padding."""
-    is_ours = config.flat is True and config.backend == "cpu" and config.precision.startswith("bf16") and not shapes.eager_attention
+    is_ours = (
+        config.flat is True
+        and config.backend == "cpu"
+        and config.precision.startswith("bf16")
+        and not shapes.eager_attention
+    )
     return is_ours and not in_c(shapes, config)
 
 
 def in_c(shapes: Shapes, config: TrainConfig) -> bool:
     """Whether attention is by attention.c, which takes heads of whole registers."""
-    return config.flat is True and config.kernels == "native" and not shapes.eager_attention and shapes.head_dim % 16 == 0
+    return (
+        config.flat is True and config.kernels == "native" and not shapes.eager_attention and shapes.head_dim % 16 == 0
+    )
 
 
 def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
@@ -335,7 +429,10 @@ def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
         values += 1 if shapes.silu_gate or (shapes.fused_qkv and shapes.gated) else 3
     if not shapes.experts:
         return width.inner * (2 if config.kernels == "native" and shapes.silu_gate else values) * shapes.intermediate
-    routed = width.computed * shapes.experts_per_token * (values * shapes.intermediate + 2 * shapes.hidden) + FULL * shapes.hidden
+    routed = (
+        width.computed * shapes.experts_per_token * (values * shapes.intermediate + 2 * shapes.hidden)
+        + FULL * shapes.hidden
+    )
     return routed + width.inner * values * shapes.shared_intermediate
 
 
@@ -347,12 +444,22 @@ def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """
     width = Widths.of(config)
     is_full, fused = config.adapter == "full", is_fused(config)
-    narrow = fused or (config.backend == "mlx" and config.adapter in FUSED_ADAPTERS)  # the adapter is multiplied in its input's dtype
+    narrow = fused or (
+        config.backend == "mlx" and config.adapter in FUSED_ADAPTERS
+    )  # the adapter is multiplied in its input's dtype
     drawn_again = fused and config.kernels == "triton"  # kernels/dropout.py keeps a seed
-    mask = 0 if is_full or not config.lora_dropout or drawn_again else 1 if narrow or config.backend in FUSED_DROPOUT else FULL
+    mask = (
+        0
+        if is_full or not config.lora_dropout or drawn_again
+        else 1
+        if narrow or config.backend in FUSED_DROPOUT
+        else FULL
+    )
     copied = width.computed if narrow else width.copied
     is_shared = fused or ((narrow or config.precision == "fp32") and not mask)
-    is_there = is_shared and (in_c(shapes, config) or not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config)))
+    is_there = is_shared and (
+        in_c(shapes, config) or not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config))
+    )
     kept, seen = 0, set()
     for linear in shapes.linears if is_full else targets(shapes, config):
         source = source_of(linear.name)
@@ -367,7 +474,11 @@ def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
 
 def is_fused(config: TrainConfig) -> bool:
     """Whether LoRA runs in one function with its frozen weight: as stated, else wherever it can."""
-    fits = config.adapter in FUSED_ADAPTERS and config.quantizer in FUSED_QUANTIZERS and config.strategy in ("auto", *FUSED_STRATEGIES)
+    fits = (
+        config.adapter in FUSED_ADAPTERS
+        and config.quantizer in FUSED_QUANTIZERS
+        and config.strategy in ("auto", *FUSED_STRATEGIES)
+    )
     return fits if config.fused == "auto" else config.fused
 
 
@@ -377,7 +488,11 @@ def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
     if not width.autocast or is_fused(config):
         return 0
     adapters = 0 if config.adapter == "full" else adapter_parameters(shapes, config) // shapes.layers
-    frozen = sum(linear.parameters for linear in shapes.linears) if config.quantizer == "none" and width.stored == FULL else 0
+    frozen = (
+        sum(linear.parameters for linear in shapes.linears)
+        if config.quantizer == "none" and width.stored == FULL
+        else 0
+    )
     return (adapters + frozen) * width.computed
 
 
@@ -408,8 +523,16 @@ def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
         return config.loss_rows
     if config.fused_head is True:
         return HEAD_ROWS
-    budget = LOSS_BYTES_ON_MLX if config.backend == "mlx" else LOSS_BYTES_ON_GPU if config.backend in FUSED_DROPOUT else LOSS_BYTES
-    rows = budget // ((shapes.vocab if shapes else UNKNOWN_VOCABULARY) * (2 if config.kernels == "native" else 2 * FULL))
+    budget = (
+        LOSS_BYTES_ON_MLX
+        if config.backend == "mlx"
+        else LOSS_BYTES_ON_GPU
+        if config.backend in FUSED_DROPOUT
+        else LOSS_BYTES
+    )
+    rows = budget // (
+        (shapes.vocab if shapes else UNKNOWN_VOCABULARY) * (2 if config.kernels == "native" else 2 * FULL)
+    )
     return 1 << min(max(rows, 16), 4096).bit_length() - 1
 
 
@@ -423,8 +546,14 @@ def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
     width, tokens, rows = Widths.of(config), config.batch_size * config.context_length, loss_rows(shapes, config)
     if not rows:
         return tokens * shapes.vocab * (3 * FULL + (width.computed if shapes.capped_logits else 0))
-    weight = shapes.vocab * shapes.hidden * ((width.computed if width.computed != width.stored else 0) + (FULL if config.adapter == "full" else 0))
-    return head_room(shapes, config, min(rows, tokens), is_learned=True) + tokens * shapes.hidden * width.computed + weight
+    weight = (
+        shapes.vocab
+        * shapes.hidden
+        * ((width.computed if width.computed != width.stored else 0) + (FULL if config.adapter == "full" else 0))
+    )
+    return (
+        head_room(shapes, config, min(rows, tokens), is_learned=True) + tokens * shapes.hidden * width.computed + weight
+    )
 
 
 def head_room(shapes: Shapes, config: TrainConfig, rows: int, is_learned: bool) -> int:
@@ -435,7 +564,9 @@ def head_room(shapes: Shapes, config: TrainConfig, rows: int, is_learned: bool) 
     sums = 64 + FULL * shapes.hidden
     blocks = -(-shapes.vocab // HEAD_WORDS)
     parts = -(-blocks // -(-blocks // min(HEAD_PARTS, max(1, 2 * shapes.vocab // sums))))
-    packed = 2 * (2 * HEAD_WORDS * shapes.hidden) * (1 if config.threads == "auto" else config.threads)  # the words' weights, for both products
+    packed = (
+        2 * (2 * HEAD_WORDS * shapes.hidden) * (1 if config.threads == "auto" else config.threads)
+    )  # the words' weights, for both products
     return rows * (parts * (sums if is_learned else 64) + 2 * shapes.hidden) + packed
 
 
@@ -452,8 +583,14 @@ def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
     four times as much, or where that is more, of the pairs of tokens the scores, their softmax and the gradients of both, or twice as much
     of those that attention looks at together (eager: of all)."""
     width, tokens = Widths.of(config), config.batch_size * config.context_length
-    weight = max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed if config.quantizer != "none" else 0
-    gradients = 2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
+    weight = (
+        max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed
+        if config.quantizer != "none"
+        else 0
+    )
+    gradients = (
+        2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
+    )
     if config.backend == "mlx":
         one = config.context_length**2 * width.computed  # head
         pairs = min(4 * config.batch_size * shapes.heads * one, 8 * max(SCORES_ON_MLX, one))
@@ -465,7 +602,10 @@ def rounding_bytes(shapes: Shapes, config: TrainConfig) -> int:
     """Of a product in 8 bits: a token's codes, and on a CPU the int32 sums of so many tokens."""
     if config.frozen_products == "full":
         return 0
-    widest, tokens = max(max(linear.outputs, linear.inputs) for linear in shapes.linears), config.batch_size * config.context_length
+    widest, tokens = (
+        max(max(linear.outputs, linear.inputs) for linear in shapes.linears),
+        config.batch_size * config.context_length,
+    )
     return widest * (tokens + (0 if config.frozen_products == "fp8" else FULL * min(ROWS, tokens)))
 
 

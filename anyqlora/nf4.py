@@ -9,10 +9,27 @@ import numpy as np
 
 BLOCK, SCALES_BLOCK = 64, 256  # weights per scale; scales per scale of scales
 CHUNK = 1 << 22  # weights quantized at a time
-LEVELS = np.array([  # QLoRA (Dettmers et al. 2023), appendix E: quantiles of a normal distribution, zero among them
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
-    1.0], np.float32)
+LEVELS = np.array(
+    [  # QLoRA (Dettmers et al. 2023), appendix E: quantiles of a normal distribution, zero among them
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
 
 
 @dataclass
@@ -32,7 +49,9 @@ def dynamic_map() -> np.ndarray:
         count = 2**exponent
         step, numbers = float(np.float32(0.9) / np.float32(count)), np.arange(count + 1)
         # from both ends and rounded once, as torch's linspace: the last bit of a level is the same as there
-        edges = np.where(2 * numbers < count + 1, float(np.float32(0.1)) + step * numbers, 1 - step * (count - numbers)).astype(np.float32)
+        edges = np.where(
+            2 * numbers < count + 1, float(np.float32(0.1)) + step * numbers, 1 - step * (count - numbers)
+        ).astype(np.float32)
         means = (edges[:-1] + edges[1:]) / np.float32(2) * np.float32(10.0 ** (exponent - 6))
         values += [sign * mean for mean in means.tolist() for sign in (1, -1)]
     return np.sort(np.array(values, np.float32))
@@ -46,7 +65,7 @@ def codes(blocks: np.ndarray, levels: np.ndarray) -> np.ndarray:
 def scaled(values: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
     """float32 [n] as blocks [ceil(n / block), block] divided by their largest magnitude, and those magnitudes."""
     padded = np.zeros(-(-len(values) // block) * block, np.float32)
-    padded[:len(values)] = values
+    padded[: len(values)] = values
     blocks = padded.reshape(-1, block)
     absmax = np.abs(blocks).max(1)
     inverse = np.divide(np.float32(1), absmax, out=np.zeros_like(absmax), where=absmax > 0)
@@ -58,8 +77,8 @@ def pack(weight: np.ndarray, double_quant: bool) -> Packed:
     flat = np.ascontiguousarray(weight, np.float32).reshape(-1)
     halves, absmax = [], []
     for start in range(0, len(flat), CHUNK):
-        blocks, largest = scaled(flat[start:start + CHUNK], BLOCK)
-        found = codes(blocks, LEVELS).reshape(-1)[:len(flat) - start]
+        blocks, largest = scaled(flat[start : start + CHUNK], BLOCK)
+        found = codes(blocks, LEVELS).reshape(-1)[: len(flat) - start]
         found = np.append(found, np.uint8(7)) if len(found) % 2 else found
         halves.append(found[0::2] << 4 | found[1::2])
         absmax.append(largest)
@@ -76,7 +95,7 @@ def rounded(absmax: np.ndarray) -> np.ndarray:
     offset = absmax.mean(dtype=np.float32)
     blocks, largest = scaled(absmax - offset, SCALES_BLOCK)
     levels = dynamic_map()
-    return (levels[codes(blocks, levels)] * largest[:, None]).reshape(-1)[:len(absmax)] + offset
+    return (levels[codes(blocks, levels)] * largest[:, None]).reshape(-1)[: len(absmax)] + offset
 
 
 def from_files(read, name: str) -> Packed:
@@ -85,7 +104,7 @@ def from_files(read, name: str) -> Packed:
     absmax = read(f"{name}.absmax")
     if absmax.dtype == np.uint8:
         nested, levels = read(f"{name}.nested_absmax"), read(f"{name}.nested_quant_map")
-        scales = levels[absmax] * np.repeat(nested, state["nested_blocksize"])[:len(absmax)]
+        scales = levels[absmax] * np.repeat(nested, state["nested_blocksize"])[: len(absmax)]
         absmax = scales.astype(np.float32) + np.float32(state["nested_offset"])
     return Packed(read(name).reshape(-1), absmax.astype(np.float32), tuple(state["shape"]))
 

@@ -98,22 +98,40 @@ def samples(directory: Path, result: dict) -> Table | None:
 
 def facts(directory: Path, result: dict, encoding: str) -> Iterator[tuple[str, str]]:
     """(name, what there is to say) of everything but the evaluations."""
-    losses = [line["loss"] for line in read_lines(directory / "metrics.jsonl") if "event" not in line and not isinstance(line["loss"], str)]
+    losses = [
+        line["loss"]
+        for line in read_lines(directory / "metrics.jsonl")
+        if "event" not in line and not isinstance(line["loss"], str)
+    ]
     if losses:
         trend = f"loss {losses[0]:.4f} {sparkline(losses, encoding)} {losses[-1]:.4f}"
         yield "training", f"{trend} in {result['steps']} steps, {result['epochs']:g} epochs"
     first = result["time_to_first_step_s"]
-    yield "time", (f"{duration(result['seconds'])} ({'' if first is None else f'first step after {first:.1f} s, '}"
-                   f"{result['trained_tokens_per_second']:.0f} trained tokens/s, {result['tokens_per_second']:.0f} in all)")
+    yield (
+        "time",
+        (
+            f"{duration(result['seconds'])} ({'' if first is None else f'first step after {first:.1f} s, '}"
+            f"{result['trained_tokens_per_second']:.0f} trained tokens/s, {result['tokens_per_second']:.0f} in all)"
+        ),
+    )
     planned = result["planned_memory_bytes"]
-    yield "memory", f"{shown(planned) if planned else 'nothing'} planned, {shown(result['peak_memory_bytes'])} measured at most"
+    yield (
+        "memory",
+        f"{shown(planned) if planned else 'nothing'} planned, {shown(result['peak_memory_bytes'])} measured at most",
+    )
     for adjustment in result["adjustments"]:
         yield "adjusted", "{field}: asked {asked}, got {got}: {why}".format(**adjustment)
     for folder in ("adapter", "model"):
         if (directory / folder).is_dir():
             yield folder, f"{directory / folder}  (sha256 {result['adapter_sha256'][:16]})"
-    yield "run", f"{directory}  (result.json, metrics.jsonl, {'samples.jsonl, ' * (directory / 'samples.jsonl').exists()}checkpoints)"
-    for name, command in (("wandb", "wandb sync {}/wandb/*run-*"), ("tensorboard", "tensorboard --logdir {}/tensorboard")):
+    yield (
+        "run",
+        f"{directory}  (result.json, metrics.jsonl, {'samples.jsonl, ' * (directory / 'samples.jsonl').exists()}checkpoints)",
+    )
+    for name, command in (
+        ("wandb", "wandb sync {}/wandb/*run-*"),
+        ("tensorboard", "tensorboard --logdir {}/tensorboard"),
+    ):
         if (directory / name).is_dir():
             yield name, command.format(shlex.quote(str(directory)))
 
@@ -123,8 +141,14 @@ def next_commands(directory: Path) -> list[str]:
     if not any((directory / folder).is_dir() for folder in ("adapter", "model")):
         return []
     start, place = f"{python()} -m anyqlora", shlex.quote(str(directory))
-    evaluate = [f"{start} eval {place}"] if read_json(directory / "result.json")["eval"] else []  # it has rows of its own to evaluate on
-    return [f"{start} chat {place}", *evaluate, f"{start} generate {place} --prompt {shlex.quote(example_prompt(directory))}"]
+    evaluate = (
+        [f"{start} eval {place}"] if read_json(directory / "result.json")["eval"] else []
+    )  # it has rows of its own to evaluate on
+    return [
+        f"{start} chat {place}",
+        *evaluate,
+        f"{start} generate {place} --prompt {shlex.quote(example_prompt(directory))}",
+    ]
 
 
 def example_prompt(directory: Path) -> str:

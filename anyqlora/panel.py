@@ -63,15 +63,22 @@ class Panel(Lines):
         """The panel as it stands."""
         last, config = self.last, self.plan.config
         bar = Table.grid(padding=(0, 2))
-        bar.add_row(f"step {last['step']}/{self.total}", ProgressBar(total=self.total, completed=last["step"], width=30),
-                    f"elapsed {duration(time.monotonic() - self.started)}", f"left {duration(last['eta_seconds'])}")
+        bar.add_row(
+            f"step {last['step']}/{self.total}",
+            ProgressBar(total=self.total, completed=last["step"], width=30),
+            f"elapsed {duration(time.monotonic() - self.started)}",
+            f"left {duration(last['eta_seconds'])}",
+        )
         planned = f" of {shown(self.plan.memory.total)} planned" if self.plan.memory else ""
         rows = Table.grid(padding=(0, 2))
         for name, value in (
             ("loss", f"{last['loss']:.4f}  {sparkline(list(self.losses), self.console.encoding)}"),
             ("learning rate", f"{last['lr']:.2e}"),
             ("gradient norm", f"{last['grad_norm']:.3f}"),
-            ("speed", f"{last['trained_tokens_per_second']:.0f} trained tokens/s, {last['tokens_per_second']:.0f} in all"),
+            (
+                "speed",
+                f"{last['trained_tokens_per_second']:.0f} trained tokens/s, {last['tokens_per_second']:.0f} in all",
+            ),
             ("memory", f"{shown(last['memory_bytes'])}{planned}"),
             ("held out", self.held_out),
         ):
@@ -102,8 +109,11 @@ class Bar(Lines):
     def step(self, record: dict) -> None:
         if self.bar is None:
             self.bar = tqdm(total=self.total, initial=record["step"] - 1, unit="step", dynamic_ncols=True)
-        self.bar.set_postfix_str(f"loss {record['loss']:.4f}, norm {record['grad_norm']:.3f}, lr {record['lr']:.2e}, "
-                                 f"{record['trained_tokens_per_second']:.0f} trained tok/s", refresh=False)
+        self.bar.set_postfix_str(
+            f"loss {record['loss']:.4f}, norm {record['grad_norm']:.3f}, lr {record['lr']:.2e}, "
+            f"{record['trained_tokens_per_second']:.0f} trained tok/s",
+            refresh=False,
+        )
         self.bar.update(record["step"] - self.bar.n)
 
     def close(self) -> None:

@@ -31,15 +31,65 @@ from .world import Alone
 RESULT, IDENTITY = "result.json", "identity.json"
 # What makes two runs the same run. Change one of these and resuming would not continue what was started.
 SETTINGS = (
-    "quantizer", "adapter", "double_quant", "affine_group_size", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
-    "context_length", "packing", "prompt_format", "dataset_format", "dataset_samples", "on_bad_row", "on_long_row", "eval_fraction",
-    "seed", "num_epochs", "max_steps", "lr", "lr_scheduler", "warmup_steps", "warmup_ratio", "cosine_min_lr_ratio", "lr_cycles", "lr_power",
-    "lr_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "wd", "apply_gradient_clipping", "grad_norm", "spike_guard",
+    "quantizer",
+    "adapter",
+    "double_quant",
+    "affine_group_size",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "context_length",
+    "packing",
+    "prompt_format",
+    "dataset_format",
+    "dataset_samples",
+    "on_bad_row",
+    "on_long_row",
+    "eval_fraction",
+    "seed",
+    "num_epochs",
+    "max_steps",
+    "lr",
+    "lr_scheduler",
+    "warmup_steps",
+    "warmup_ratio",
+    "cosine_min_lr_ratio",
+    "lr_cycles",
+    "lr_power",
+    "lr_decay",
+    "optimizer",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "wd",
+    "apply_gradient_clipping",
+    "grad_norm",
+    "spike_guard",
     "early_stopping",
 )
-RECOMPUTATION = ("use_gradient_checkpointing", "recomputed_layers")  # who states one of these asks for something else than was chosen
-CHOSEN = ("fused", "fused_head", "loss_rows", "flat", "weight_cache", "threads", *RECOMPUTATION)  # by a plan, and kept in checkpoints
-TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.tiktoken")
+RECOMPUTATION = (
+    "use_gradient_checkpointing",
+    "recomputed_layers",
+)  # who states one of these asks for something else than was chosen
+CHOSEN = (
+    "fused",
+    "fused_head",
+    "loss_rows",
+    "flat",
+    "weight_cache",
+    "threads",
+    *RECOMPUTATION,
+)  # by a plan, and kept in checkpoints
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.tiktoken",
+)
 
 
 @dataclass
@@ -74,7 +124,11 @@ class Place:
                 fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self.leave()
-                raise UsageError("another process is training in this directory", where=str(self.directory), cure="another --run_name, or wait for it") from None
+                raise UsageError(
+                    "another process is training in this directory",
+                    where=str(self.directory),
+                    cure="another --run_name, or wait for it",
+                ) from None
             except OSError:  # a file system without locks
                 self.leave()
 
@@ -83,17 +137,34 @@ class Place:
         there = self.identity.get("global_batch")
         self.identity["global_batch"] = global_batch
         if self.restored and config.resume != "force" and there != global_batch:
-            raise UsageError(f"{self.directory} holds a run of {there} rows to a step, and with these devices it would be {global_batch}",
-                             cure="--gradient_accumulation_steps, --batch_size or --world_size so that the global batch stays; or another --run_name")
+            raise UsageError(
+                f"{self.directory} holds a run of {there} rows to a step, and with these devices it would be {global_batch}",
+                cure="--gradient_accumulation_steps, --batch_size or --world_size so that the global batch stays; or another --run_name",
+            )
 
     def share(self, ranks: Alone) -> None:
         """All processes hear from the first one where the run lies and what it goes on from."""
         restored = self.restored
-        said = ranks.told({"directory": str(self.directory), "identity": self.identity, "finished": self.finished,
-                           "restored": {"step": restored.step, "path": str(restored.path), "state": restored.state, "machine": restored.machine}
-                           if restored else None})
+        said = ranks.told(
+            {
+                "directory": str(self.directory),
+                "identity": self.identity,
+                "finished": self.finished,
+                "restored": {
+                    "step": restored.step,
+                    "path": str(restored.path),
+                    "state": restored.state,
+                    "machine": restored.machine,
+                }
+                if restored
+                else None,
+            }
+        )
         if said["restored"]:
-            adapter, moments = ranks.told_arrays(restored and restored.adapter), ranks.told_arrays(restored and restored.moments)
+            adapter, moments = (
+                ranks.told_arrays(restored and restored.adapter),
+                ranks.told_arrays(restored and restored.moments),
+            )
             loaded = {**said["restored"], "path": Path(said["restored"]["path"])}
             self.restored = restored or Loaded(adapter=adapter, moments=moments, **loaded)
         self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
@@ -102,11 +173,19 @@ class Place:
         """`config` with what the plan chose when the checkpoint was written, where nobody states it now and device and strategy are
         the same: the free memory of today does not change the bytes of a run that goes on."""
         before = self.restored.machine if self.restored else {}
-        if not before or any(before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size", "strategy")):
+        if not before or any(
+            before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size", "strategy")
+        ):
             return config
         is_stated = any(getattr(config, name) != "auto" for name in RECOMPUTATION)
-        kept = {name: before[name] for name in CHOSEN if not (is_stated and name in RECOMPUTATION)
-                and name in before and getattr(config, name) == "auto" and getattr(plan.config, name) != "auto"}  # which some backends leave alone
+        kept = {
+            name: before[name]
+            for name in CHOSEN
+            if not (is_stated and name in RECOMPUTATION)
+            and name in before
+            and getattr(config, name) == "auto"
+            and getattr(plan.config, name) != "auto"
+        }  # which some backends leave alone
         return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
 
     def reopen(self, disk: Disk) -> None:
@@ -114,7 +193,9 @@ class Place:
         result = read_json(self.directory / RESULT)
         if result is not None:
             aside = [f"result-{result['steps']:06d}{again}.json" for again in ("", *(f"-{n}" for n in range(1, 1000)))]
-            disk.rename(self.directory / RESULT, next(path for path in map(self.directory.joinpath, aside) if not path.exists()))
+            disk.rename(
+                self.directory / RESULT, next(path for path in map(self.directory.joinpath, aside) if not path.exists())
+            )
 
     def leave(self) -> None:
         if self.handle is not None:
@@ -160,7 +241,9 @@ def find(config: TrainConfig, name: str = "") -> Place:
     root = Path(config.output_dir)
     name = config.run_name or name
     made = [path for path in (root, *root.parents) if not path.exists()]
-    directory = _named(config, root / name, identity) if name else _unfinished(config, root, identity) or _new(config, root)
+    directory = (
+        _named(config, root / name, identity) if name else _unfinished(config, root, identity) or _new(config, root)
+    )
     old = read_json(directory / IDENTITY) or {}
     identity = _as_many_processes(config, identity, old)
     has_ended = read_json(directory / RESULT) is not None
@@ -191,11 +274,16 @@ def _take_up(found: Place, identity: dict | None, has_ended: bool) -> None:
     checkpoints = Checkpoints(found.directory / "checkpoints")
     found.restored, found.rejected = checkpoints.newest_good(identity)
     if found.rejected and found.restored is None:
-        raise NoCheckpoint("no checkpoint of this run is usable:\n" + "\n".join(f"  {path}: {reason}" for path, reason in found.rejected),
-                           cure=f"nothing was changed; another --run_name starts a new run, {found.directory} stays as it is")
+        raise NoCheckpoint(
+            "no checkpoint of this run is usable:\n"
+            + "\n".join(f"  {path}: {reason}" for path, reason in found.rejected),
+            cure=f"nothing was changed; another --run_name starts a new run, {found.directory} stays as it is",
+        )
     if has_ended and found.restored is None:
-        raise NoCheckpoint(f"{found.directory} is a finished run, and there is no checkpoint of it left to go on from",
-                           cure="nothing was changed; another --run_name starts a new run")
+        raise NoCheckpoint(
+            f"{found.directory} is a finished run, and there is no checkpoint of it left to go on from",
+            cure="nothing was changed; another --run_name starts a new run",
+        )
     if found.restored and (has_ended or list(found.directory.glob(f"result-{found.restored.step:06d}*.json"))):
         found.restored.state["pending_evaluation"] = True
     if found.restored and found.replaces:
@@ -208,7 +296,9 @@ def _stays_inside(directory: Path) -> None:
     """Raises UsageError when what a run writes would be written elsewhere, through a link."""
     for path in [*directory.glob("*"), *directory.glob("checkpoints/*"), *directory.glob("checkpoints/*/*")]:
         if path.is_symlink():
-            raise UsageError("a link, where a run writes", where=str(path), cure="another --run_name, or remove the link")
+            raise UsageError(
+                "a link, where a run writes", where=str(path), cure="another --run_name, or remove the link"
+            )
 
 
 def _named(config: TrainConfig, directory: Path, identity: dict) -> Path:
@@ -219,15 +309,31 @@ def _named(config: TrainConfig, directory: Path, identity: dict) -> Path:
     if old is not None:
         identity = _as_many_processes(config, identity, old)
     if config.resume == "never" and (old is not None or Checkpoints(directory / "checkpoints").steps()):
-        raise UsageError(f"{directory} already holds a run", where=where, cure="another --run_name, or leave out --resume never")
-    if config.init_adapter and config.resume == "force" and old is not None and old.get("init_adapter") != identity["init_adapter"]:
-        raise UsageError(f"{directory} did not start from {config.init_adapter}, and --resume force goes on from its own state", where=config.sources.get("init_adapter", ""),
-                         cure="another --run_name, or leave out init_adapter")
+        raise UsageError(
+            f"{directory} already holds a run", where=where, cure="another --run_name, or leave out --resume never"
+        )
+    if (
+        config.init_adapter
+        and config.resume == "force"
+        and old is not None
+        and old.get("init_adapter") != identity["init_adapter"]
+    ):
+        raise UsageError(
+            f"{directory} did not start from {config.init_adapter}, and --resume force goes on from its own state",
+            where=config.sources.get("init_adapter", ""),
+            cure="another --run_name, or leave out init_adapter",
+        )
     if old is not None and old != identity and config.resume != "force":
-        changed = [f"  {key}: {old.get(key)!r} there, {identity.get(key)!r} now"
-                   for key in sorted({*old, *identity}) if old.get(key) != identity.get(key)]
-        raise UsageError(f"{directory} holds another run:\n" + "\n".join(changed), where=where,
-                         cure="another --run_name, or --resume force to go on from its state with these settings")
+        changed = [
+            f"  {key}: {old.get(key)!r} there, {identity.get(key)!r} now"
+            for key in sorted({*old, *identity})
+            if old.get(key) != identity.get(key)
+        ]
+        raise UsageError(
+            f"{directory} holds another run:\n" + "\n".join(changed),
+            where=where,
+            cure="another --run_name, or --resume force to go on from its state with these settings",
+        )
     return directory
 
 
@@ -235,7 +341,11 @@ def _unfinished(config: TrainConfig, root: Path, identity: dict) -> Path | None:
     if config.resume == "never" or not root.is_dir():
         return None
     runs = [path for path in root.iterdir() if (path / IDENTITY).exists() and read_json(path / RESULT) is None]
-    same = [path for path in runs if path.resolve().parent == root.resolve() and _is_same(config, identity, read_json(path / IDENTITY))]
+    same = [
+        path
+        for path in runs
+        if path.resolve().parent == root.resolve() and _is_same(config, identity, read_json(path / IDENTITY))
+    ]
     return max(same, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 

@@ -9,12 +9,22 @@ from .config import AUTO, TrainConfig, checked
 from .errors import NotBuilt, UsageError
 from .tables import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
 
-NARROW = 1 << 18        # weights of an MLP's matrix: narrower ones are multiplied before a second thread has begun
-KEPT_FROM = 10**8       # linear weights whose quantization is kept for the next start: fewer take less than a second
+NARROW = 1 << 18  # weights of an MLP's matrix: narrower ones are multiplied before a second thread has begun
+KEPT_FROM = 10**8  # linear weights whose quantization is kept for the next start: fewer take less than a second
 GPUS = ("cuda", "rocm", "xpu")  # of which each process takes one
 LAUNCHERS = ("the launcher", "srun")  # where a world_size comes from that counts several machines
-PRECISION_OF = {"bf16": "bf16", "fp16": "fp16_autocast", "fp32": "fp32"}  # dtype -> the precision that auto chooses for it
-DTYPE_OF = {"fp32": "fp32", "bf16": "bf16", "bf16_autocast": "bf16", "bf16_buffers_autocast": "bf16", "fp16_autocast": "fp16"}
+PRECISION_OF = {
+    "bf16": "bf16",
+    "fp16": "fp16_autocast",
+    "fp32": "fp32",
+}  # dtype -> the precision that auto chooses for it
+DTYPE_OF = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "bf16_autocast": "bf16",
+    "bf16_buffers_autocast": "bf16",
+    "fp16_autocast": "fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -43,17 +53,22 @@ class RunPlan:
     backend: str
     framework: str
     device: str
-    memory: memory.Estimate | None   # None: unknown, for the reason in memory_unknown
-    memory_free: int | None          # bytes on the device when the plan was made, for each process that shares it; None: not measured
+    memory: memory.Estimate | None  # None: unknown, for the reason in memory_unknown
+    memory_free: (
+        int | None
+    )  # bytes on the device when the plan was made, for each process that shares it; None: not measured
     adjustments: tuple[Adjustment, ...] = ()
-    warnings: tuple[str, ...] = ()   # these change nothing
+    warnings: tuple[str, ...] = ()  # these change nothing
     memory_unknown: str = ""
-    sharing: int = 1                 # processes that share a device's memory
+    sharing: int = 1  # processes that share a device's memory
 
     precision, quantizer, adapter = _planned("precision"), _planned("quantizer"), _planned("adapter")
     strategy, world_size = _planned("strategy"), _planned("world_size")
     batch_size, gradient_accumulation_steps = _planned("batch_size"), _planned("gradient_accumulation_steps")
-    use_gradient_checkpointing, use_activation_cpu_offload = _planned("use_gradient_checkpointing"), _planned("use_activation_cpu_offload")
+    use_gradient_checkpointing, use_activation_cpu_offload = (
+        _planned("use_gradient_checkpointing"),
+        _planned("use_activation_cpu_offload"),
+    )
     packing, kernels = _planned("packing"), _planned("kernels")
 
     @property
@@ -69,25 +84,49 @@ class RunPlan:
     def explain(self) -> list[str]:
         """The plan in words, a line each."""
         c = self.config
-        trained = "all weights" if self.adapter == "full" else f"{self.adapter} rank {c.lora_rank} on {c.lora_target_modules} linears"
-        saved = ", gradient checkpointing" * self.use_gradient_checkpointing + ", activations offloaded" * self.use_activation_cpu_offload
+        trained = (
+            "all weights"
+            if self.adapter == "full"
+            else f"{self.adapter} rank {c.lora_rank} on {c.lora_target_modules} linears"
+        )
+        saved = (
+            ", gradient checkpointing" * self.use_gradient_checkpointing
+            + ", activations offloaded" * self.use_activation_cpu_offload
+        )
         where = f"{self.backend} ({self.framework}, device {self.device})"
-        lines = [f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
-                 f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
-                 f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels"
-                 + f", frozen weights multiplied in {c.frozen_products.replace('_', ' in ')}" * (c.frozen_products != "full"),
-                 *self._choices(),
-                 f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
-                 f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
-                 f"{self.global_batch} rows of up to {c.context_length} tokens per step"]
+        lines = [
+            f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
+            f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
+            f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels"
+            + f", frozen weights multiplied in {c.frozen_products.replace('_', ' in ')}"
+            * (c.frozen_products != "full"),
+            *self._choices(),
+            f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
+            f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
+            f"{self.global_batch} rows of up to {c.context_length} tokens per step",
+        ]
         if self.memory is None:
             lines.append(f"memory      unknown: {self.memory_unknown}{self._one_row()}")
         else:
-            free = f"free memory unknown{self._one_row()}" if self.memory_free is None else f"{memory.shown(self.memory_free)} free"
-            free += f" for each of {self.sharing} processes here" if self.memory_free is not None and self.sharing > 1 else ""
-            lines.append(f"memory      {memory.shown(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:")
+            free = (
+                f"free memory unknown{self._one_row()}"
+                if self.memory_free is None
+                else f"{memory.shown(self.memory_free)} free"
+            )
+            free += (
+                f" for each of {self.sharing} processes here"
+                if self.memory_free is not None and self.sharing > 1
+                else ""
+            )
+            lines.append(
+                f"memory      {memory.shown(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:"
+            )
             lines += [f"  {name:22} {memory.shown(part):>10}" for name, part in self.memory.parts.items() if part]
-            others = {moment: sum(parts.values()) for moment, parts in self.memory.moments.items() if moment != self.memory.peak}
+            others = {
+                moment: sum(parts.values())
+                for moment, parts in self.memory.moments.items()
+                if moment != self.memory.peak
+            }
             lines.append("  in " + ", ".join(f"{moment} {memory.shown(total)}" for moment, total in others.items()))
         lines += [f"adjusted    {adjustment}" for adjustment in self.adjustments]
         return lines + [f"warning     {warning}" for warning in self.warnings]
@@ -95,33 +134,77 @@ class RunPlan:
     def _one_row(self) -> str:
         """What an unknown memory changes, where nobody has said how many rows to take."""
         is_chosen = self.config.sources.get("batch_size") == "plan"
-        return ", so micro-batches are 1 row (--batch_size and --gradient_accumulation_steps state others)" if is_chosen else ""
+        return (
+            ", so micro-batches are 1 row (--batch_size and --gradient_accumulation_steps state others)"
+            if is_chosen
+            else ""
+        )
 
     def _choices(self) -> list[str]:
         """The fast paths that are taken, and what each of them buys."""
         c = self.config
         cached = memory.shown(self.memory.parts.get("dequantized weights", 0)) if self.memory else "some memory"
-        taken = ((c.fused, "LoRA fused with its weight", "no float32 copies, inputs kept once"),
-                 (c.fused_head is True, "output head and loss in one", "no logits in memory, and none that are rounded"),
-                 (c.loss_rows and c.fused_head is not True, f"logits of {c.loss_rows} tokens at a time", "no logits of a whole batch, none of untrained tokens"),
-                 (c.flat is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
-                 (c.weight_cache not in (0, AUTO), f"weights of {c.weight_cache} layers kept dequantized", f"{cached} for two dequantizations per step"),
-                 (not c.use_gradient_checkpointing, "activations kept", "no second forward pass"),
-                 (c.use_gradient_checkpointing and c.recomputed_layers != AUTO, f"layers recomputed: the first {c.recomputed_layers}",
-                  "no second forward pass through others, whose activations are kept"),
-                 (c.quantized_cache not in (False, AUTO), "quantized weights kept on disk", "no quantization at the next start"),
-                 (c.threads != AUTO, f"{c.threads} threads", "as many as the layers' width keeps busy"))
-        return [f"{'fast paths' if not number else '':12}{what}: {buys}" for number, (what, buys) in enumerate((w, b) for on, w, b in taken if on)]
+        taken = (
+            (c.fused, "LoRA fused with its weight", "no float32 copies, inputs kept once"),
+            (c.fused_head is True, "output head and loss in one", "no logits in memory, and none that are rounded"),
+            (
+                c.loss_rows and c.fused_head is not True,
+                f"logits of {c.loss_rows} tokens at a time",
+                "no logits of a whole batch, none of untrained tokens",
+            ),
+            (c.flat is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
+            (
+                c.weight_cache not in (0, AUTO),
+                f"weights of {c.weight_cache} layers kept dequantized",
+                f"{cached} for two dequantizations per step",
+            ),
+            (not c.use_gradient_checkpointing, "activations kept", "no second forward pass"),
+            (
+                c.use_gradient_checkpointing and c.recomputed_layers != AUTO,
+                f"layers recomputed: the first {c.recomputed_layers}",
+                "no second forward pass through others, whose activations are kept",
+            ),
+            (
+                c.quantized_cache not in (False, AUTO),
+                "quantized weights kept on disk",
+                "no quantization at the next start",
+            ),
+            (c.threads != AUTO, f"{c.threads} threads", "as many as the layers' width keeps busy"),
+        )
+        return [
+            f"{'fast paths' if not number else '':12}{what}: {buys}"
+            for number, (what, buys) in enumerate((w, b) for on, w, b in taken if on)
+        ]
 
     def to_dict(self) -> dict:
         """JSON-able: plan.json of the run directory."""
-        names = ("backend", "framework", "device", "precision", "quantizer", "adapter", "strategy", "world_size", "batch_size",
-                 "gradient_accumulation_steps", "use_gradient_checkpointing", "use_activation_cpu_offload", "packing", "kernels", "memory_free", "sharing")
-        return {**{name: getattr(self, name) for name in names}, "backend": str(self.backend),
-                "memory": self.memory and self.memory.to_dict(),
-                "adjustments": [vars(adjustment) for adjustment in self.adjustments], "warnings": list(self.warnings),
-                "memory_unknown": self.memory_unknown,
-                "config": self.config.settings()}
+        names = (
+            "backend",
+            "framework",
+            "device",
+            "precision",
+            "quantizer",
+            "adapter",
+            "strategy",
+            "world_size",
+            "batch_size",
+            "gradient_accumulation_steps",
+            "use_gradient_checkpointing",
+            "use_activation_cpu_offload",
+            "packing",
+            "kernels",
+            "memory_free",
+            "sharing",
+        )
+        return {
+            **{name: getattr(self, name) for name in names},
+            "backend": str(self.backend),
+            "memory": self.memory and self.memory.to_dict(),
+            "adjustments": [vars(adjustment) for adjustment in self.adjustments],
+            "warnings": list(self.warnings),
+            "memory_unknown": self.memory_unknown,
+            "config": self.config.settings(),
+        }
 
 
 def _shown(value) -> str:
@@ -154,8 +237,10 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     """
     draft = _Draft(checked(config))
     if config.backend not in (AUTO, backend):
-        raise UsageError(f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
-                         where=config.sources.get("backend", ""))
+        raise UsageError(
+            f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
+            where=config.sources.get("backend", ""),
+        )
     draft.choose("backend", str(backend))
     if config.strategy in tables.STRATEGIES and config.strategy not in row.strategies:
         _refuse(config, "strategy", backend, False, found, row.strategies)
@@ -169,16 +254,25 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         _positions(draft, described)
     _quantizer(draft, backend, row, found)
     if draft.config.quantizer in AFFINE and draft.config.strategy not in AFFINE_STRATEGIES:
-        raise NotBuilt(f"quantizer {draft.config.quantizer} with strategy {draft.config.strategy}: its weights are not split over processes yet",
-                       where=draft.config.sources.get("quantizer", ""), cure=f"--quantizer nf4, or --strategy {' or '.join(AFFINE_STRATEGIES[:2])}")
+        raise NotBuilt(
+            f"quantizer {draft.config.quantizer} with strategy {draft.config.strategy}: its weights are not split over processes yet",
+            where=draft.config.sources.get("quantizer", ""),
+            cure=f"--quantizer nf4, or --strategy {' or '.join(AFFINE_STRATEGIES[:2])}",
+        )
     if draft.config.adapter not in row.adapters:
         _refuse(draft.config, "adapter", backend, False, found, row.adapters)
     checked(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
-    if shapes is not None and not shapes.experts and draft.config.adapter != "full":  # a mixture may have layers of another kind
-        targets.check(draft.config.lora_target_modules, (linear.name for linear in shapes.linears), draft.config.sources.get("lora_target_modules", ""))
+    if (
+        shapes is not None and not shapes.experts and draft.config.adapter != "full"
+    ):  # a mixture may have layers of another kind
+        targets.check(
+            draft.config.lora_target_modules,
+            (linear.name for linear in shapes.linears),
+            draft.config.sources.get("lora_target_modules", ""),
+        )
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
     sharing = 1 if row.activation_offload else found.sharing  # a device with memory of its own is one process's
@@ -198,36 +292,61 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     _warn(draft, backend, found)
     c = draft.config
     if c.strict and draft.adjustments:
-        raise UsageError("strict: this machine does not do what was asked: " + "; ".join(map(str, draft.adjustments)),
-                         where=c.sources.get("strict", ""), cure="ask for what the machine does, or leave out strict")
-    return RunPlan(config=c, backend=backend, framework=row.framework, device=device,
-                   memory=memory.estimate(shapes, c) if shapes else None, memory_free=free, sharing=sharing,
-                   adjustments=tuple(draft.adjustments), warnings=tuple(draft.warnings), memory_unknown=draft.memory_unknown)
+        raise UsageError(
+            "strict: this machine does not do what was asked: " + "; ".join(map(str, draft.adjustments)),
+            where=c.sources.get("strict", ""),
+            cure="ask for what the machine does, or leave out strict",
+        )
+    return RunPlan(
+        config=c,
+        backend=backend,
+        framework=row.framework,
+        device=device,
+        memory=memory.estimate(shapes, c) if shapes else None,
+        memory_free=free,
+        sharing=sharing,
+        adjustments=tuple(draft.adjustments),
+        warnings=tuple(draft.warnings),
+        memory_unknown=draft.memory_unknown,
+    )
 
 
 def _refuse(config, name: str, backend: str, row_has: bool, found, offered) -> None:
     """Refuse the value of setting `name`, by the table or by the machine."""
     value = getattr(config, name)
     why = found.why(value) if row_has else f"backend {backend} has no {value}"
-    raise UsageError(f"{name} {value!r} is not available on backend {str(backend)!r}: {why}", where=config.sources.get(name, ""),
-                     cure=f"one of: {', '.join(offered) or 'none'}")
+    raise UsageError(
+        f"{name} {value!r} is not available on backend {str(backend)!r}: {why}",
+        where=config.sources.get(name, ""),
+        cure=f"one of: {', '.join(offered) or 'none'}",
+    )
 
 
 def _processes(draft, backend, row, found) -> None:
     """How many processes, and the strategy they share the work by."""
     config, devices = draft.config, len(found.devices)
-    several = [name for name in row.strategies if name not in ("single", "tp") or name == config.strategy == "tp"] if found.collective else []
+    several = (
+        [name for name in row.strategies if name not in ("single", "tp") or name == config.strategy == "tp"]
+        if found.collective
+        else []
+    )
     if config.world_size == -1:
         draft.choose("world_size", devices if several and config.strategy != "single" else 1)
     elif config.world_size < 1:
-        raise UsageError(f"world_size: {config.world_size} is neither -1 nor at least 1", where=config.sources.get("world_size", ""),
-                         cure="--world_size 2, or leave it out: one process for each device")
+        raise UsageError(
+            f"world_size: {config.world_size} is neither -1 nor at least 1",
+            where=config.sources.get("world_size", ""),
+            cure="--world_size 2, or leave it out: one process for each device",
+        )
     elif 1 <= devices < config.world_size and backend in GPUS and config.sources.get("world_size") not in LAUNCHERS:
         draft.adjust("world_size", devices, f"this machine has {devices} {backend} devices")
     size = draft.config.world_size
     if size > 1 and config.strategy == "single":
-        raise UsageError(f"strategy single is one process, and world_size is {size}", where=config.sources.get("strategy", ""),
-                         cure=f"--world_size 1, or a strategy for several: {', '.join(several) or 'none here'}")
+        raise UsageError(
+            f"strategy single is one process, and world_size is {size}",
+            where=config.sources.get("strategy", ""),
+            cure=f"--world_size 1, or a strategy for several: {', '.join(several) or 'none here'}",
+        )
     if size > 1 and not several:
         why = found.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
         raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
@@ -249,7 +368,11 @@ def _precision(draft, backend, row, found) -> None:
         why = found.why(dtype) if dtype in row.dtypes else f"backend {backend} does not compute in {dtype}"
         draft.adjust("precision", PRECISION_OF[instead], why)
     elif not row.autocast and PRECISION_OF[dtype] != asked:
-        draft.adjust("precision", PRECISION_OF[dtype], f"backend {backend} has no autocast: what is computed in 16 bits is kept in 16 bits")
+        draft.adjust(
+            "precision",
+            PRECISION_OF[dtype],
+            f"backend {backend} has no autocast: what is computed in 16 bits is kept in 16 bits",
+        )
 
 
 def _quantizer(draft, backend, row, found) -> None:
@@ -260,7 +383,11 @@ def _quantizer(draft, backend, row, found) -> None:
     in_row = config.quantizer in row.quantizers
     same_bits = next((name for name in found.quantizers if BITS.get(name) == BITS.get(config.quantizer)), None)
     if config.asked("n_bits") and not config.asked("quantizer") and same_bits and not in_row:
-        draft.adjust("quantizer", same_bits, f"backend {backend} has no {config.quantizer}; this is its own of {config.n_bits} bits")
+        draft.adjust(
+            "quantizer",
+            same_bits,
+            f"backend {backend} has no {config.quantizer}; this is its own of {config.n_bits} bits",
+        )
         return
     if "none" not in found.quantizers or any(map(config.asked, ("quantizer", "train_type", "n_bits"))):
         _refuse(config, "quantizer", backend, in_row, found, found.quantizers)
@@ -276,8 +403,11 @@ def _groups(draft, shapes) -> None:
     group = memory.group_size(config)
     wrong = [f"{linear.name} has {linear.inputs}" for linear in shapes.linears if group and linear.inputs % group]
     if wrong:
-        raise UsageError(f"quantizer {config.quantizer}: inputs are taken in groups of {group}, and {', '.join(wrong)}",
-                         where=config.sources.get("quantizer", ""), cure="--affine_group_size 32 where that divides them, or --quantizer nf4")
+        raise UsageError(
+            f"quantizer {config.quantizer}: inputs are taken in groups of {group}, and {', '.join(wrong)}",
+            where=config.sources.get("quantizer", ""),
+            cure="--affine_group_size 32 where that divides them, or --quantizer nf4",
+        )
 
 
 def _optimizer(draft, backend, row, found) -> None:
@@ -292,13 +422,19 @@ def _kernels(draft, backend, row, found) -> None:
         has_use = found.kernels[0] != "native" or draft.config.precision == "bf16"
         draft.choose("kernels", found.kernels[0] if has_use and not is_split else "portable")
     elif is_split and draft.config.kernels != "portable":
-        raise UsageError(f"kernels {draft.config.kernels}: they are for strategies {', '.join(FUSED_STRATEGIES)}; {draft.config.strategy} runs on portable ones",
-                         where=draft.config.sources.get("kernels", ""), cure="--kernels portable, or leave it out")
+        raise UsageError(
+            f"kernels {draft.config.kernels}: they are for strategies {', '.join(FUSED_STRATEGIES)}; {draft.config.strategy} runs on portable ones",
+            where=draft.config.sources.get("kernels", ""),
+            cure="--kernels portable, or leave it out",
+        )
     elif draft.config.kernels not in found.kernels:
         _refuse(draft.config, "kernels", backend, draft.config.kernels in row.kernels, found, found.kernels)
     elif draft.config.kernels == "native" and draft.config.precision != "bf16":
-        raise UsageError(f"kernels native: they are for precision bf16, and this is {draft.config.precision}",
-                         where=draft.config.sources.get("kernels", ""), cure="--precision bf16, or leave out kernels")
+        raise UsageError(
+            f"kernels native: they are for precision bf16, and this is {draft.config.precision}",
+            where=draft.config.sources.get("kernels", ""),
+            cure="--precision bf16, or leave out kernels",
+        )
 
 
 def _products(draft, backend, row, found) -> None:
@@ -311,9 +447,17 @@ def _products(draft, backend, row, found) -> None:
         why = found.why(f"{asked} products") or f"backend {backend} has no {asked} products"
         raise UsageError(f"frozen_products {asked}: {why}", where=where, cure=f"one of: {', '.join(found.products)}")
     if DTYPE_OF[config.precision] != "bf16":
-        raise UsageError(f"frozen_products {asked}: it is for precision bf16, and this is {config.precision}", where=where, cure="--frozen_products full")
+        raise UsageError(
+            f"frozen_products {asked}: it is for precision bf16, and this is {config.precision}",
+            where=where,
+            cure="--frozen_products full",
+        )
     if config.strategy not in FUSED_STRATEGIES:
-        raise NotBuilt(f"frozen_products {asked}: not built for strategy {config.strategy} yet", where=where, cure="--frozen_products full")
+        raise NotBuilt(
+            f"frozen_products {asked}: not built for strategy {config.strategy} yet",
+            where=where,
+            cure="--frozen_products full",
+        )
 
 
 def _placement(draft, backend, row) -> None:
@@ -321,16 +465,25 @@ def _placement(draft, backend, row) -> None:
     config = draft.config
     for name, why in row.lacks.items():
         if getattr(config, name) not in (False, 0, AUTO):
-            raise UsageError(f"{name} has no effect on backend {str(backend)!r}: {why}", where=config.sources.get(name, ""), cure=f"leave out {name}")
+            raise UsageError(
+                f"{name} has no effect on backend {str(backend)!r}: {why}",
+                where=config.sources.get(name, ""),
+                cure=f"leave out {name}",
+            )
     if config.use_cpu_offload is True and config.strategy not in ("fsdp", "deepspeed"):
-        raise UsageError(f"use_cpu_offload: strategy {config.strategy} keeps all weights on the device", where=config.sources.get("use_cpu_offload", ""),
-                         cure="--strategy fsdp or deepspeed, --use_activation_cpu_offload true, or leave it out")
+        raise UsageError(
+            f"use_cpu_offload: strategy {config.strategy} keeps all weights on the device",
+            where=config.sources.get("use_cpu_offload", ""),
+            cure="--strategy fsdp or deepspeed, --use_activation_cpu_offload true, or leave it out",
+        )
     if config.use_cpu_offload == AUTO:
         draft.choose("use_cpu_offload", False)
     if config.use_activation_cpu_offload and not row.activation_offload:
-        raise UsageError(f"use_activation_cpu_offload: on backend {str(backend)!r} activations already are in host memory",
-                         where=config.sources.get("use_activation_cpu_offload", ""),
-                         cure="leave it out; --use_gradient_checkpointing true saves memory")
+        raise UsageError(
+            f"use_activation_cpu_offload: on backend {str(backend)!r} activations already are in host memory",
+            where=config.sources.get("use_activation_cpu_offload", ""),
+            cure="leave it out; --use_gradient_checkpointing true saves memory",
+        )
     if config.packing == AUTO:
         draft.choose("packing", False)
     if config.use_gradient_checkpointing == AUTO and config.reentrant_checkpointing:
@@ -342,8 +495,11 @@ def _fast_paths(draft, row, shapes, found) -> None:
     is_built = row.framework == "torch" and draft.config.strategy in FUSED_STRATEGIES
     for name in ("fused", "flat"):
         if getattr(draft.config, name) is True and not is_built:
-            raise NotBuilt(f"{name}: not built for strategy {draft.config.strategy} on {row.framework} yet", where=draft.config.sources.get(name, ""),
-                           cure=f"--{name} auto")
+            raise NotBuilt(
+                f"{name}: not built for strategy {draft.config.strategy} on {row.framework} yet",
+                where=draft.config.sources.get(name, ""),
+                cure=f"--{name} auto",
+            )
     draft.choose("fused", is_built and memory.is_fused(draft.config))
     if draft.config.flat == AUTO:
         draft.choose("flat", is_built and row.device == "cpu" and draft.config.loss_rows != 0)
@@ -357,12 +513,23 @@ def _fast_paths(draft, row, shapes, found) -> None:
 def _fused_head(draft, shapes, found) -> None:
     """The head and its loss in C: a way of `native` kernels, where the head is frozen and nothing but a factor comes after it."""
     config = draft.config
-    why = next((why for holds, why in (
-        (config.kernels != "native", f"it is one of the native kernels, and this runs on {config.kernels} ones"),
-        (found.why("fused head"), found.why("fused head")),
-        (config.adapter == "full", "the head learns, whose gradient is made of logits"),
-        (config.loss_rows == 0, "loss_rows 0 asks for all logits"),
-        (shapes is not None and shapes.capped_logits, "the model caps its logits")) if holds), "")
+    why = next(
+        (
+            why
+            for holds, why in (
+                (
+                    config.kernels != "native",
+                    f"it is one of the native kernels, and this runs on {config.kernels} ones",
+                ),
+                (found.why("fused head"), found.why("fused head")),
+                (config.adapter == "full", "the head learns, whose gradient is made of logits"),
+                (config.loss_rows == 0, "loss_rows 0 asks for all logits"),
+                (shapes is not None and shapes.capped_logits, "the model caps its logits"),
+            )
+            if holds
+        ),
+        "",
+    )
     if why and config.fused_head is True and config.asked("fused_head"):
         raise UsageError(f"fused_head: {why}", where=config.sources["fused_head"], cure="--fused_head auto")
     if why or config.fused_head == AUTO:
@@ -374,16 +541,34 @@ def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
     config, asked = draft.config, draft.config.quantized_cache
     if asked is False:
         return
-    why = next((why for holds, why in (
-        (row.framework != "torch", "it is not built for this backend"),
-        (described and prequantized.quantized_as(described), "the checkpoint's weights are quantized already"),
-        (config.quantizer not in tables.PACKED, f"quantizer {config.quantizer} writes no files"),
-        (config.adapter in prequantized.NEEDS_FULL_PRECISION, f"adapter {config.adapter} needs the full-precision weights"),
-        (config.strategy not in tables.WHOLE_STRATEGIES, f"strategy {config.strategy} may quantize slices of weights"),
-        (config.trust_remote_code, "the model may have code of its own"),
-        (shapes is not None and shapes.experts, "the experts of a mixture are written to no files")) if holds), "")
+    why = next(
+        (
+            why
+            for holds, why in (
+                (row.framework != "torch", "it is not built for this backend"),
+                (described and prequantized.quantized_as(described), "the checkpoint's weights are quantized already"),
+                (config.quantizer not in tables.PACKED, f"quantizer {config.quantizer} writes no files"),
+                (
+                    config.adapter in prequantized.NEEDS_FULL_PRECISION,
+                    f"adapter {config.adapter} needs the full-precision weights",
+                ),
+                (
+                    config.strategy not in tables.WHOLE_STRATEGIES,
+                    f"strategy {config.strategy} may quantize slices of weights",
+                ),
+                (config.trust_remote_code, "the model may have code of its own"),
+                (shapes is not None and shapes.experts, "the experts of a mixture are written to no files"),
+            )
+            if holds
+        ),
+        "",
+    )
     if why and asked != AUTO:
-        raise UsageError(f"quantized_cache: nothing can be kept: {why}", where=config.sources.get("quantized_cache", ""), cure="--quantized_cache auto")
+        raise UsageError(
+            f"quantized_cache: nothing can be kept: {why}",
+            where=config.sources.get("quantized_cache", ""),
+            cure="--quantized_cache auto",
+        )
     if asked == AUTO:
         draft.choose("quantized_cache", not why and shapes is not None and shapes.linear_parameters >= KEPT_FROM)
 
@@ -395,8 +580,11 @@ def _described(draft) -> dict | None:
         draft.memory_unknown = f"{draft.config.model_name} is not on this machine"
     described = directory and layouts.read_config(directory)
     if described and layouts.sees_ahead(described):
-        raise UsageError(f"model_type {described['model_type']!r} sees the tokens that it would have to predict",
-                         where=str(directory / "config.json"), cure='"is_decoder": true there, or a causal language model')
+        raise UsageError(
+            f"model_type {described['model_type']!r} sees the tokens that it would have to predict",
+            where=str(directory / "config.json"),
+            cure='"is_decoder": true there, or a causal language model',
+        )
     return described
 
 
@@ -409,8 +597,11 @@ def _positions(draft, described: dict) -> None:
         draft.choose("context_length", longest)
         draft.warnings.append(f"rows have up to {longest} tokens: the model has no more positions")
     elif layouts.position_table(described):
-        raise UsageError(f"context_length {asked}: the model has {longest} positions and no way to make more",
-                         where=draft.config.sources["context_length"], cure=f"--context_length {longest}")
+        raise UsageError(
+            f"context_length {asked}: the model has {longest} positions and no way to make more",
+            where=draft.config.sources["context_length"],
+            cure=f"--context_length {longest}",
+        )
     else:
         draft.warnings.append(f"context_length {asked} is beyond the {longest} positions that the model was made for")
 
@@ -426,8 +617,11 @@ def _shapes(draft, described: dict | None) -> layouts.Shapes | None:
     try:
         shapes = described and layouts.shapes(described)
     except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"config.json does not describe a {described.get('model_type')} model: {error}", where=draft.config.model_name,
-                         cure="download it again") from None
+        raise UsageError(
+            f"config.json does not describe a {described.get('model_type')} model: {error}",
+            where=draft.config.model_name,
+            cure="download it again",
+        ) from None
     if described and not shapes:
         draft.memory_unknown = f"no formulas for model_type {described.get('model_type')!r}"
     return shapes

@@ -33,10 +33,15 @@ def quantized_as(about: dict) -> str | None:
     about = about.get("quantization_config") or about.get("text_config", {}).get("quantization_config")
     if not about:
         return None
-    method = about.get("quant_method", "bitsandbytes" if "load_in_4bit" in about or "load_in_8bit" in about else "an unnamed method")
+    method = about.get(
+        "quant_method", "bitsandbytes" if "load_in_4bit" in about or "load_in_8bit" in about else "an unnamed method"
+    )
     if method != "bitsandbytes":
-        raise NotBuilt(f"the checkpoint's weights are quantized by {method}, which is not read", where="config.json: quantization_config",
-                       cure="the same model with unquantized (bf16) weights")
+        raise NotBuilt(
+            f"the checkpoint's weights are quantized by {method}, which is not read",
+            where="config.json: quantization_config",
+            cure="the same model with unquantized (bf16) weights",
+        )
     return about.get("bnb_4bit_quant_type", "fp4") if about.get("load_in_4bit") else "int8"
 
 
@@ -47,8 +52,11 @@ def _packed_by_mlx(about: dict) -> str:
     single = [key for key, value in about.items() if isinstance(value, (dict, bool))]
     if name not in QUANTIZERS or single:
         what = f"{mode} in {bits} bits" if name not in QUANTIZERS else f"layer by layer ({single[0]})"
-        raise NotBuilt(f"the checkpoint's weights are quantized {what}, which is not read", where="config.json: quantization",
-                       cure="the same model with unquantized (bf16) weights")
+        raise NotBuilt(
+            f"the checkpoint's weights are quantized {what}, which is not read",
+            where="config.json: quantization",
+            cure="the same model with unquantized (bf16) weights",
+        )
     return name
 
 
@@ -59,19 +67,28 @@ def adopt(draft, about: dict) -> None:
     if found is None:
         return
     if config.adapter in NEEDS_FULL_PRECISION:
-        raise UsageError(f"adapter {config.adapter} needs the full-precision weights, and this checkpoint's are quantized ({found})",
-                         where=config.sources.get("adapter", ""), cure="--adapter lora, or the same model with unquantized weights")
+        raise UsageError(
+            f"adapter {config.adapter} needs the full-precision weights, and this checkpoint's are quantized ({found})",
+            where=config.sources.get("adapter", ""),
+            cure="--adapter lora, or the same model with unquantized weights",
+        )
     group = (about.get("quantization") or {}).get("group_size", config.affine_group_size)
     if found in AFFINE and group != config.affine_group_size:
         if config.asked("affine_group_size"):
-            raise UsageError(f"affine_group_size = {config.affine_group_size} contradicts the checkpoint, whose groups have {group}",
-                             where=config.sources["affine_group_size"], cure=f"--affine_group_size {group}, or leave it out")
+            raise UsageError(
+                f"affine_group_size = {config.affine_group_size} contradicts the checkpoint, whose groups have {group}",
+                where=config.sources["affine_group_size"],
+                cure=f"--affine_group_size {group}, or leave it out",
+            )
         draft.choose("affine_group_size", group)
     if found != config.quantizer:
         asked = next((name for name in ("quantizer", "n_bits") if config.asked(name)), None)
         asked = asked or ("train_type" if config.quantizer == "none" and config.asked("train_type") else None)
         if asked:
-            raise UsageError(f"{asked} = {getattr(config, asked)} contradicts the checkpoint, whose weights are quantized already: {found}",
-                             where=config.sources.get(asked, ""), cure=f"--quantizer {found}, or the same model with unquantized weights")
+            raise UsageError(
+                f"{asked} = {getattr(config, asked)} contradicts the checkpoint, whose weights are quantized already: {found}",
+                where=config.sources.get(asked, ""),
+                cure=f"--quantizer {found}, or the same model with unquantized weights",
+            )
         draft.adjust("quantizer", found, "the checkpoint's weights are quantized already")
         draft.choose("n_bits", BITS[found])

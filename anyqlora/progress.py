@@ -37,7 +37,9 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict) -> Progress:
         found = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
-        found.before, found.after, found.best, found.kept = map(with_numbers, (found.before, found.after, found.best, state.get("kept", found.best)))
+        found.before, found.after, found.best, found.kept = map(
+            with_numbers, (found.before, found.after, found.best, state.get("kept", found.best))
+        )
         return found
 
     def to_state(self) -> dict:
@@ -46,7 +48,9 @@ class Progress:
 
 def with_numbers(evaluation: dict | None) -> dict | None:
     """An evaluation as it was before it was JSON, which has no number for what is not finite."""
-    return evaluation and {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in evaluation.items()}
+    return evaluation and {
+        name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in evaluation.items()
+    }
 
 
 def is_better(found: dict, than: dict | None) -> bool:

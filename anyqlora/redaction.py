@@ -17,17 +17,24 @@ SHAPES = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"  # a JSON web token
     r"|wandb_v\d+_\w{16,})"
 )
-OLD_WANDB_KEY = re.compile(r"(?<![0-9a-f])(?<!snapshots/)[0-9a-f]{40}(?![0-9a-f])")  # the hub's cache names commits like this
+OLD_WANDB_KEY = re.compile(
+    r"(?<![0-9a-f])(?<!snapshots/)[0-9a-f]{40}(?![0-9a-f])"
+)  # the hub's cache names commits like this
 USER_OF_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s@]+@")
-SECRET_OF_QUERY = re.compile(r"([?&;#](?:[^=&\s#]*(?:token|key|secret|passw|signature|credential|auth)[^=&\s#]*|sig)=)[^&\s#]+",
-                             re.IGNORECASE)
+SECRET_OF_QUERY = re.compile(
+    r"([?&;#](?:[^=&\s#]*(?:token|key|secret|passw|signature|credential|auth)[^=&\s#]*|sig)=)[^&\s#]+", re.IGNORECASE
+)
 COMMIT = "revision"  # the setting in which 40 hexadecimal digits are a commit
 
 
 def redacted(value, environ: Mapping[str, str] | None = None):
     """`value` (text, or lists and dicts of it) without its secrets."""
     environ = os.environ if environ is None else environ
-    named = {text for name, text in environ.items() if len(text) >= SHORTEST and any(word in name.upper() for word in SECRET_NAMES)}
+    named = {
+        text
+        for name, text in environ.items()
+        if len(text) >= SHORTEST and any(word in name.upper() for word in SECRET_NAMES)
+    }
     return _redacted(value, sorted(named, key=len, reverse=True))
 
 

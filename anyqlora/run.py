@@ -14,7 +14,18 @@ from typing import NamedTuple
 from . import starting
 from .audit import findings
 from .card import card
-from .checkpoint import ADAPTER, ADAPTER_CONFIG, Content, Disk, read_adapter, replace, saved_by, size_and_hash, to_json, write_directory
+from .checkpoint import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    Content,
+    Disk,
+    read_adapter,
+    replace,
+    saved_by,
+    size_and_hash,
+    to_json,
+    write_directory,
+)
 from .data import Batch, Data, Stream, halved
 from .describe import described, environment
 from .errors import DiskFull, NonFinite, OutOfMemory, RunError, UsageError
@@ -45,7 +56,14 @@ class Run:
     """One run: its directory, its position, and its cadence."""
 
     def __init__(self, place: Place, plan, data: Data, stream: Stream, tokenizer, ranks: Alone | None = None):
-        self.place, self.plan, self.config, self.data, self.stream, self.tokenizer = place, plan, plan.config, data, stream, tokenizer
+        self.place, self.plan, self.config, self.data, self.stream, self.tokenizer = (
+            place,
+            plan,
+            plan.config,
+            data,
+            stream,
+            tokenizer,
+        )
         self.directory, self.restored, self.finished = place.directory, place.restored, place.finished
         self.total_steps = stream.total_steps
         self.ranks = ranks or Alone()
@@ -94,7 +112,9 @@ class Run:
         warn, lines = self.console.warn, self.progress.lines
         trackers = Trackers(self.config, self.directory, self.restored is not None, warn, self.first_step)
         self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
-        self.metrics = self.closing(Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn))
+        self.metrics = self.closing(
+            Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn)
+        )
         self.saves = Saves(self.place, self.config, self.machine, self.disk, warn, self.progress.saving_seconds)
         self._forget_lost_best()
 
@@ -102,7 +122,9 @@ class Run:
         """A best step without a checkpoint, since `keep` was a number before or it was damaged, is none that `keep best` can end with."""
         progress = self.progress
         if self.config.keep == "best" and progress.best and not self.saves.has(progress.kept):
-            self.console.warn(f"the best step so far, {(progress.kept or progress.best)['step']}, has no checkpoint: keep best looks for another one from here on")
+            self.console.warn(
+                f"the best step so far, {(progress.kept or progress.best)['step']}, has no checkpoint: keep best looks for another one from here on"
+            )
             progress.kept = None
 
     def _compare(self) -> None:
@@ -112,24 +134,37 @@ class Run:
         if not self.restored:
             return
         if self.place.replaces and self.first_step >= self.total_steps:
-            raise UsageError(f"--resume force: {self.first_step} steps are done, and with these settings the run has {self.total_steps}",
-                             where=str(self.directory), cure="a larger --max_steps or --num_epochs; or the settings that it had")
+            raise UsageError(
+                f"--resume force: {self.first_step} steps are done, and with these settings the run has {self.total_steps}",
+                where=str(self.directory),
+                cure="a larger --max_steps or --num_epochs; or the settings that it had",
+            )
         there, here = self.restored.machine, self.machine
         if there != here:
-            changed = [f"{key} {there.get(key)} -> {here.get(key)}" for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
-            self.console.warn(f"goes on from step {self.first_step}, but not to the same bytes as before: {'; '.join(changed)}")
+            changed = [
+                f"{key} {there.get(key)} -> {here.get(key)}"
+                for key in sorted({*there, *here})
+                if there.get(key) != here.get(key)
+            ]
+            self.console.warn(
+                f"goes on from step {self.first_step}, but not to the same bytes as before: {'; '.join(changed)}"
+            )
         if there.get("batch_size") == here["batch_size"]:  # else somebody has chosen another one since
             self.stream.resize(self.progress.batch_size)
 
     def _describe(self) -> None:
         """Write what was asked, what was planned, and where it runs."""
         files = described(self.plan, self.machine, self.data.report)
-        if not (self.restored and self.place.replaces):  # else the checkpoints there are of another identity, until one is saved
+        if not (
+            self.restored and self.place.replaces
+        ):  # else the checkpoints there are of another identity, until one is saved
             files = {IDENTITY: to_json(self.place.identity), **files}  # by which the run is found again
         try:
             self.disk.make_directory(self.directory)
             self.place.claim()
-            self.place.reopen(self.disk)  # before its identity is another: a kill in between leaves the old run, short of its end
+            self.place.reopen(
+                self.disk
+            )  # before its identity is another: a kill in between leaves the old run, short of its end
             for name, content in files.items():
                 replace(self.directory / name, content, self.disk)
         except OSError as error:
@@ -141,7 +176,9 @@ class Run:
         try:
             self.ranks.write_stacks(self.directory / "stacks")
         except OSError as error:  # the first one's disk is full, or another's machine has none for it: that ends no run
-            self.console.warn(f"where processes that hang are will not be told: {self.directory / 'stacks'}: {error.strerror or error}")
+            self.console.warn(
+                f"where processes that hang are will not be told: {self.directory / 'stacks'}: {error.strerror or error}"
+            )
 
     @property
     def last_step(self) -> int:
@@ -170,7 +207,9 @@ class Run:
         """(step, learning rate) of every optimizer step that is left. Raises Stopped after a signal, as soon as what was trained is saved."""
         self.signals.in_loop = True
         for step in range(self.first_step, self.total_steps):
-            if step == self.saved_step:  # else the signal came when it was decided not to save, and the next step will be saved
+            if (
+                step == self.saved_step
+            ):  # else the signal came when it was decided not to save, and the next step will be saved
                 self.signals.check()
             if self.stops_early:
                 break
@@ -200,14 +239,16 @@ class Run:
     def _all_hear(self, *values: float) -> list[float]:
         """Each value summed over all processes, which learn on the way of the signals that came to any of them."""
         sums = self.ranks.total(*values, *self.signals.asked_numbers())
-        self.signals.agree(sums[len(values):])
-        return sums[:len(values)]
+        self.signals.agree(sums[len(values) :])
+        return sums[: len(values)]
 
     def out_of_memory(self, step: int) -> None:
         """Raises OutOfMemory where there are other processes: they are in the middle of the step, and wait for this one."""
         if self.ranks.size > 1:
-            raise OutOfMemory(f"rank {self.ranks.rank} ran out of memory in step {step + 1}",
-                              cure=f"a --batch_size below {self.stream.batch_size}, and as many more --gradient_accumulation_steps")
+            raise OutOfMemory(
+                f"rank {self.ranks.rank} ran out of memory in step {step + 1}",
+                cure=f"a --batch_size below {self.stream.batch_size}, and as many more --gradient_accumulation_steps",
+            )
 
     def halved(self, step: int) -> list[Batch]:
         """The same step in micro-batches of half the size or a little less, from now on; the rows, their order and the global batch stay.
@@ -216,11 +257,16 @@ class Run:
         """
         size = self.stream.batch_size
         if size == 1:
-            raise RunError("out of memory with a single row in the micro-batch", where=self.stream[step][0].rows[0],
-                           cure="a shorter --context_length, --use_gradient_checkpointing true, or a smaller --lora_rank")
+            raise RunError(
+                "out of memory with a single row in the micro-batch",
+                where=self.stream[step][0].rows[0],
+                cure="a shorter --context_length, --use_gradient_checkpointing true, or a smaller --lora_rank",
+            )
         smaller, _ = halved(size, self.stream.accumulation)
         self.stream.resize(smaller)
-        self.console.warn(f"out of memory in step {step + 1}: micro-batches of {smaller} rows instead of {size} from here on, and the step again")
+        self.console.warn(
+            f"out of memory in step {step + 1}: micro-batches of {smaller} rows instead of {size} from here on, and the step again"
+        )
         return self.stream[step]
 
     def seed(self, step: int) -> int:
@@ -243,7 +289,9 @@ class Run:
         """Whether `event` ("evaluate", "save", "log") comes after step `step` (from 0)."""
         done = step + 1
         last = done == self.total_steps
-        evaluate = bool(self.data.held_out) and not last and self.config.eval_steps > 0 and done % self.config.eval_steps == 0
+        evaluate = (
+            bool(self.data.held_out) and not last and self.config.eval_steps > 0 and done % self.config.eval_steps == 0
+        )
         if event == "evaluate":
             return evaluate
         if event == "save":
@@ -268,21 +316,39 @@ class Run:
         progress.tokens_seen += seen
         progress.loop_seconds += seconds
         record = {
-            "step": step + 1, "epoch": round(self.stream.epoch(step + 1), 4), "loss": loss, "grad_norm": result.grad_norm, "lr": lr,
-            "skipped": result.skipped, "loss_scale": result.loss_scale, "tokens": seen, "trained_tokens": trained, "seconds": seconds,
-            "tokens_per_second": seen / seconds, "trained_tokens_per_second": trained / seconds, "memory_bytes": memory_bytes,
+            "step": step + 1,
+            "epoch": round(self.stream.epoch(step + 1), 4),
+            "loss": loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "skipped": result.skipped,
+            "loss_scale": result.loss_scale,
+            "tokens": seen,
+            "trained_tokens": trained,
+            "seconds": seconds,
+            "tokens_per_second": seen / seconds,
+            "trained_tokens_per_second": trained / seconds,
+            "memory_bytes": memory_bytes,
         }
         if result.skipped:
             record["rows"] = redacted(", ".join(self.stream.rows(step)))
-            why = ("its loss is a spike" if self.spiked else "fp16 overflowed and the loss scale shrinks" if scaler_mends
-                   else "loss or gradient is not finite")
+            why = (
+                "its loss is a spike"
+                if self.spiked
+                else "fp16 overflowed and the loss scale shrinks"
+                if scaler_mends
+                else "loss or gradient is not finite"
+            )
             self.console.warn(f"step {step + 1} is skipped: {why}; its rows: {record['rows']}")
         if self.due("log", step) or result.skipped:
             self.metrics.write(record)
             self.console.step({**record, "eta_seconds": median(self.recent_seconds) * (self.total_steps - step - 1)})
         if progress.non_finite >= NON_FINITE_LIMIT:
-            raise NonFinite(f"{NON_FINITE_LIMIT} steps in a row were not finite; the last was step {step + 1}",
-                            where=self.stream.rows(step)[0], cure="a smaller --lr, --precision fp32 or bf16, or look at the rows named above")
+            raise NonFinite(
+                f"{NON_FINITE_LIMIT} steps in a row were not finite; the last was step {step + 1}",
+                where=self.stream.rows(step)[0],
+                cure="a smaller --lr, --precision fp32 or bf16, or look at the rows named above",
+            )
 
     def evaluate(self, step: int, evaluation: Callable[[], dict]) -> None:
         """Evaluate after `step` finished steps; keeps the best and counts towards early stopping.
@@ -355,8 +421,11 @@ class Run:
             raise self._unfinished(name, error) from None
 
     def _unfinished(self, name: str, error: OSError) -> DiskFull:
-        return DiskFull(f"{name} cannot be written: {error.strerror or error}", where=str(self.directory),
-                        cure="make room; the same command goes on from the last checkpoint")
+        return DiskFull(
+            f"{name} cannot be written: {error.strerror or error}",
+            where=str(self.directory),
+            cure="make room; the same command goes on from the last checkpoint",
+        )
 
     def first_adapter(self) -> dict | None:
         """What the adapter that the run starts from has learned, {name: array}; None for a run without one."""
@@ -365,7 +434,9 @@ class Run:
             return None
         directory = starting.directory(config)
         made_for = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-        self.console.say(f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, trained on {made_for}")
+        self.console.say(
+            f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, trained on {made_for}"
+        )
         return self.ranks.told_arrays(read_adapter(directory / ADAPTER) if self.ranks.is_first else None)
 
     def best_adapter(self) -> dict | None:
@@ -376,15 +447,19 @@ class Run:
         is_earlier = best and best["step"] != self.last_step and not is_better(self.after, best)
         loaded = self.saves.best(best["step"]) if is_earlier else None
         if loaded:
-            self.console.say(f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step {self.last_step} is "
-                             f"{self.after['loss']:.4f}; what it had learned is written")
+            self.console.say(
+                f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step {self.last_step} is "
+                f"{self.after['loss']:.4f}; what it had learned is written"
+            )
             self.learned, self.after = Progress.from_state(loaded.state), best
         return self.ranks.told_arrays(loaded and loaded.adapter)  # only the first process can say
 
     def already_finished(self) -> dict:
         """A finished run is reported and left as it is."""
         self.console.report(self.directory)
-        self.console.say(f"{self.directory} is a finished run; another --run_name starts a new one, --resume force with more --max_steps or --num_epochs trains it further")
+        self.console.say(
+            f"{self.directory} is a finished run; another --run_name starts a new one, --resume force with more --max_steps or --num_epochs trains it further"
+        )
         return read_json(self.directory / RESULT)
 
     def card(self) -> str:
@@ -394,20 +469,34 @@ class Run:
         """Write result.json, last of all. Returns it."""
         progress, plan, spent = self.progress, self.plan, self.progress.loop_seconds or math.inf
         result = {
-            "status": "finished", "backend": str(plan.backend), "strategy": plan.strategy, "quantizer": plan.quantizer,
-            "adapter": plan.adapter, "world_size": plan.world_size, "steps": self.last_step,
-            "epochs": round(self.stream.epoch(self.last_step), 4), "tokens_trained": progress.tokens_trained, "tokens_seen": progress.tokens_seen,
-            "seconds": time.perf_counter() - self.started, "tokens_per_second": progress.tokens_seen / spent,
-            "trained_tokens_per_second": progress.tokens_trained / spent, "saving_seconds": self.saves.seconds,
-            "finding_seconds": self.place.seconds, "time_to_first_step_s": self.first_step_at, "peak_memory_bytes": peak_memory_bytes,
-            "planned_memory_bytes": plan.memory.total if plan.memory else None, "adapter_sha256": adapter_sha256,
+            "status": "finished",
+            "backend": str(plan.backend),
+            "strategy": plan.strategy,
+            "quantizer": plan.quantizer,
+            "adapter": plan.adapter,
+            "world_size": plan.world_size,
+            "steps": self.last_step,
+            "epochs": round(self.stream.epoch(self.last_step), 4),
+            "tokens_trained": progress.tokens_trained,
+            "tokens_seen": progress.tokens_seen,
+            "seconds": time.perf_counter() - self.started,
+            "tokens_per_second": progress.tokens_seen / spent,
+            "trained_tokens_per_second": progress.tokens_trained / spent,
+            "saving_seconds": self.saves.seconds,
+            "finding_seconds": self.place.seconds,
+            "time_to_first_step_s": self.first_step_at,
+            "peak_memory_bytes": peak_memory_bytes,
+            "planned_memory_bytes": plan.memory.total if plan.memory else None,
+            "adapter_sha256": adapter_sha256,
             "adjustments": [asdict(a) for a in plan.adjustments],
             "eval": {"before": progress.before, "after": self.after} if self.after else None,
         }
         self._compare_held_out()
         self.opened.close()
         try:
-            replace(self.directory / IDENTITY, to_json(self.place.identity), self.disk)  # of a forced run that stopped before any checkpoint
+            replace(
+                self.directory / IDENTITY, to_json(self.place.identity), self.disk
+            )  # of a forced run that stopped before any checkpoint
             replace(self.directory / RESULT, to_json(result), self.disk)
             self.disk.sync_directory(self.directory)
         except OSError as error:
@@ -415,13 +504,14 @@ class Run:
         self.console.report(self.directory)
         return result
 
-
     def _compare_held_out(self) -> None:
         """Say when the held-out rows have gained nothing: a falling training loss does not tell."""
         before, after = self.progress.before, self.after
         if before and after and not is_better(after, before):
-            self.console.warn(f"the held-out loss was {before['loss']:.4f} before step 1 and is {after['loss']:.4f} after step {after['step']}: on rows that it was "
-                              "not trained on the model is no better than it was; a lower --learning_rate, fewer epochs, or --keep best with --eval_steps may help")
+            self.console.warn(
+                f"the held-out loss was {before['loss']:.4f} before step 1 and is {after['loss']:.4f} after step {after['step']}: on rows that it was "
+                "not trained on the model is no better than it was; a lower --learning_rate, fewer epochs, or --keep best with --eval_steps may help"
+            )
 
 
 def without_samples(found: dict | None) -> dict | None:

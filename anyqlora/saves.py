@@ -18,7 +18,15 @@ from .place import IDENTITY, Place
 class Saves:
     """`seconds` is the time that saving took so far."""
 
-    def __init__(self, place: Place, config: TrainConfig, machine: dict, disk: Disk, warn: Callable[[str], None], seconds: float = 0.0):
+    def __init__(
+        self,
+        place: Place,
+        config: TrainConfig,
+        machine: dict,
+        disk: Disk,
+        warn: Callable[[str], None],
+        seconds: float = 0.0,
+    ):
         self.config, self.warn, self.seconds = config, warn, seconds
         self.marks = {"identity": place.identity, "machine": machine}
         self.identity = place.directory / IDENTITY
@@ -35,14 +43,19 @@ class Saves:
         there = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         free = shutil.disk_usage(directory.parent).free
         if needed > free + there:
-            raise DiskFull(f"{most} checkpoints and the result need {shown(needed)}, {shown(free + there)} are free",
-                           where=str(directory.parent), cure="another --output_dir, or make room")
+            raise DiskFull(
+                f"{most} checkpoints and the result need {shown(needed)}, {shown(free + there)} are free",
+                where=str(directory.parent),
+                cure="another --output_dir, or make room",
+            )
 
     def has(self, evaluation: dict | None) -> bool:
         """Whether there is an evaluation, and its step has a checkpoint."""
         return evaluation is not None and evaluation["step"] in self.checkpoints.steps()
 
-    def write(self, step: int, state: dict, best: dict | None, is_last_chance: bool, snapshot: Callable[[], tuple]) -> bool:
+    def write(
+        self, step: int, state: dict, best: dict | None, is_last_chance: bool, snapshot: Callable[[], tuple]
+    ) -> bool:
         """Write the checkpoint of `step` finished steps. Returns whether it stands. `snapshot()` gives adapter, moments, adapter_config, loop
         state; `best` is the evaluation whose checkpoint `keep best` keeps, once this one is written.
 
@@ -51,12 +64,21 @@ class Saves:
         """
         began = time.perf_counter()
         adapter, moments, adapter_config, loop = snapshot()
-        broken = [name for tensors in (adapter, moments) for name, value in tensors.items() if not np.isfinite(value).all()]
+        broken = [
+            name for tensors in (adapter, moments) for name, value in tensors.items() if not np.isfinite(value).all()
+        ]
         if broken:
-            raise NonFinite(f"{broken[0]} is not finite after step {step}; it is not saved", cure="the newest checkpoint is from before")
+            raise NonFinite(
+                f"{broken[0]} is not finite after step {step}; it is not saved",
+                cure="the newest checkpoint is from before",
+            )
         try:
-            self.checkpoints.save(step, adapter, moments, adapter_config=adapter_config, state={**state, "loop": loop}, **self.marks)
-            replace(self.identity, to_json(self.marks["identity"]), self.checkpoints.disk)  # another one with --resume force: before what has the old one goes
+            self.checkpoints.save(
+                step, adapter, moments, adapter_config=adapter_config, state={**state, "loop": loop}, **self.marks
+            )
+            replace(
+                self.identity, to_json(self.marks["identity"]), self.checkpoints.disk
+            )  # another one with --resume force: before what has the old one goes
             self.told_full = False
         except OSError as error:
             self._not_saved(step, error, is_last_chance)
@@ -72,7 +94,9 @@ class Saves:
         older = f"the checkpoint of step {good[-1]} stands" if good else "there is no older one"
         message = f"the checkpoint of step {step} cannot be written ({error.strerror or error}); {older}"
         if self.config.on_disk_full == "stop" or (is_last_chance and not good):
-            raise DiskFull(message, where=str(self.checkpoints.directory), cure="make room; the same command continues the run") from None
+            raise DiskFull(
+                message, where=str(self.checkpoints.directory), cure="make room; the same command continues the run"
+            ) from None
         if not self.told_full:
             self.warn(f"{message}; training goes on")
             self.told_full = True
@@ -95,5 +119,7 @@ class Saves:
         try:
             return self.checkpoints.read(step)
         except Rejected as reason:
-            self.warn(f"{self.checkpoints.path(step)} is the best step's and cannot be used: {reason}; what the last step had learned is written")
+            self.warn(
+                f"{self.checkpoints.path(step)} is the best step's and cannot be used: {reason}; what the last step had learned is written"
+            )
             return None

@@ -34,10 +34,17 @@ _SIGNATURES = {  # first bytes -> (what the file is instead of text, cure)
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
     b"PAR1": ("Parquet", "name it .parquet"),
 }
-_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")  # what Hugging Face's datasets writes beside the rows
+_DESCRIPTIONS = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "state.json",
+)  # what Hugging Face's datasets writes beside the rows
 _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
 _TRAIN_SPLIT = re.compile(r"(^|[^a-z])train(ing)?(set)?([^a-z]|$)", re.IGNORECASE)
-_OTHER_SPLIT = re.compile(r"(^|[^a-z])(test(ing)?|valid(ation)?|val|dev(elopment)?|eval(uation)?|h[eo]ld[ _-]?out)(set|s)?([^a-z]|$)", re.IGNORECASE)
+_OTHER_SPLIT = re.compile(
+    r"(^|[^a-z])(test(ing)?|valid(ation)?|val|dev(elopment)?|eval(uation)?|h[eo]ld[ _-]?out)(set|s)?([^a-z]|$)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,11 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
         except ValueError:
             equals, number = "", 1.0
         if not 0 < number <= 1000:
-            raise UsageError(f"weight {weight} of {name} is not between 0 and 1000", where=where, cure="to give a source no weight, leave it out")
+            raise UsageError(
+                f"weight {weight} of {name} is not between 0 and 1000",
+                where=where,
+                cure="to give a source no weight, leave it out",
+            )
         found.append((name.strip() if equals else part, number))
     if not found:
         raise UsageError("no source named", where=where, cure="--dataset FILE")
@@ -79,6 +90,7 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
 
 def placed(spec: str, otherwise: Callable[[str], str]) -> str:
     """The same specification with whole paths, so that it can be read from anywhere; `otherwise` gives what is no file here."""
+
     def whole(name: str) -> str:
         path = Path(os.path.expanduser(name))
         return str(path.absolute()) if path.exists() and name not in MADE_HERE else otherwise(name)
@@ -105,7 +117,9 @@ def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | 
         return path
     if name in HUB or (_HUB_ID.fullmatch(name) and path.suffix.lower() not in READERS):
         return download(HUB.get(name, name), offline)
-    raise UsageError("no such file or directory", where=name, cure=f"a path, a hub id (owner/name) or one of: {', '.join(BUILT_IN)}")
+    raise UsageError(
+        "no such file or directory", where=name, cure=f"a path, a hub id (owner/name) or one of: {', '.join(BUILT_IN)}"
+    )
 
 
 def files(name: str, *, held_out: bool = False, offline: bool = False) -> list[Path]:
@@ -136,17 +150,27 @@ def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool
 
 def dummy(count: int) -> Source:
     """Rows that mean nothing, to try the machinery with."""
-    rows = [{"prompt": f"Question {i}: what is {i} plus {i + 1}?\nAnswer:", "completion": f" {2 * i + 1}"} for i in range(count)]
+    rows = [
+        {"prompt": f"Question {i}: what is {i} plus {i + 1}?\nAnswer:", "completion": f" {2 * i + 1}"}
+        for i in range(count)
+    ]
     return Source("dummy", [Row(row, f"dummy:{i}") for i, row in enumerate(rows, 1)])
 
 
 def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
     """(chosen, left out) of the files of known kind below `path`, in the order of their names: those of the train split, or if
     `held_out` of a test split, where the names tell; else all that hold rows."""
-    found = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in READERS
-                   and not any(part.startswith(".") for part in p.relative_to(path).parts))
+    found = sorted(
+        p
+        for p in path.rglob("*")
+        if p.is_file()
+        and p.suffix.lower() in READERS
+        and not any(part.startswith(".") for part in p.relative_to(path).parts)
+    )
     if not found:
-        raise UsageError("no file of rows in this directory", where=str(path), cure=f"files that end in {', '.join(READERS)}")
+        raise UsageError(
+            "no file of rows in this directory", where=str(path), cure=f"files that end in {', '.join(READERS)}"
+        )
 
     rows = [p for p in found if p.name not in _DESCRIPTIONS] or found
 
@@ -168,8 +192,11 @@ def download(repository: str, offline: bool) -> Path:
         return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=wanted, local_files_only=offline))
     except Exception as error:  # the hub's client raises a dozen kinds, some of them httpx's own
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise UsageError(f"no such path, and not read from the hub: {type(error).__name__}: {reason}", where=repository,
-                         cure="check the path or the hub id; offline, only what was downloaded before can be read") from None
+        raise UsageError(
+            f"no such path, and not read from the hub: {type(error).__name__}: {reason}",
+            where=repository,
+            cure="check the path or the hub id; offline, only what was downloaded before can be read",
+        ) from None
 
 
 def file(path: str | Path) -> Source:
@@ -195,7 +222,9 @@ def _content(path: Path, source: Source) -> bytes:
             raise UsageError(f"not UTF-8 text but {what}", where=str(path), cure=cure)
     head = content[:4096].split(b"\n")[0]
     if head.strip(b"\0") and len(_CONTROL.findall(head)) > len(head) // 8:
-        raise UsageError("not UTF-8 text: a binary file, or UTF-16", where=str(path), cure="UTF-16: iconv -f UTF-16 -t UTF-8")
+        raise UsageError(
+            "not UTF-8 text: a binary file, or UTF-16", where=str(path), cure="UTF-16: iconv -f UTF-16 -t UTF-8"
+        )
     if content.startswith(b"\xef\xbb\xbf"):
         source.notes.append("a byte order mark was passed over")
         content = content[3:]
@@ -212,21 +241,26 @@ def _json(path: Path, source: Source) -> None:
         else:
             source.rows.append(Row(row, where))
     if path.suffix.lower() == ".json" and not source.rows and source.bad and not is_list:
-        raise UsageError("neither a list of rows nor one row per line", where=source.bad[0].where,
-                         cure='[{"prompt": "...", "completion": "..."}, ...]')
+        raise UsageError(
+            "neither a list of rows nor one row per line",
+            where=source.bad[0].where,
+            cure='[{"prompt": "...", "completion": "..."}, ...]',
+        )
 
 
 def _csv(path: Path, source: Source) -> None:
     """The first line names the columns. Every cell is text."""
     content = _content(path, source)
     if b"\0" in content:
-        raise UsageError("a NUL byte", where=f"{path}:{content[:content.index(0)].count(10) + 1}", cure="delete it")
+        raise UsageError("a NUL byte", where=f"{path}:{content[: content.index(0)].count(10) + 1}", cure="delete it")
     try:
         text = strict_json.text_of(content, str(path), 1)
     except BadRow as bad:
         raise UsageError(bad.reason, where=bad.where, cure=bad.cure) from None
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
+    )
     names: list[str] = []
     while True:
         where = f"{path}:{reader.line_num + 1}"
@@ -240,13 +274,21 @@ def _csv(path: Path, source: Source) -> None:
         if cells and not names:
             names = cells
             if len(set(names)) < len(names) or "" in names:
-                raise UsageError(f"the header names a column twice or not at all: {', '.join(map(repr, names))}", where=where,
-                                 cure="one name for each column")
+                raise UsageError(
+                    f"the header names a column twice or not at all: {', '.join(map(repr, names))}",
+                    where=where,
+                    cure="one name for each column",
+                )
         elif len(cells) == len(names):
             source.rows.append(Row(dict(zip(names, cells, strict=True)), where))
         elif cells:
-            source.bad.append(BadRow(f"{len(cells)} cells, but the header has {len(names)}",
-                                     "put quotes around a cell that holds a comma or a line break", where))
+            source.bad.append(
+                BadRow(
+                    f"{len(cells)} cells, but the header has {len(names)}",
+                    "put quotes around a cell that holds a comma or a line break",
+                    where,
+                )
+            )
 
 
 def _parquet(path: Path, source: Source) -> None:
@@ -257,12 +299,19 @@ def _parquet(path: Path, source: Source) -> None:
         with parquet.ParquetFile(path) as table:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
-                raise UsageError(f"a column is there twice: {', '.join(map(repr, names))}", where=str(path), cure="one name for each column")
+                raise UsageError(
+                    f"a column is there twice: {', '.join(map(repr, names))}",
+                    where=str(path),
+                    cure="one name for each column",
+                )
             for batch in table.iter_batches():
                 _add_batch(batch, path, source)
     except pyarrow.ArrowException as error:
-        raise UsageError(f"not Parquet: {str(error).splitlines()[0]}", where=str(path),
-                         cure="write it anew, or name it by what it is") from None
+        raise UsageError(
+            f"not Parquet: {str(error).splitlines()[0]}",
+            where=str(path),
+            cure="write it anew, or name it by what it is",
+        ) from None
 
 
 def _add_batch(batch, path: Path, source: Source) -> None:
@@ -283,7 +332,9 @@ def _alone(batch) -> dict | BadRow:
     try:
         return batch.to_pylist()[0]
     except UnicodeDecodeError as error:
-        return BadRow(f"text that is not UTF-8: byte 0x{error.object[error.start]:02x}", "write the file anew from UTF-8 text")
+        return BadRow(
+            f"text that is not UTF-8: byte 0x{error.object[error.start]:02x}", "write the file anew from UTF-8 text"
+        )
     except (ValueError, OverflowError) as error:
         return BadRow(f"a value that cannot be read: {error}", "a value that fits, or leave the column out")
 
@@ -297,7 +348,11 @@ def _without_nulls(value: object, inside: bool = False) -> object:
         return [_without_nulls(item, inside) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: _without_nulls(item, inside or key in ("tools", "tool_calls")) for key, item in value.items() if not inside or item is not None}
+    return {
+        key: _without_nulls(item, inside or key in ("tools", "tool_calls"))
+        for key, item in value.items()
+        if not inside or item is not None
+    }
 
 
 READERS = {".jsonl": _json, ".json": _json, ".ndjson": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}

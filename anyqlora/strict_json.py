@@ -17,10 +17,13 @@ def text_of(raw: bytes, name: str, line: int) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        before = raw[:error.start]
+        before = raw[: error.start]
         column = error.start - (before.rfind(b"\n") + 1) + 1
-        raise BadRow(f"byte 0x{raw[error.start]:02x} is not UTF-8", "iconv -f LATIN1 -t UTF-8, if it is Latin-1",
-                     f"{name}:{line + before.count(10)}:{column}") from None
+        raise BadRow(
+            f"byte 0x{raw[error.start]:02x} is not UTF-8",
+            "iconv -f LATIN1 -t UTF-8, if it is Latin-1",
+            f"{name}:{line + before.count(10)}:{column}",
+        ) from None
 
 
 def lines(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
@@ -36,7 +39,9 @@ def lines(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
 
 def _line(raw: bytes, name: str, number: int) -> dict:
     if not raw.strip(b"\0"):
-        raise BadRow(f"{len(raw)} NUL bytes", "delete the line: the file was cut off while it was written", f"{name}:{number}:1")
+        raise BadRow(
+            f"{len(raw)} NUL bytes", "delete the line: the file was cut off while it was written", f"{name}:{number}:1"
+        )
     text = text_of(raw, name, number)
     start = _SPACE.match(text).end()
     value, end = _decoded(text, start, lambda position: f"{name}:{number}:{position + 1}", f"{name}:{number}")
@@ -63,7 +68,7 @@ def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
         return
     place = _Place(text, name)
     position = _SPACE.match(text, text.index("[") + 1).end()
-    while text[position:position + 1] != "]":
+    while text[position : position + 1] != "]":
         start = place(position)
         where = start.rpartition(":")[0]
         try:
@@ -76,13 +81,16 @@ def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
         except BadRow as bad:
             yield where, bad
         end = _SPACE.match(text, end).end()
-        if text[end:end + 1] not in (",", "]"):
+        if text[end : end + 1] not in (",", "]"):
             reason = "the JSON breaks off" if end == len(text) else "not JSON: expected ',' or ']'"
             yield where, BadRow(reason, "write the file anew with a JSON library", place(end))
             return
         position = _SPACE.match(text, end + 1).end() if text[end] == "," else end
-        if text[end] == "," and text[position:position + 1] == "]":
-            yield where, BadRow("not JSON: a comma before the ']'", "write the file anew with a JSON library", place(end))
+        if text[end] == "," and text[position : position + 1] == "]":
+            yield (
+                where,
+                BadRow("not JSON: a comma before the ']'", "write the file anew with a JSON library", place(end)),
+            )
             return
     rest = _SPACE.match(text, position + 1).end()
     if rest < len(text):
@@ -90,7 +98,7 @@ def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
 
 
 class _Place:
-    """"file:line:col" of a position in a text, asked for in rising order: each line break is counted once."""
+    """ "file:line:col" of a position in a text, asked for in rising order: each line break is counted once."""
 
     def __init__(self, text: str, name: str):
         self.text, self.name, self.line, self.seen = text, name, 1, 0
@@ -131,7 +139,7 @@ def _decoded(text: str, start: int, place: Callable[[int], str], where: str) -> 
     except json.JSONDecodeError as error:
         cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         reason = "the JSON breaks off" if cut else f"not JSON: {error.msg}"
-        if text[error.pos:error.pos + 1] == "\0":
+        if text[error.pos : error.pos + 1] == "\0":
             reason = "a NUL byte"
         raise BadRow(reason, "write the row anew with a JSON library", place(error.pos)) from None
     except _Repeated as error:

@@ -32,12 +32,37 @@ QUANTIZERS = {
     "mxfp4": "anyqlora.on_mlx.quantizers:Mxfp4",
     "nvfp4": "anyqlora.on_mlx.quantizers:Nvfp4",
 }
-WAYS = ("fused", "fused_head", "flat", "kernels", "loss_rows", "threads", "weight_cache", "quantized_cache")  # settings that say how something is computed, not what
+WAYS = (
+    "fused",
+    "fused_head",
+    "flat",
+    "kernels",
+    "loss_rows",
+    "threads",
+    "weight_cache",
+    "quantized_cache",
+)  # settings that say how something is computed, not what
 PACKED = ("nf4", "fp4", "affine4")  # quantizers that write files
-WHOLE_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "accelerate")  # one process quantizes whole weights, nobody slices of them
+WHOLE_STRATEGIES = (
+    "single",
+    "ddp",
+    "fsdp",
+    "deepspeed",
+    "accelerate",
+)  # one process quantizes whole weights, nobody slices of them
 AFFINE_STRATEGIES = ("single", "ddp", "mlx")  # the others split weights, and a scale belongs to codes on one process
 AFFINE = ("affine2", "affine3", "affine4", "affine5", "affine6", "affine8")
-BITS = {"none": 16, "nf4": 4, "fp4": 4, "int8": 8, "hqq": 4, "torchao_int4": 4, **{name: int(name[-1]) for name in AFFINE}, "mxfp4": 4, "nvfp4": 4}
+BITS = {
+    "none": 16,
+    "nf4": 4,
+    "fp4": 4,
+    "int8": 8,
+    "hqq": 4,
+    "torchao_int4": 4,
+    **{name: int(name[-1]) for name in AFFINE},
+    "mxfp4": 4,
+    "nvfp4": 4,
+}
 
 ADAPTERS = {
     "lora": "anyqlora.on_torch.adapters.lora:Lora",
@@ -92,7 +117,11 @@ TRAIN_TYPES = {  # fsdp_qlora's names -> (quantizer, adapter); a string is a ref
 FUSED_TYPES = ("custom_lora", "custom_qlora")  # those that demand LoRA in one function with its frozen weight
 FUSED_ADAPTERS = ("lora", "rslora", "pissa", "loftq")  # what is W x + scale B A x
 FUSED_QUANTIZERS = ("none", "nf4", "fp4")  # what is a product with the dequantized weight
-FUSED_STRATEGIES = ("single", "ddp", "accelerate")  # under others a process has a part or an outline of the model only, when it would be fused
+FUSED_STRATEGIES = (
+    "single",
+    "ddp",
+    "accelerate",
+)  # under others a process has a part or an outline of the model only, when it would be fused
 
 OPTIMIZERS = {
     "adamw": "torch.optim:AdamW",
@@ -127,12 +156,21 @@ TRACKERS = {  # log_to: what is told; the name is that of the package
     "trackio": "anyqlora.trackers:Trackio",
 }
 
-KERNELS = ("portable", "exact", "triton", "native")  # ops of the framework; ours where they give the same bits; all of ours; C ones for CPUs
+KERNELS = (
+    "portable",
+    "exact",
+    "triton",
+    "native",
+)  # ops of the framework; ours where they give the same bits; all of ours; C ones for CPUs
 FROZEN_PRODUCTS = ("full", "int8_backward", "int8", "fp8")
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 PRECISIONS = ("fp32", "bf16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast")
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's names of an adapter's files
-CHAT_TEMPLATES = {"zephyr": (), "chatml": ("<|im_start|>", "<|im_end|>"), "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")}  # what they need
+CHAT_TEMPLATES = {
+    "zephyr": (),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}  # what they need
 SHARDING_STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_full_shard", "hybrid_shard_grad_op", "ddp")
 
 
@@ -155,7 +193,9 @@ def points(group: str) -> tuple[tuple[str, str, str], ...]:
 @functools.cache
 def _points(group: str, _path: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
     """A look reads the metadata of all packages there are, which takes 10 ms."""
-    return tuple(sorted((point.name, point.value, point.dist.name if point.dist else "?") for point in entry_points(group=group)))
+    return tuple(
+        sorted((point.name, point.value, point.dist.name if point.dist else "?") for point in entry_points(group=group))
+    )
 
 
 def is_third_party(strategy: str) -> bool:
@@ -171,8 +211,11 @@ def strategy_target(name: str, where: str = "") -> str:
     if name in STRATEGIES:
         packages.insert(0, (STRATEGIES[name], "anyqlora"))
     if len(packages) > 1:
-        raise UsageError(f"strategy {name!r} is registered by {' and by '.join(package for _, package in packages)}", where=where,
-                         cure="uninstall one of them, or give it as --strategy module:Class")
+        raise UsageError(
+            f"strategy {name!r} is registered by {' and by '.join(package for _, package in packages)}",
+            where=where,
+            cure="uninstall one of them, or give it as --strategy module:Class",
+        )
     others = {found: f"{found} (of {package})" for found, _, package in points("strategies")}
     return choose("strategy", name, {**STRATEGIES, **plugins("strategies")}, where, others)
 
@@ -185,14 +228,23 @@ def strategy(name: str, where: str = "") -> type:
     try:
         found = load(target)
     except Exception as error:  # somebody else's code: whatever is wrong with it is the finding
-        raise UsageError(f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}", where=where or target,
-                         cure="--strategy module:Class, importable from here") from error
+        raise UsageError(
+            f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}",
+            where=where or target,
+            cure="--strategy module:Class, importable from here",
+        ) from error
     if not isinstance(found, type) or not all(hasattr(found, part) for part in ("prepare", "backward", "step")):
-        raise UsageError(f"strategy {name!r} is no Strategy class", where=where or target, cure="a subclass of anyqlora.on_torch.strategies.single:Strategy")
+        raise UsageError(
+            f"strategy {name!r} is no Strategy class",
+            where=where or target,
+            cure="a subclass of anyqlora.on_torch.strategies.single:Strategy",
+        )
     return found
 
 
-def choose(kind: str, name: str, table: dict, where: str = "", shown: Mapping[str, str] = MappingProxyType({})) -> object:
+def choose(
+    kind: str, name: str, table: dict, where: str = "", shown: Mapping[str, str] = MappingProxyType({})
+) -> object:
     """The table's row for `name`. `shown`: how a name is listed, where it is more than the name.
 
     Raises UsageError for an unknown name (with the known ones) and NotBuilt for a known one that is refused.

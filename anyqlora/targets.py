@@ -22,7 +22,11 @@ def chosen(stated: str, model_type: str, layers: Iterable[str], where: str = "")
 
         names = [name for name in DEFAULTS.get(model_type, ()) if any(last(layer) == name for layer in layers)]
         if not names:
-            raise UsageError(f"lora_target_modules: PEFT has no default for {model_type} models", where=where, cure="--lora_target_modules all")
+            raise UsageError(
+                f"lora_target_modules: PEFT has no default for {model_type} models",
+                where=where,
+                cure="--lora_target_modules all",
+            )
         stated = ",".join(names)
     if pattern := regex(stated, where):
         return {name for name in layers if pattern.fullmatch(name)}
@@ -46,7 +50,11 @@ def regex(stated: str, where: str) -> re.Pattern | None:
     try:
         return re.compile(stated)
     except re.error as error:
-        raise UsageError(f"lora_target_modules: {stated!r} is not a regex: {error}", where=where, cure="all, default, a comma-separated list, or a regex") from None
+        raise UsageError(
+            f"lora_target_modules: {stated!r} is not a regex: {error}",
+            where=where,
+            cure="all, default, a comma-separated list, or a regex",
+        ) from None
 
 
 def listed(stated: str) -> list[str]:
@@ -55,8 +63,11 @@ def listed(stated: str) -> list[str]:
 
 def _refuse(unknown: list[str], layers: Iterable[str], where: str) -> None:
     if unknown:
-        raise UsageError(f"lora_target_modules: no linear layer is called {', '.join(unknown)}", where=where,
-                         cure="names among: " + ", ".join(sorted(set(map(last, layers)))))
+        raise UsageError(
+            f"lora_target_modules: no linear layer is called {', '.join(unknown)}",
+            where=where,
+            cure="names among: " + ", ".join(sorted(set(map(last, layers)))),
+        )
 
 
 def shortest(taken: set[str], modules: Iterable[str]) -> list[str]:

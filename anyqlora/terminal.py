@@ -10,7 +10,9 @@ WIDTH = 40  # points of a sparkline
 
 def printable(shown: str) -> str:
     """The same text with everything that could steer a terminal written as an escape; line breaks stay."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in shown)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in shown
+    )
 
 
 def duration(seconds: float) -> str:
@@ -24,11 +26,13 @@ def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:
     """The values as a line of blocks, the smallest the lowest; at most WIDTH of them, each a mean. What is not finite is a gap."""
     blocks = BLOCKS if encoding.lower().startswith("utf") else ASCII
     size = -(-len(values) // WIDTH) or 1
-    points = [sum(values[i:i + size]) / len(values[i:i + size]) for i in range(0, len(values), size)]
+    points = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
     finite = [point for point in points if abs(point) < float("inf")]  # of a NaN, too, this is false
     low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
 
     def block(point: float) -> str:
-        return blocks[round((point - low) / span * (len(blocks) - 1)) if span else 0] if abs(point) < float("inf") else " "
+        return (
+            blocks[round((point - low) / span * (len(blocks) - 1)) if span else 0] if abs(point) < float("inf") else " "
+        )
 
     return "".join(map(block, points))

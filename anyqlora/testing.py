@@ -1,10 +1,10 @@
 """For those who write a strategy: worlds of real processes, and `StrategyContract`, the tests that every built-in strategy passes.
 
-    from anyqlora.testing import StrategyContract
+from anyqlora.testing import StrategyContract
 
-    class TestMine(StrategyContract):
-        strategy = "my_package.strategy:Mine"
-        options = {"every": 4}
+class TestMine(StrategyContract):
+    strategy = "my_package.strategy:Mine"
+    options = {"every": 4}
 """
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ from multiprocessing.connection import wait
 from .launch import free_port
 from .world import environment
 
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "accelerate",
-             "deepspeed", "anyqlora.on_torch.build", "backend_manager"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "deepspeed",
+    "anyqlora.on_torch.build",
+    "backend_manager",
+]
 GRACE = 2.0  # seconds that the other ranks have to end once one has failed
 
 
@@ -36,7 +47,9 @@ def server() -> multiprocessing.context.ForkServerContext:
     """The server from which processes are forked, with PRELOADED imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.partition(".")[0])])
-    with environment(PYTHONPATH=os.pathsep.join(sys.path), DS_ACCELERATOR="cpu"):  # cpython 3.11 does not hand on sys.path
+    with environment(
+        PYTHONPATH=os.pathsep.join(sys.path), DS_ACCELERATOR="cpu"
+    ):  # cpython 3.11 does not hand on sys.path
         forkserver.ensure_running()
     return context
 
@@ -48,8 +61,17 @@ def world(size: int, function, *arguments, timeout: float = 120) -> list:
     what goes in and out can be pickled. Raises WorldFailed with the first rank's traceback.
     """
     context = server()
-    environ = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1,
-               "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": 1, "TOKENIZERS_PARALLELISM": "false"}
+    environ = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "OMP_NUM_THREADS": 1,
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": 1,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     processes, pipes = [], []
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
@@ -110,7 +132,7 @@ def _rank(pipe, environ, path, function, arguments) -> None:
 # ------------------------------------------------------------------------------------------------------------ the contract
 
 PLANS = (3, 1, 4, 2)  # micro-batches of each step
-DEALT = 4             # parts that the rows of a micro-batch are dealt in, whatever the number of processes
+DEALT = 4  # parts that the rows of a micro-batch are dealt in, whatever the number of processes
 VOCABULARY, WIDTH = 23, 12
 
 
@@ -161,16 +183,31 @@ def ragged_rows(step: int, number: int, part: int):
     return ids, counts
 
 
-def contract_run(strategy: str, options: dict, *, optimizer: str = "AdamW", lr: float = 1e-2, form: str = "early", first: int = 0,
-                 last: int = len(PLANS), load: str = "", save: str = "", **settings) -> dict:
+def contract_run(
+    strategy: str,
+    options: dict,
+    *,
+    optimizer: str = "AdamW",
+    lr: float = 1e-2,
+    form: str = "early",
+    first: int = 0,
+    last: int = len(PLANS),
+    load: str = "",
+    save: str = "",
+    **settings,
+) -> dict:
     """Steps `first` to `last` of the contract's job in this world, as a loop of somebody's own: what each rank saw of them."""
     import torch
     import torch.nn.functional as F
 
     from anyqlora.on_torch.runtime import Runtime
 
-    text = ",".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items())
-    runtime = Runtime.of(strategy=strategy, backend="cpu", precision="fp32", **({"strategy_opt": text} if text else {}), **settings)
+    text = ",".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
+    )
+    runtime = Runtime.of(
+        strategy=strategy, backend="cpu", precision="fp32", **({"strategy_opt": text} if text else {}), **settings
+    )
     model = tiny_model()
     made = getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0)
     made, model = runtime.prepare(made, model)
@@ -180,7 +217,9 @@ def contract_run(strategy: str, options: dict, *, optimizer: str = "AdamW", lr: 
     for step in range(first, last):
         mine = range(runtime.strategy.data_rank, DEALT, runtime.strategy.data_size)
         micro_batches = [ragged_rows(step, number, part) for number in range(PLANS[step]) for part in mine]
-        everything = sum(int(ragged_rows(step, number, part)[1].sum()) for number in range(PLANS[step]) for part in range(DEALT))
+        everything = sum(
+            int(ragged_rows(step, number, part)[1].sum()) for number in range(PLANS[step]) for part in range(DEALT)
+        )
         total = 0.0
         for number, (ids, counts) in enumerate(micro_batches, 1):
             is_final = number == len(micro_batches)
@@ -196,13 +235,25 @@ def contract_run(strategy: str, options: dict, *, optimizer: str = "AdamW", lr: 
             norm = runtime.optimizer_step_and_zero_grad(made, model, max_grad_norm=1.0)
             unmoved.append(norm is None)
         norms.append(norm)
-        total *= runtime.strategy.data_size / runtime.num_processes  # processes that see the same rows have the same sum
+        total *= (
+            runtime.strategy.data_size / runtime.num_processes
+        )  # processes that see the same rows have the same sum
         losses.append(float(runtime.reduce(torch.tensor(total))))
     if save:
         runtime.save_state(save)
-    return {"start": start, "end": gathered(runtime), "norms": norms, "losses": losses, "unmoved": unmoved, "dead": dead, "name": runtime.strategy.name,
-            "size": runtime.num_processes, "data_size": runtime.strategy.data_size, "trainable": sorted(runtime.strategy.trainable),
-            "unwrapped": type(runtime.unwrap_model(model)).__name__}
+    return {
+        "start": start,
+        "end": gathered(runtime),
+        "norms": norms,
+        "losses": losses,
+        "unmoved": unmoved,
+        "dead": dead,
+        "name": runtime.strategy.name,
+        "size": runtime.num_processes,
+        "data_size": runtime.strategy.data_size,
+        "trainable": sorted(runtime.strategy.trainable),
+        "unwrapped": type(runtime.unwrap_model(model)).__name__,
+    }
 
 
 def gathered(runtime) -> dict:
@@ -237,24 +288,38 @@ class StrategyContract:
     works_alone = True
 
     def run(self, size: int, **more) -> list[dict]:
-        own = {"strategy": self.strategy, "options": self.options, **self.settings} if size > 1 or self.works_alone else {"strategy": "single", "options": {}}
+        own = (
+            {"strategy": self.strategy, "options": self.options, **self.settings}
+            if size > 1 or self.works_alone
+            else {"strategy": "single", "options": {}}
+        )
         return world(size, _contract_run, {**own, **more})
 
     @staticmethod
     def far(a: dict, b: dict, start: dict) -> float:
         """|a - b| / |a - start|, 2-norm over all tensors."""
         assert a.keys() == b.keys() == start.keys()
-        return float((sum(((a[k] - b[k]) ** 2).sum() for k in a) / sum(((a[k] - start[k]) ** 2).sum() for k in a)) ** 0.5)
+        return float(
+            (sum(((a[k] - b[k]) ** 2).sum() for k in a) / sum(((a[k] - start[k]) ** 2).sum() for k in a)) ** 0.5
+        )
 
     def agrees(self, ranks: list[dict], expected: dict, *, adapter: float) -> None:
-        assert all(rank["norms"] == ranks[0]["norms"] and rank["losses"] == ranks[0]["losses"] for rank in ranks), "ranks differ"
+        assert all(rank["norms"] == ranks[0]["norms"] and rank["losses"] == ranks[0]["losses"] for rank in ranks), (
+            "ranks differ"
+        )
         assert all(isinstance(norm, float) and norm > 0 for norm in ranks[0]["norms"])
         if self.sums_every_step:
-            assert all(abs(a / b - 1) < 1e-5 for a, b in zip(ranks[0]["norms"], expected["norms"], strict=True)), (ranks[0]["norms"], expected["norms"])
+            assert all(abs(a / b - 1) < 1e-5 for a, b in zip(ranks[0]["norms"], expected["norms"], strict=True)), (
+                ranks[0]["norms"],
+                expected["norms"],
+            )
             assert all(abs(a / b - 1) < 1e-5 for a, b in zip(ranks[0]["losses"], expected["losses"], strict=True))
             assert self.far(expected["end"], ranks[0]["end"], expected["start"]) < adapter
         else:
-            assert ranks[0]["losses"][0] == expected["losses"][0] or abs(ranks[0]["losses"][0] / expected["losses"][0] - 1) < 1e-5
+            assert (
+                ranks[0]["losses"][0] == expected["losses"][0]
+                or abs(ranks[0]["losses"][0] / expected["losses"][0] - 1) < 1e-5
+            )
 
     def test_what_was_asked_for_is_in_effect(self):
         for size in (1, 2) if self.works_alone else (2,):
@@ -287,7 +352,9 @@ class StrategyContract:
     def test_the_first_process_gathers_whole_tensors_and_an_idle_adapter_stays(self):
         first, *others = self.run(2)
         expected = alone(last=1)["start"]
-        assert {name: value.shape for name, value in first["end"].items()} == {name: value.shape for name, value in expected.items()}
+        assert {name: value.shape for name, value in first["end"].items()} == {
+            name: value.shape for name, value in expected.items()
+        }
         assert all(first["start"][name].tobytes() == value.tobytes() for name, value in expected.items())
         assert not any(other["end"] for other in others)
         assert first["end"]["idle.weight"].tobytes() == expected["idle.weight"].tobytes()
@@ -300,7 +367,10 @@ class StrategyContract:
             saved = self.run(before, last=2, save=state)[0]
             loaded = self.run(after, first=2, load=state)
             assert all(loaded[0]["start"][name].tobytes() == value.tobytes() for name, value in saved["end"].items())
-            joined = [{**rank, "norms": saved["norms"] + rank["norms"], "losses": saved["losses"] + rank["losses"]} for rank in loaded]
+            joined = [
+                {**rank, "norms": saved["norms"] + rank["norms"], "losses": saved["losses"] + rank["losses"]}
+                for rank in loaded
+            ]
             self.agrees(joined, expected, adapter=1e-4)
 
     def test_options_go_to_a_dictionary_and_back(self):

@@ -24,14 +24,24 @@ def load(name: str, trust_remote_code: bool = False, revision: str = "main", off
     local = DEMO if name == "demo" else Path(os.path.expanduser(name))
     here = local.exists()
     try:
-        found = AutoTokenizer.from_pretrained(str(local) if here else name, trust_remote_code=trust_remote_code, revision=revision,
-                                              local_files_only=offline or here)
-    except Exception as error:  # a missing file, a broken JSON, an unknown class and a network failure all come as other kinds
+        found = AutoTokenizer.from_pretrained(
+            str(local) if here else name,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            local_files_only=offline or here,
+        )
+    except (
+        Exception
+    ) as error:  # a missing file, a broken JSON, an unknown class and a network failure all come as other kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"no tokenizer: {reason}", where=name, cure="a directory with tokenizer.json, or the hub id of a model") from None
+        raise UsageError(
+            f"no tokenizer: {reason}", where=name, cure="a directory with tokenizer.json, or the hub id of a model"
+        ) from None
     for template in found.chat_template if isinstance(found.chat_template, dict) else ():
         if not re.fullmatch(r"[\w-]+", template):  # each is saved with the adapter as a file of its name
-            raise UsageError(f"a chat template is called {template!r}", where=name, cure="a plain name in tokenizer_config.json")
+            raise UsageError(
+                f"a chat template is called {template!r}", where=name, cure="a plain name in tokenizer_config.json"
+            )
     return found
 
 
@@ -64,7 +74,9 @@ def marks(tokenizer) -> dict[str, bool]:
 
     Gemma adds line breaks and spaces as tokens: such are none.
     """
-    found = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()} | dict.fromkeys(tokenizer.all_special_tokens, True)
+    found = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()} | dict.fromkeys(
+        tokenizer.all_special_tokens, True
+    )
     return {name: found[name] for name in sorted(found, key=lambda name: (-len(name), name)) if name.strip()}
 
 
@@ -72,12 +84,16 @@ def specials(tokenizer) -> list[int]:
     """The tokens that the tokenizer puts before a text of its own accord, BOS as a rule."""
     plain = tokenizer.encode("x", add_special_tokens=False)
     full = tokenizer.encode("x", add_special_tokens=True)
-    return next((full[:i] for i in range(len(full)) if full[i:i + len(plain)] == plain), [])
+    return next((full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain), [])
 
 
 def encode_all(tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Tokens of each text, none added."""
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"] if texts else []
+    return (
+        tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        if texts
+        else []
+    )
 
 
 def tokenize(tokenizer, documents: Sequence[Document]) -> list[Tokens]:
@@ -87,7 +103,11 @@ def tokenize(tokenizer, documents: Sequence[Document]) -> list[Tokens]:
     when it is asked; the part's own tokens follow. Where text and text together have the same tokens, they are taken.
     """
     before = specials(tokenizer)
-    wholes = iter(encode_all(tokenizer, ["".join(p for p, _ in d.parts[:n]) for d in documents for n in range(1, len(d.parts) + 1)]))
+    wholes = iter(
+        encode_all(
+            tokenizer, ["".join(p for p, _ in d.parts[:n]) for d in documents for n in range(1, len(d.parts) + 1)]
+        )
+    )
     out = []
     for document in documents:
         prefixes = [next(wholes) for _ in document.parts]
@@ -104,7 +124,7 @@ def _begins(tokenizer, document: Document) -> bool:
 def _tokenize(tokenizer, document: Document, prefixes: list[list[int]], before: list[int]) -> Tokens:
     ids, ends, way = prefixes[0], [len(prefixes[0])], WHOLE
     for (part, _), whole in zip(document.parts[1:], prefixes[1:], strict=True):
-        if whole[:len(ids)] == ids:
+        if whole[: len(ids)] == ids:
             ids = whole
         else:
             tail = _tail(tokenizer, ids, part, whole)
@@ -112,7 +132,9 @@ def _tokenize(tokenizer, document: Document, prefixes: list[list[int]], before: 
                 return _merged(tokenizer, document, prefixes, before)
             ids, way = ids + tail, IN_PARTS
         ends.append(len(ids))
-    learned = [flag for (_, flag), start, end in zip(document.parts, [0, *ends], ends, strict=False) for _ in range(start, end)]
+    learned = [
+        flag for (_, flag), start, end in zip(document.parts, [0, *ends], ends, strict=False) for _ in range(start, end)
+    ]
     return _ended(tokenizer, document, before + ids, [False] * len(before) + learned, way)
 
 
@@ -120,8 +142,8 @@ def _tail(tokenizer, ids: list[int], part: str, whole: list[int]) -> list[int] |
     """Tokens of `part` that, after `ids`, spell the same text as `whole`; None where there are none."""
     for lead in _LEADS:
         alone, led = encode_all(tokenizer, [lead, lead + part]) if lead else ([], encode_all(tokenizer, [part])[0])
-        if led[:len(alone)] == alone and spell(tokenizer, ids + led[len(alone):]) == spell(tokenizer, whole):
-            return led[len(alone):]
+        if led[: len(alone)] == alone and spell(tokenizer, ids + led[len(alone) :]) == spell(tokenizer, whole):
+            return led[len(alone) :]
     return None
 
 
@@ -134,7 +156,11 @@ def _merged(tokenizer, document: Document, prefixes: list[list[int]], before: li
     """The tokens of the whole text; one that holds a border belongs to the part after it."""
     whole = prefixes[-1]
     starts = [0, *itertools.accumulate((_common(prefix, whole) for prefix in prefixes[:-1]), max), len(whole)]
-    learned = [flag for (_, flag), start, end in zip(document.parts, starts, starts[1:], strict=False) for _ in range(start, end)]
+    learned = [
+        flag
+        for (_, flag), start, end in zip(document.parts, starts, starts[1:], strict=False)
+        for _ in range(start, end)
+    ]
     return _ended(tokenizer, document, before + whole, [False] * len(before) + learned, MERGED)
 
 

@@ -35,10 +35,17 @@ def check(config: TrainConfig) -> None:
     """Raises UsageError for a tracker that is not installed, with the command that installs it. Imports none."""
     for name in names(config):
         if importlib.util.find_spec(name) is None:
-            raise UsageError(f"log_to {name}: {name} is not installed", where=config.sources.get("log_to", ""), cure=f"pip install {name}")
+            raise UsageError(
+                f"log_to {name}: {name} is not installed",
+                where=config.sources.get("log_to", ""),
+                cure=f"pip install {name}",
+            )
     if config.offline and "trackio" in names(config) and any(os.environ.get(name) for name in Trackio.REMOTE):
-        raise UsageError(f"offline, and {' or '.join(Trackio.REMOTE)} makes trackio send to a server",
-                         where=config.sources.get("offline", ""), cure="unset them, or leave out --offline")
+        raise UsageError(
+            f"offline, and {' or '.join(Trackio.REMOTE)} makes trackio send to a server",
+            where=config.sources.get("offline", ""),
+            cure="unset them, or leave out --offline",
+        )
 
 
 def numbers(record: Mapping) -> dict[str, float]:
@@ -67,8 +74,12 @@ class Tracked:
     @property
     def about(self) -> dict:
         """Where the run belongs, in the words that wandb and trackio share."""
-        return {"project": self.settings["project_name"], "name": self.settings["name"] or redacted(self.directory.name),
-                "group": self.settings["group"] or None, "config": self.settings}
+        return {
+            "project": self.settings["project_name"],
+            "name": self.settings["name"] or redacted(self.directory.name),
+            "group": self.settings["group"] or None,
+            "config": self.settings,
+        }
 
 
 class Trackers:
@@ -89,8 +100,11 @@ class Trackers:
                 self.trackers.append(tables.load(tables.TRACKERS[name])(run))
             except Exception as error:  # whatever it is: what was asked for is not in effect
                 self.close()
-                raise UsageError(f"log_to {name}: it does not start: {reason(error)}", where=config.sources.get("log_to", ""),
-                                 cure=f"mend it, or leave {name} out") from error
+                raise UsageError(
+                    f"log_to {name}: it does not start: {reason(error)}",
+                    where=config.sources.get("log_to", ""),
+                    cure=f"mend it, or leave {name} out",
+                ) from error
 
     def record(self, record: Mapping) -> None:
         self._each(lambda tracker: tracker.record(record["step"], numbers(record)))
@@ -122,13 +136,31 @@ class Wandb:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports to Sentry, which nobody asked for
         import wandb
 
-        quiet = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True, disable_job_creation=True,
-                               x_disable_meta=True, x_disable_machine_info=True, x_disable_stats=True, init_timeout=WANDB_SECONDS)
-        identity = run.directory / "wandb-id"  # a run that goes on is one run there too; the same name elsewhere is another
+        quiet = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            disable_job_creation=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_disable_stats=True,
+            init_timeout=WANDB_SECONDS,
+        )
+        identity = (
+            run.directory / "wandb-id"
+        )  # a run that goes on is one run there too; the same name elsewhere is another
         if not identity.exists():
             identity.write_text(secrets.token_hex(8))
-        about = {**run.about, "entity": run.settings["entity"] or None, "dir": str(run.directory), "id": identity.read_text(),
-                 "resume": "allow", "reinit": "create_new", "settings": quiet}
+        about = {
+            **run.about,
+            "entity": run.settings["entity"] or None,
+            "dir": str(run.directory),
+            "id": identity.read_text(),
+            "resume": "allow",
+            "reinit": "create_new",
+            "settings": quiet,
+        }
         mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
         mode = "offline" if run.config.offline and mode == "online" else mode
         try:
@@ -171,7 +203,9 @@ class Tensorboard:
 
         self.Event, self.Summary = Event, Summary
         self.writer = EventFileWriter(str(run.directory / "tensorboard"))
-        again = run.finished_steps + 1 if run.resumed else 0  # what a killed process wrote of this step and later ones, TensorBoard drops
+        again = (
+            run.finished_steps + 1 if run.resumed else 0
+        )  # what a killed process wrote of this step and later ones, TensorBoard drops
         self.writer.add_event(Event(wall_time=time.time(), step=again, session_log=SessionLog(status=SessionLog.START)))
         rows = "".join(f"| {name} | {value} |\n" for name, value in run.settings.items())
         text = TensorProto(dtype="DT_STRING", string_val=[f"| setting | value |\n|---|---|\n{rows}".encode()])
@@ -182,7 +216,10 @@ class Tensorboard:
         self.writer.add_event(self.Event(wall_time=time.time(), step=step, summary=summary))
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        self._add(step, self.Summary(value=[self.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]))
+        self._add(
+            step,
+            self.Summary(value=[self.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]),
+        )
         self.writer.flush()
 
     def close(self) -> None:
@@ -200,10 +237,18 @@ class Trackio:
 
         self.trackio = trackio
         with contextlib.redirect_stdout(io.StringIO()):  # it greets
-            trackio.init(**run.about, resume="allow" if run.resumed else "never", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+            trackio.init(
+                **run.about,
+                resume="allow" if run.resumed else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        self.trackio.log({name: value if math.isfinite(value) else str(value) for name, value in values.items()}, step=step)
+        self.trackio.log(
+            {name: value if math.isfinite(value) else str(value) for name, value in values.items()}, step=step
+        )
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

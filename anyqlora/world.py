@@ -19,8 +19,14 @@ from .config import TrainConfig
 from .errors import UsageError
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}  # kind of torch device -> torch's name for what its processes talk by
-LONG = timedelta(days=2)  # that processes wait for one which reads a large model or writes a checkpoint; one that is killed is noticed at once
+COLLECTIVES = {
+    "cpu": "gloo",
+    "cuda": "nccl",
+    "xpu": "xccl",
+}  # kind of torch device -> torch's name for what its processes talk by
+LONG = timedelta(
+    days=2
+)  # that processes wait for one which reads a large model or writes a checkpoint; one that is killed is noticed at once
 PORTS = 20000  # SLURM's jobs meet at port 20000 + job % 20000, so that two of them on one node do not
 
 
@@ -51,8 +57,11 @@ class World:
         else:
             return cls()
         if config.asked("world_size") and config.world_size not in (-1, world.size) and world.launcher:
-            raise UsageError(f"world_size {config.world_size} contradicts {world.launcher}, which started {world.size} processes",
-                             where=config.sources.get("world_size", ""), cure="leave out world_size: the launcher says it")
+            raise UsageError(
+                f"world_size {config.world_size} contradicts {world.launcher}, which started {world.size} processes",
+                where=config.sources.get("world_size", ""),
+                cure="leave out world_size: the launcher says it",
+            )
         return world
 
     @classmethod
@@ -60,11 +69,18 @@ class World:
         missing = [name for name in OF_TORCHRUN if not environ.get(name)]
         if missing:
             there = ", ".join(name for name in OF_TORCHRUN if environ.get(name))
-            raise UsageError(f"half of a launcher's environment: {there} is set and {', '.join(missing)} is not", where="environment",
-                             cure=f"unset {there} for one process, or start with torchrun, which sets all of them")
+            raise UsageError(
+                f"half of a launcher's environment: {there} is set and {', '.join(missing)} is not",
+                where="environment",
+                cure=f"unset {there} for one process, or start with torchrun, which sets all of them",
+            )
         rank, size, local = (_number(environ, name) for name in OF_TORCHRUN[:3])
         if not 0 <= rank < size:
-            raise UsageError(f"RANK {rank} is not one of WORLD_SIZE {size}", where="environment", cure="start with torchrun, which sets both")
+            raise UsageError(
+                f"RANK {rank} is not one of WORLD_SIZE {size}",
+                where="environment",
+                cure="start with torchrun, which sets both",
+            )
         return cls(rank, size, local, "the launcher", environ["MASTER_ADDR"], environ["MASTER_PORT"])
 
     @classmethod
@@ -74,11 +90,18 @@ class World:
         try:
             hosts = _mlx_hosts(path)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise UsageError(f"MLX_RANK is set, and MLX_HOSTFILE {path!r} cannot be read: {error}", where="environment",
-                             cure="mlx.launch --backend ring, which sets both; or --world_size N without it") from None
+            raise UsageError(
+                f"MLX_RANK is set, and MLX_HOSTFILE {path!r} cannot be read: {error}",
+                where="environment",
+                cure="mlx.launch --backend ring, which sets both; or --world_size N without it",
+            ) from None
         rank, size = _number(environ, "MLX_RANK"), len(hosts)
         if rank >= size:
-            raise UsageError(f"MLX_RANK {rank} is not one of the {size} of {path}", where="environment", cure="start with mlx.launch, which sets both")
+            raise UsageError(
+                f"MLX_RANK {rank} is not one of the {size} of {path}",
+                where="environment",
+                cure="start with mlx.launch, which sets both",
+            )
         return cls(rank, size, hosts[:rank].count(hosts[rank]), "mlx.launch")
 
     @classmethod
@@ -91,12 +114,17 @@ class World:
         if not is_task:
             if config.asked("world_size"):
                 return cls()
-            raise UsageError(f"this SLURM job has {size} tasks, and its batch script alone would train in one process", where="environment",
-                             cure="srun python train.py ..., or --world_size N for N processes on this node alone")
+            raise UsageError(
+                f"this SLURM job has {size} tasks, and its batch script alone would train in one process",
+                where="environment",
+                cure="srun python train.py ..., or --world_size N for N processes on this node alone",
+            )
         rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         address = environ.get("MASTER_ADDR") or first_host(nodes)
-        own = config.master_port if config.asked("master_port") else str(PORTS + _number(environ, "SLURM_JOB_ID") % PORTS)
+        own = (
+            config.master_port if config.asked("master_port") else str(PORTS + _number(environ, "SLURM_JOB_ID") % PORTS)
+        )
         return cls(rank, size, local, "srun", address, environ.get("MASTER_PORT") or own)
 
     def stated(self, config: TrainConfig) -> TrainConfig:
@@ -110,7 +138,9 @@ def first_host(nodes: str) -> str:
     """The first host of SLURM's list: node[03-05,9],gpu1 -> node03."""
     found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
     if not found:
-        raise UsageError(f"SLURM's node list {nodes!r} names no host", where="environment", cure="set MASTER_ADDR to the first node")
+        raise UsageError(
+            f"SLURM's node list {nodes!r} names no host", where="environment", cure="set MASTER_ADDR to the first node"
+        )
     return found[1] + (found[2] or "")
 
 
@@ -122,7 +152,9 @@ def _mlx_hosts(path: str) -> list[str]:
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not text.isdigit():
-        raise UsageError(f"{name} is {text!r}, not a number", where="environment", cure="start with torchrun or srun, which set it")
+        raise UsageError(
+            f"{name} is {text!r}, not a number", where="environment", cure="start with torchrun or srun, which set it"
+        )
     return int(text)
 
 
@@ -146,9 +178,13 @@ def local_size(environ: Mapping[str, str] = os.environ) -> int:
         if environ.get("MLX_RANK"):
             hosts = _mlx_hosts(environ.get("MLX_HOSTFILE", ""))
             return hosts.count(hosts[int(environ["MLX_RANK"])])
-        if environ.get("SLURM_STEP_TASKS_PER_NODE") and _has_others(environ):  # 2(x3),1: two on each of three nodes, one on the next
+        if environ.get("SLURM_STEP_TASKS_PER_NODE") and _has_others(
+            environ
+        ):  # 2(x3),1: two on each of three nodes, one on the next
             parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"])
-            return [int(count) for count, nodes in parts for _ in range(int(nodes or 1))][int(environ.get("SLURM_NODEID", "0"))]
+            return [int(count) for count, nodes in parts for _ in range(int(nodes or 1))][
+                int(environ.get("SLURM_NODEID", "0"))
+            ]
     except (OSError, ValueError, TypeError, LookupError, AttributeError):  # what cannot be read says nothing
         return 0
     return 0
@@ -206,12 +242,22 @@ class Several(Alone):
         faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
 
     def told_arrays(self, arrays):
-        shapes = self.told({name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()} if arrays is not None and self.is_first else None)
-        return shapes and {name: self._told_array(np.ascontiguousarray(arrays[name]) if self.is_first else np.empty(shape, dtype), shape)
-                           for name, (dtype, shape) in shapes.items()}
+        shapes = self.told(
+            {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
+            if arrays is not None and self.is_first
+            else None
+        )
+        return shapes and {
+            name: self._told_array(
+                np.ascontiguousarray(arrays[name]) if self.is_first else np.empty(shape, dtype), shape
+            )
+            for name, (dtype, shape) in shapes.items()
+        }
 
     def _told_array(self, array: np.ndarray, shape: list[int]) -> np.ndarray:
-        content = array.reshape(-1).view(np.uint8)  # frameworks lack some of numpy's dtypes; no dimension has no bytes to view
+        content = array.reshape(-1).view(
+            np.uint8
+        )  # frameworks lack some of numpy's dtypes; no dimension has no bytes to view
         return (self.told_bytes(content) if content.size else content).view(array.dtype).reshape(shape)
 
     def told_bytes(self, content: np.ndarray) -> np.ndarray:

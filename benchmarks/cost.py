@@ -22,8 +22,15 @@ RANKS = (4, 16, 64, 128)
 
 def cases(a: argparse.Namespace) -> dict[str, list[dict]]:
     """What is varied -> (length, rank, batch, layers) of each run."""
-    base = {"length": a.length, "rank": a.rank, "batch": a.batch, "layers": harness.SHAPES[a.shape]["num_hidden_layers"]}
-    varied = {name: sorted({max(1, int(base[name] * factor)) for factor in FACTORS}) for name in ("length", "batch", "layers")} | {"rank": RANKS}
+    base = {
+        "length": a.length,
+        "rank": a.rank,
+        "batch": a.batch,
+        "layers": harness.SHAPES[a.shape]["num_hidden_layers"],
+    }
+    varied = {
+        name: sorted({max(1, int(base[name] * factor)) for factor in FACTORS}) for name in ("length", "batch", "layers")
+    } | {"rank": RANKS}
     return {name: [{**base, name: value} for value in values] for name, values in varied.items()}
 
 
@@ -32,9 +39,21 @@ def measure(a: argparse.Namespace, case: dict) -> dict:
     harness.SHAPES["cut"] = {**harness.SHAPES[a.shape], "num_hidden_layers": case["layers"]}
     directory = harness.make_model(work / "model", "cut")
     dataset = harness.make_rows(work / "rows.jsonl", directory, case["batch"] * a.steps, case["length"])
-    settings = {"model_name": str(directory), "dataset": str(dataset), "quantizer": "nf4", "adapter": "lora", "precision": "bf16",
-                "lora_rank": case["rank"], "lora_dropout": 0.0, "batch_size": case["batch"], "context_length": case["length"], "max_steps": a.steps}
-    found = harness.alternate({"ours": [sys.executable, "benchmarks/peers/ours.py", json.dumps(settings), "1"]}, 1, quiet=True)["ours"][0]
+    settings = {
+        "model_name": str(directory),
+        "dataset": str(dataset),
+        "quantizer": "nf4",
+        "adapter": "lora",
+        "precision": "bf16",
+        "lora_rank": case["rank"],
+        "lora_dropout": 0.0,
+        "batch_size": case["batch"],
+        "context_length": case["length"],
+        "max_steps": a.steps,
+    }
+    found = harness.alternate(
+        {"ours": [sys.executable, "benchmarks/peers/ours.py", json.dumps(settings), "1"]}, 1, quiet=True
+    )["ours"][0]
     return {**case, **{key: found[key] for key in ("tokens_per_second", "peak_rise_bytes", "backend")}}
 
 
@@ -45,16 +64,22 @@ def svg(title: str, xs: list[float], panels: dict[str, list[float]]) -> str:
     for number, (name, ys) in enumerate(panels.items()):
         x0 = left + number * (width + 50)
         at = [(x0 + (i + 0.5) * width / len(xs), top + 20 + height * (1 - y / max(ys))) for i, y in enumerate(ys)]
-        parts += [f'<text x="{x0}" y="{top - 6}" fill="#555">{escape(name)}</text>',
-                  f'<path d="M{x0} {top + 20 + height}h{width}" stroke="#999"/>',
-                  f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in at)}" fill="none" stroke="#1f6feb" stroke-width="2"/>']
+        parts += [
+            f'<text x="{x0}" y="{top - 6}" fill="#555">{escape(name)}</text>',
+            f'<path d="M{x0} {top + 20 + height}h{width}" stroke="#999"/>',
+            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in at)}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
+        ]
         for (x, y), shown, value in zip(at, xs, ys, strict=True):
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f6feb"/>',
-                      f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{value:,.0f}</text>',
-                      f'<text x="{x:.1f}" y="{top + height + 38}" text-anchor="middle">{shown:g}</text>']
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f6feb"/>',
+                f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{value:,.0f}</text>',
+                f'<text x="{x:.1f}" y="{top + height + 38}" text-anchor="middle">{shown:g}</text>',
+            ]
     size = f"{left + len(panels) * (width + 50)} {top + height + 50}"
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="12">'
-            f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+    )
 
 
 def main() -> None:
@@ -73,13 +98,23 @@ def main() -> None:
             key = tuple(case.values())
             done[key] = one = done.get(key) or measure(a, case)
             found[name].append(one)
-            print(f"{name:>6} {case[name]:5}: {one['tokens_per_second']:8.0f} tokens/s  {one['peak_rise_bytes'] / 2**20:7.0f} MiB", flush=True)
+            print(
+                f"{name:>6} {case[name]:5}: {one['tokens_per_second']:8.0f} tokens/s  {one['peak_rise_bytes'] / 2**20:7.0f} MiB",
+                flush=True,
+            )
     backend = found["length"][0]["backend"]
-    path = harness.write(f"cost-{backend}", {"question": __doc__.splitlines()[0], "shape": a.shape, "steps": a.steps, "results": found})
+    path = harness.write(
+        f"cost-{backend}", {"question": __doc__.splitlines()[0], "shape": a.shape, "steps": a.steps, "results": found}
+    )
     for name, results in found.items():
         fixed = ", ".join(f"{key} {value}" for key, value in results[0].items() if key in found and key != name)
-        panels = {"tokens/s": [one["tokens_per_second"] for one in results], "peak memory, MiB": [one["peak_rise_bytes"] / 2**20 for one in results]}
-        path.with_name(f"cost-{backend}-{name}.svg").write_text(svg(f"{a.shape} by {name} ({fixed})", [one[name] for one in results], panels))
+        panels = {
+            "tokens/s": [one["tokens_per_second"] for one in results],
+            "peak memory, MiB": [one["peak_rise_bytes"] / 2**20 for one in results],
+        }
+        path.with_name(f"cost-{backend}-{name}.svg").write_text(
+            svg(f"{a.shape} by {name} ({fixed})", [one[name] for one in results], panels)
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """How often runs were killed, starved and damaged, and how often they ended as if nothing had happened.
 
-    python benchmarks/faults.py              every trial (python -m pytest -m slow tests/faults), then the document
-    python benchmarks/faults.py --document   docs/reliability.md from the counts in benchmarks/results/faults-*.json
+python benchmarks/faults.py              every trial (python -m pytest -m slow tests/faults), then the document
+python benchmarks/faults.py --document   docs/reliability.md from the counts in benchmarks/results/faults-*.json
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT = ROOT / "benchmarks" / "results", ROOT / "docs" / "reliability.md"
-ALSO = {"inside_a_save": "{} of them inside a save", "slowest_seconds": "the slowest answered in {} s", "continued_to_the_end": "{} of them trained on to the end",
-        "clean_steps": "{} clean steps", "false_skips": "{} of those skipped", "files_searched": "{} files searched", "percent": "{} %",
-        "resident_growth_mib": "resident memory grew by {} MiB", "most_checkpoint_directories": "at most {} checkpoint directories",
-        "open_files": "open files between {}"}
+ALSO = {
+    "inside_a_save": "{} of them inside a save",
+    "slowest_seconds": "the slowest answered in {} s",
+    "continued_to_the_end": "{} of them trained on to the end",
+    "clean_steps": "{} clean steps",
+    "false_skips": "{} of those skipped",
+    "files_searched": "{} files searched",
+    "percent": "{} %",
+    "resident_growth_mib": "resident memory grew by {} MiB",
+    "most_checkpoint_directories": "at most {} checkpoint directories",
+    "open_files": "open files between {}",
+}
 MUST = {
     "1": "adapter, moments, metrics and samples equal byte for byte, but for times, rates and memory",
     "1b": "the same, for each kind",
@@ -87,16 +95,25 @@ def document() -> str:
     found.sort(key=lambda one: (int(re.match(r"\d+", one["row"]).group()), one["row"]))
     rows = []
     for one in found:
-        more = [form.format(" and ".join(map(str, value)) if isinstance(value, list) else value) for name, form in ALSO.items()
-                if (value := one.get(name)) is not None]
-        rows.append(f"| {one['row']} | {'; '.join([one['trial'], *more])} | {one['held']} of {one['trials']} | {MUST[one['row']]} |")
+        more = [
+            form.format(" and ".join(map(str, value)) if isinstance(value, list) else value)
+            for name, form in ALSO.items()
+            if (value := one.get(name)) is not None
+        ]
+        rows.append(
+            f"| {one['row']} | {'; '.join([one['trial'], *more])} | {one['held']} of {one['trials']} | {MUST[one['row']]} |"
+        )
     return TEXT.format(rows="\n".join(rows), gpu=GPU)
 
 
 def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--document", action="store_true", help="only write the document from the counts that are there")
-    code = 0 if asked.parse_args().document else subprocess.call([sys.executable, "-m", "pytest", "-m", "slow", "tests/faults"], cwd=ROOT)
+    code = (
+        0
+        if asked.parse_args().document
+        else subprocess.call([sys.executable, "-m", "pytest", "-m", "slow", "tests/faults"], cwd=ROOT)
+    )
     DOCUMENT.write_text(document(), encoding="utf-8")
     print(f"{DOCUMENT.relative_to(ROOT)} is written")
     return code

@@ -21,14 +21,42 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
 
 SHAPES = {  # config.json of Llamas with random weights
-    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "vocab_size": 512, "tie_word_embeddings": True},
-    "smollm2-135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-                     "vocab_size": 49152, "tie_word_embeddings": True},
-    "wide": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 8,
-             "vocab_size": 32000, "tie_word_embeddings": True},
-    "llama-3-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-                   "vocab_size": 128256, "tie_word_embeddings": False},
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "wide": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+    },
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -45,7 +73,9 @@ def make_model(directory: Path, shape: str, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], max_position_embeddings=8192, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+    model = LlamaForCausalLM(
+        LlamaConfig(**SHAPES[shape], max_position_embeddings=8192, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    )
     torch.set_default_dtype(torch.float32)
     logging.disable_progress_bar()
     model.save_pretrained(directory)
@@ -83,28 +113,47 @@ def attended_length(rows: Path, tokenizer_directory: Path) -> float:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
-    lengths = [1 + len(tokenizer.encode(json.loads(line)["text"], add_special_tokens=False)) for line in rows.read_text().splitlines()]
+    lengths = [
+        1 + len(tokenizer.encode(json.loads(line)["text"], add_special_tokens=False))
+        for line in rows.read_text().splitlines()
+    ]
     return sum(length * length for length in lengths) / sum(lengths)
 
 
-def alternate(sides: dict[str, list[str]], rounds: int, *, timeout: int = 3600, quiet: bool = False, after: Callable[[], None] = lambda: None) -> dict[str, list[dict]]:
+def alternate(
+    sides: dict[str, list[str]],
+    rounds: int,
+    *,
+    timeout: int = 3600,
+    quiet: bool = False,
+    after: Callable[[], None] = lambda: None,
+) -> dict[str, list[dict]]:
     """Run each side's command `rounds` times, A B A B ..., each in a fresh process; a side's last line of output is its JSON. `after` each round."""
     found: dict[str, list[dict]] = {name: [] for name in sides}
     width = max(map(len, sides))
     for number in range(rounds):
         for name, command in sides.items():
             began = time.perf_counter()
-            out = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT,
-                                 env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+            out = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                cwd=ROOT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
             if out.returncode:
                 raise SystemExit(f"{name} failed:\n{out.stdout[-2000:]}\n{out.stderr[-4000:]}")
             result = json.loads(out.stdout.strip().splitlines()[-1])
             found[name].append(result)
             if quiet:
                 continue
-            print(f"round {number + 1} {name:>{width}}: {result['tokens_per_second']:8.0f} tokens/s, {result['trained_tokens_per_second']:8.0f} trained"
-                  f"  {result['peak_rise_bytes'] / 2**20:7.0f} MiB"
-                  f"  first step after {result['time_to_first_step_s']:.1f} s  ({time.perf_counter() - began:.0f} s)", flush=True)
+            print(
+                f"round {number + 1} {name:>{width}}: {result['tokens_per_second']:8.0f} tokens/s, {result['trained_tokens_per_second']:8.0f} trained"
+                f"  {result['peak_rise_bytes'] / 2**20:7.0f} MiB"
+                f"  first step after {result['time_to_first_step_s']:.1f} s  ({time.perf_counter() - began:.0f} s)",
+                flush=True,
+            )
         after()
     return found
 
@@ -122,8 +171,10 @@ def product_rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device:
 
     kind = getattr(torch, dtype)
     one = torch.ones((), device=device)
-    product = {torch.int8: lambda x, w: torch._int_mm(x, w.T),
-               torch.float8_e4m3fn: lambda x, w: torch._scaled_mm(x, w.T, one, one, out_dtype=torch.bfloat16)}.get(kind, torch.nn.functional.linear)
+    product = {
+        torch.int8: lambda x, w: torch._int_mm(x, w.T),
+        torch.float8_e4m3fn: lambda x, w: torch._scaled_mm(x, w.T, one, one, out_dtype=torch.bfloat16),
+    }.get(kind, torch.nn.functional.linear)
     total, seconds = 0.0, 0.0
     for inputs, outputs in shapes:
         x = torch.randn(tokens, inputs, device=device).to(kind)
@@ -146,7 +197,11 @@ def train_flops(shape: dict, length: float, rank: int, trained_part: float = 1.0
     h = shape["hidden_size"]
     lora = sum(2 * rank * (a + b) for a, b in linear_shapes(shape))
     attention = 4 * (length / 2) * h
-    return frozen_flops(shape) + shape["num_hidden_layers"] * (3 * lora + 3.5 * attention) + 4 * h * shape["vocab_size"] * trained_part
+    return (
+        frozen_flops(shape)
+        + shape["num_hidden_layers"] * (3 * lora + 3.5 * attention)
+        + 4 * h * shape["vocab_size"] * trained_part
+    )
 
 
 def frozen_flops(shape: dict) -> float:
@@ -163,7 +218,19 @@ def linear_shapes(shape: dict) -> list[tuple[int, int]]:
 def versions() -> dict[str, str]:
     """Of the packages that this interpreter finds, for what was measured by them."""
     found = {}
-    for package in ("torch", "transformers", "peft", "bitsandbytes", "trl", "accelerate", "unsloth", "unsloth_zoo", "triton", "mlx", "mlx-lm"):
+    for package in (
+        "torch",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "trl",
+        "accelerate",
+        "unsloth",
+        "unsloth_zoo",
+        "triton",
+        "mlx",
+        "mlx-lm",
+    ):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -175,9 +242,19 @@ def machine() -> dict:
     """Hardware, versions and commit of a result."""
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {"processor": _processor(), "cores": os.cpu_count(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "", "system": platform.platform(), "python": platform.python_version(),
-            "versions": versions(), "commit": commit, "date": time.strftime("%Y-%m-%d")}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def _processor() -> str:

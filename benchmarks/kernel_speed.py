@@ -25,7 +25,13 @@ from anyqlora.on_torch.kernels import cross_entropy, defined, native, products, 
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked
 from backend_manager import BackendManager
 
-LINEARS = {"q": (4096, 4096), "k": (1024, 4096), "gate": (14336, 4096), "down": (4096, 14336), "odd": (1001, 4160)}  # out, in
+LINEARS = {
+    "q": (4096, 4096),
+    "k": (1024, 4096),
+    "gate": (14336, 4096),
+    "down": (4096, 14336),
+    "odd": (1001, 4160),
+}  # out, in
 
 
 @dataclass
@@ -53,8 +59,12 @@ def dequantizations(ours: dict, device: str, dtype: torch.dtype, cut: int) -> It
         for name, (rows, columns) in LINEARS.items():
             codes, state = kind(dtype, nested).quantize(drawn(device, dtype, -(-rows // cut), columns))
             n = state.shape.numel()
-            case = Case(f"dequantize {kind.kind}{', scales quantized' * nested}", f"{name} {tuple(state.shape)}",
-                        n // 2 + state.absmax.nbytes + n * dtype.itemsize, {"bitsandbytes": lambda c=codes, s=state: unpacked(c, s)})
+            case = Case(
+                f"dequantize {kind.kind}{', scales quantized' * nested}",
+                f"{name} {tuple(state.shape)}",
+                n // 2 + state.absmax.nbytes + n * dtype.itemsize,
+                {"bitsandbytes": lambda c=codes, s=state: unpacked(c, s)},
+            )
             if ours:
                 out = torch.empty(state.shape, dtype=dtype, device=device)
                 case.ways["ours"] = lambda c=codes, s=state, o=out: ours["dequantize"].dequantize(c, s, o)
@@ -69,11 +79,19 @@ def quantizations(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for name in ("q", "k", "gate", "odd"):
             weight = drawn(device, dtype, *LINEARS[name])
             flat = weight.flatten()
-            case = Case(f"quantize {kind}", f"{name} {tuple(weight.shape)}", weight.nbytes + weight.numel() // 2 + weight.numel() // 16, {
-                "bitsandbytes": lambda flat=flat, kind=kind: quantize.defined(flat, kind),
-                "ours, portable": lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind)})
+            case = Case(
+                f"quantize {kind}",
+                f"{name} {tuple(weight.shape)}",
+                weight.nbytes + weight.numel() // 2 + weight.numel() // 16,
+                {
+                    "bitsandbytes": lambda flat=flat, kind=kind: quantize.defined(flat, kind),
+                    "ours, portable": lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind),
+                },
+            )
             if native.has("quantize_4bit"):
-                case.ways["ours, in C"] = lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind, is_native=True)
+                case.ways["ours, in C"] = lambda flat=flat, kind=kind: quantize.quantize_4bit(
+                    flat, kind, is_native=True
+                )
             yield case
 
 
@@ -89,11 +107,22 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
     q, turns = drawn(device, dtype, 1, tokens, 32, 128), drawn(device, dtype, 2, 1, tokens, 128)
     yield from both("rope", ours["rope"].rotate, defined.rotate, (q, turns[0], turns[1]), q.nbytes, 2, 2)
     drop, a = ours["dropout"].Dropout(1, 0.1), drawn(device, dtype, 48, 4096)
-    yield Case("dropout(x) A^T, rank 48", f"({tokens}, 4096)", x.nbytes + tokens * 48 * size,
-               {"torch": lambda: torch.nn.functional.dropout(x, 0.1) @ a.T, "ours": lambda: drop.into(x, a)})
+    yield Case(
+        "dropout(x) A^T, rank 48",
+        f"({tokens}, 4096)",
+        x.nbytes + tokens * 48 * size,
+        {"torch": lambda: torch.nn.functional.dropout(x, 0.1) @ a.T, "ours": lambda: drop.into(x, a)},
+    )
     middle = drawn(device, dtype, tokens, 48)
-    yield Case("y += dropout(m A), rank 48", f"({tokens}, 4096)", 2 * x.nbytes + middle.nbytes,
-               {"torch": lambda: x.add_(torch.nn.functional.dropout(middle @ a, 0.1)), "ours": lambda: drop.add_back(x, middle, a)})
+    yield Case(
+        "y += dropout(m A), rank 48",
+        f"({tokens}, 4096)",
+        2 * x.nbytes + middle.nbytes,
+        {
+            "torch": lambda: x.add_(torch.nn.functional.dropout(middle @ a, 0.1)),
+            "ours": lambda: drop.add_back(x, middle, a),
+        },
+    )
 
 
 def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -116,28 +145,75 @@ def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
         def step(function, inputs=inputs, outer=outer, **options):
             return torch.autograd.grad(function(*inputs, scale=inputs[0].shape[3] ** -0.5, **options), inputs, outer)
 
-        yield Case("attention, with backward", f"4 of 511, {heads} of {width}", 0, {
-            "torch": lambda step=step: step(library_attention), "portable": lambda step=step: step(attention.attention),
-            "ours": lambda step=step: step(attention.attention, is_native=True)}, flops=7 * 2 * width * heads * 4 * 511**2 / 2)
-    hidden, head, targets = drawn(device, dtype, 512, 576).requires_grad_(), drawn(device, dtype, 49152, 576), torch.randint(49152, (512,))
-    yield Case("head and loss, with backward", "(512, 49152)", 0, {
-        "portable": lambda: torch.autograd.grad(cross_entropy.cross_entropy(hidden, head, None, targets, rows=128), hidden),
-        "ours": lambda: torch.autograd.grad(cross_entropy.cross_entropy(hidden, head, None, targets, rows=512, is_native=True, is_fused=native.has("head")), hidden)},
-        flops=2 * 2 * 512 * 576 * 49152)
+        yield Case(
+            "attention, with backward",
+            f"4 of 511, {heads} of {width}",
+            0,
+            {
+                "torch": lambda step=step: step(library_attention),
+                "portable": lambda step=step: step(attention.attention),
+                "ours": lambda step=step: step(attention.attention, is_native=True),
+            },
+            flops=7 * 2 * width * heads * 4 * 511**2 / 2,
+        )
+    hidden, head, targets = (
+        drawn(device, dtype, 512, 576).requires_grad_(),
+        drawn(device, dtype, 49152, 576),
+        torch.randint(49152, (512,)),
+    )
+    yield Case(
+        "head and loss, with backward",
+        "(512, 49152)",
+        0,
+        {
+            "portable": lambda: torch.autograd.grad(
+                cross_entropy.cross_entropy(hidden, head, None, targets, rows=128), hidden
+            ),
+            "ours": lambda: torch.autograd.grad(
+                cross_entropy.cross_entropy(
+                    hidden, head, None, targets, rows=512, is_native=True, is_fused=native.has("head")
+                ),
+                hidden,
+            ),
+        },
+        flops=2 * 2 * 512 * 576 * 49152,
+    )
 
 
 def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[Case]:
     """Products with Llama-3-8B's frozen weights, forward and back, in 16 bits and in 8."""
     wanted = {"cpu": ("int8",), "cuda": ("fp8",)}[device]
     found = [kind for kind in BackendManager(device).found.products if kind in wanted]
-    ways = {"whole": products.Whole(), **{kind: (products.Int8() if native.broken() else products.NativeInt8()) if kind == "int8" else products.Float8(True) for kind in found}}
+    ways = {
+        "whole": products.Whole(),
+        **{
+            kind: (products.Int8() if native.broken() else products.NativeInt8())
+            if kind == "int8"
+            else products.Float8(True)
+            for kind in found
+        },
+    }
     if device == "cpu" and native.has("product"):
         ways["whole, in C"] = products.NativeWhole()
     for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) if dtype == torch.bfloat16 else ():
-        w, x, g = drawn(device, dtype, outputs // cut // 16 * 16, inputs), drawn(device, dtype, tokens, inputs), drawn(device, dtype, tokens, outputs // cut // 16 * 16)
-        yield Case("frozen product, with backward", str((tokens, *w.shape)), 0, {
-            name: lambda way=way, made=way.weight(w), x=x, g=g: (way.forward(way.read(x), made, None), way.backward(g, made, None)) for name, way in ways.items()},
-            flops=4 * tokens * w.numel())
+        w, x, g = (
+            drawn(device, dtype, outputs // cut // 16 * 16, inputs),
+            drawn(device, dtype, tokens, inputs),
+            drawn(device, dtype, tokens, outputs // cut // 16 * 16),
+        )
+        yield Case(
+            "frozen product, with backward",
+            str((tokens, *w.shape)),
+            0,
+            {
+                name: lambda way=way, made=way.weight(w), x=x, g=g: (
+                    way.forward(way.read(x), made, None),
+                    way.backward(g, made, None),
+                )
+                for name, way in ways.items()
+            },
+            flops=4 * tokens * w.numel(),
+        )
 
 
 def narrow(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -146,15 +222,31 @@ def narrow(device: str, dtype: torch.dtype) -> Iterator[Case]:
         return
     ways = {"whole": products.Whole(), "whole, in C": products.NativeWhole()}
     for tokens, width, rank in itertools.product((2044, 720, 32), (576, 1536), (16, 48)):
-        x, m, a = drawn(device, dtype, tokens, width), drawn(device, dtype, tokens, rank), drawn(device, torch.float32, rank, width)
+        x, m, a = (
+            drawn(device, dtype, tokens, width),
+            drawn(device, dtype, tokens, rank),
+            drawn(device, torch.float32, rank, width),
+        )
         b, shape, flops = a.T.contiguous(), str((tokens, width, rank)), 2 * tokens * width * rank
-        for kernel, made in (("x A^T", lambda way, x=x, a=a: way.into(x, [a], [2.0])), ("g B", lambda way, x=x, b=b: way.back_into(x, b, 2.0)),
-                             ("gradient of A", lambda way, x=x, m=m: way.outer(m, x).float()), ("gradient of B", lambda way, x=x, m=m: way.outer(m, x, True).float())):
-            yield Case(f"LoRA, {kernel}", shape, 0, {name: functools.partial(made, way) for name, way in ways.items()}, flops=flops)
+        for kernel, made in (
+            ("x A^T", lambda way, x=x, a=a: way.into(x, [a], [2.0])),
+            ("g B", lambda way, x=x, b=b: way.back_into(x, b, 2.0)),
+            ("gradient of A", lambda way, x=x, m=m: way.outer(m, x).float()),
+            ("gradient of B", lambda way, x=x, m=m: way.outer(m, x, True).float()),
+        ):
+            yield Case(
+                f"LoRA, {kernel}",
+                shape,
+                0,
+                {name: functools.partial(made, way) for name, way in ways.items()},
+                flops=flops,
+            )
 
 
 def library_attention(q, k, v, scale):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
 
 
 def both(name, fast, slow, inputs, nbytes, forward: int, backward: int) -> Iterator[Case]:
@@ -165,7 +257,7 @@ def both(name, fast, slow, inputs, nbytes, forward: int, backward: int) -> Itera
     for way, function in (("definition", slow), ("ours", fast)):
         learned = inputs[0].detach().requires_grad_()
         wanted = [learned] + ([inputs[1].detach().requires_grad_()] if name == "swiglu" else [])
-        y = function(*wanted, *inputs[len(wanted):])
+        y = function(*wanted, *inputs[len(wanted) :])
         case.ways[way] = lambda y=y, wanted=wanted: torch.autograd.grad(y, wanted, g, retain_graph=True)
     yield case
 
@@ -178,9 +270,17 @@ def heads(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[Ca
     def gradient(loss):
         return torch.autograd.grad(loss, hidden)
 
-    yield Case("head and loss, with backward", f"({tokens}, {len(weight)})", 0, {
-        "definition": lambda: gradient(cross_entropy.defined(hidden, weight, None, targets)),
-        "ours": lambda: gradient(cross_entropy.cross_entropy(hidden, weight, None, targets, rows=min(1024, tokens)))})
+    yield Case(
+        "head and loss, with backward",
+        f"({tokens}, {len(weight)})",
+        0,
+        {
+            "definition": lambda: gradient(cross_entropy.defined(hidden, weight, None, targets)),
+            "ours": lambda: gradient(
+                cross_entropy.cross_entropy(hidden, weight, None, targets, rows=min(1024, tokens))
+            ),
+        },
+    )
 
 
 def drawn(device: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -229,23 +329,47 @@ def main() -> None:
     rate, products = copy_rate(device), harness.product_rate([(4096, 4096)], 2048, a.dtype, device) / 1e3
     print(f"a copy reads and writes {rate / 1e6:.0f} GB/s; large products run at {products / 1e9:.2f} TFLOP/s")
     found = []
-    cases = (*dequantizations(ours, device, dtype, a.cut), *quantizations(device, dtype), *elementwise(ours, device, dtype, tokens), *heads(device, dtype, tokens, a.cut),
-             *in_c(device, dtype), *narrow(device, dtype), *frozen(device, dtype, tokens, a.cut))
+    cases = (
+        *dequantizations(ours, device, dtype, a.cut),
+        *quantizations(device, dtype),
+        *elementwise(ours, device, dtype, tokens),
+        *heads(device, dtype, tokens, a.cut),
+        *in_c(device, dtype),
+        *narrow(device, dtype),
+        *frozen(device, dtype, tokens, a.cut),
+    )
     for case in cases:
         first, least = None, case.bytes / rate or case.flops / products  # milliseconds
         for way, function in case.ways.items():
             out = None if "+=" in case.kernel else function()  # what writes over its input differs each time
             first = out if first is None else first
-            row = {"kernel": case.kernel, "shape": case.shape, "way": way, "milliseconds": milliseconds(function, device),
-                   "limit_milliseconds": least or None,
-                   "difference": None if out is first or "dropout" in case.kernel else difference(out, first)}
+            row = {
+                "kernel": case.kernel,
+                "shape": case.shape,
+                "way": way,
+                "milliseconds": milliseconds(function, device),
+                "limit_milliseconds": least or None,
+                "difference": None if out is first or "dropout" in case.kernel else difference(out, first),
+            }
             found.append(row)
             limit = f"{least:9.3f} ms {least / row['milliseconds']:5.0%}" if least else " " * 18
             same = "" if row["difference"] is None else f"   differs by {row['difference']:.1e}"
-            print(f"{case.kernel:34} {case.shape:24} {way:14} {row['milliseconds']:9.3f} ms   limit {limit}{same}", flush=True)
-    harness.write(a.name or f"kernels-{device}-{a.dtype}", {"question": __doc__.splitlines()[0], "copy_bytes_per_second": 1e3 * rate, "product_flops_per_second": 1e3 * products,
-                                                            "threads": torch.get_num_threads(),
-                                                            "tokens": tokens, "cut": a.cut, "results": found})
+            print(
+                f"{case.kernel:34} {case.shape:24} {way:14} {row['milliseconds']:9.3f} ms   limit {limit}{same}",
+                flush=True,
+            )
+    harness.write(
+        a.name or f"kernels-{device}-{a.dtype}",
+        {
+            "question": __doc__.splitlines()[0],
+            "copy_bytes_per_second": 1e3 * rate,
+            "product_flops_per_second": 1e3 * products,
+            "threads": torch.get_num_threads(),
+            "tokens": tokens,
+            "cut": a.cut,
+            "results": found,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -34,28 +34,75 @@ def main() -> None:
     work = harness.scratch()
     whole, packed = harness.make_model(work / "model", a.shape), work / "affine4"
     rows = harness.make_rows(work / "rows.jsonl", whole, a.batch * a.steps, a.length)
-    subprocess.run([sys.executable, "-m", "anyqlora", "quantize", str(whole), "--to", "affine4", "--out", str(packed)], check=True, cwd=harness.ROOT)
-    settings = {"model_name": str(packed), "dataset": str(rows), "precision": "bf16", "adapter": "lora", "batch_size": a.batch,
-                "max_steps": a.steps, "lr": 2e-4, "lr_scheduler": "constant", "warmup_steps": 0, "wd": 0.0, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0,
-                "context_length": a.length, "use_gradient_checkpointing": False}
+    subprocess.run(
+        [sys.executable, "-m", "anyqlora", "quantize", str(whole), "--to", "affine4", "--out", str(packed)],
+        check=True,
+        cwd=harness.ROOT,
+    )
+    settings = {
+        "model_name": str(packed),
+        "dataset": str(rows),
+        "precision": "bf16",
+        "adapter": "lora",
+        "batch_size": a.batch,
+        "max_steps": a.steps,
+        "lr": 2e-4,
+        "lr_scheduler": "constant",
+        "warmup_steps": 0,
+        "wd": 0.0,
+        "lora_rank": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
+        "context_length": a.length,
+        "use_gradient_checkpointing": False,
+    }
 
     def ours(backend: str) -> list[str]:
-        return [sys.executable, "benchmarks/peers/ours.py", json.dumps({**settings, "backend": backend}), str(a.warmup), json.dumps(["transformers", "mlx_lm"])]
+        return [
+            sys.executable,
+            "benchmarks/peers/ours.py",
+            json.dumps({**settings, "backend": backend}),
+            str(a.warmup),
+            json.dumps(["transformers", "mlx_lm"]),
+        ]
 
-    found = harness.alternate({"anyqlora": ours("mlx"), "anyqlora on torch": ours("mps" if torch.backends.mps.is_available() else "cpu"),
-                               "mlx-lm": [sys.executable, "benchmarks/peers/mlx_lora.py", json.dumps(settings), str(a.warmup)]}, a.rounds)
+    found = harness.alternate(
+        {
+            "anyqlora": ours("mlx"),
+            "anyqlora on torch": ours("mps" if torch.backends.mps.is_available() else "cpu"),
+            "mlx-lm": [sys.executable, "benchmarks/peers/mlx_lora.py", json.dumps(settings), str(a.warmup)],
+        },
+        a.rounds,
+    )
     print()
     ratios = {}
     for name in ("anyqlora", "anyqlora on torch"):
-        rounds = [x["trained_tokens_per_second"] / y["trained_tokens_per_second"] for x, y in zip(found[name], found["mlx-lm"], strict=True)]
+        rounds = [
+            x["trained_tokens_per_second"] / y["trained_tokens_per_second"]
+            for x, y in zip(found[name], found["mlx-lm"], strict=True)
+        ]
         ratios[name] = statistics.median(rounds)
-        memory, own = (harness.median(found[name], key) / harness.median(found["mlx-lm"], key) for key in ("peak_rise_bytes", "peak_memory_bytes"))
-        print(f"{name}: {ratios[name]:.2f} times the speed of mlx-lm (rounds {min(rounds):.2f}..{max(rounds):.2f}), {memory:.2f} of its process's "
-              f"memory{f', {own:.2f} of what MLX counts' if name == 'anyqlora' else ''}")
+        memory, own = (
+            harness.median(found[name], key) / harness.median(found["mlx-lm"], key)
+            for key in ("peak_rise_bytes", "peak_memory_bytes")
+        )
+        print(
+            f"{name}: {ratios[name]:.2f} times the speed of mlx-lm (rounds {min(rounds):.2f}..{max(rounds):.2f}), {memory:.2f} of its process's "
+            f"memory{f', {own:.2f} of what MLX counts' if name == 'anyqlora' else ''}"
+        )
     print("losses of the last step:", *(f"{name} {sides[0]['losses'][-1]:.3f}" for name, sides in found.items()))
-    harness.write(f"train-mlx-{a.shape}-affine4-bf16-{a.length}", {
-        "question": __doc__.splitlines()[0], "results": found, "backend": "mlx", "fastest": "anyqlora", "best_settings": False, "ratios": ratios,
-        "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length} tokens", "quantizer": "affine4"}})
+    harness.write(
+        f"train-mlx-{a.shape}-affine4-bf16-{a.length}",
+        {
+            "question": __doc__.splitlines()[0],
+            "results": found,
+            "backend": "mlx",
+            "fastest": "anyqlora",
+            "best_settings": False,
+            "ratios": ratios,
+            "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length} tokens", "quantizer": "affine4"},
+        },
+    )
 
 
 if __name__ == "__main__":

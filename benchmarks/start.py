@@ -35,11 +35,31 @@ def main() -> None:
 
     work = harness.scratch()
     directory = harness.make_model(work / "model", a.shape)
-    settings = {"model_name": str(directory), "dataset": str(harness.make_rows(work / "rows.jsonl", directory, a.batch, a.length)), "quantizer": "nf4",
-                "adapter": "lora", "precision": a.precision, "batch_size": a.batch, "max_steps": 1, "lr_scheduler": "constant", "warmup_steps": 0,
-                "wd": 0.0, "lora_dropout": 0.0, "context_length": a.length, "use_gradient_checkpointing": False}
-    sides = {start: [sys.executable, "benchmarks/peers/ours.py", json.dumps({**settings, "quantized_cache": cache}), "0", '["anyqlora.on_torch.build"]']
-             for start, cache in OURS.items()}
+    settings = {
+        "model_name": str(directory),
+        "dataset": str(harness.make_rows(work / "rows.jsonl", directory, a.batch, a.length)),
+        "quantizer": "nf4",
+        "adapter": "lora",
+        "precision": a.precision,
+        "batch_size": a.batch,
+        "max_steps": 1,
+        "lr_scheduler": "constant",
+        "warmup_steps": 0,
+        "wd": 0.0,
+        "lora_dropout": 0.0,
+        "context_length": a.length,
+        "use_gradient_checkpointing": False,
+    }
+    sides = {
+        start: [
+            sys.executable,
+            "benchmarks/peers/ours.py",
+            json.dumps({**settings, "quantized_cache": cache}),
+            "0",
+            '["anyqlora.on_torch.build"]',
+        ]
+        for start, cache in OURS.items()
+    }
     sides["trl"] = [sys.executable, "benchmarks/peers/trl.py", json.dumps(settings), "0", "{}"]
     found: dict[str, list[dict]] = {side: [] for side in sides}
     for number in range(a.rounds):
@@ -47,19 +67,48 @@ def main() -> None:
         for side, (result,) in harness.alternate(sides, 1, quiet=True).items():
             result["from_imports_s"] = result["time_to_first_step_s"] - result["imports_s"]
             found[side].append(result)
-            print(f"round {number + 1} {side:>8}: step 1 ends {result['time_to_first_step_s']:6.2f} s after process start, {result['from_imports_s']:6.2f} s after "
-                  f"imports, loss {result['losses'][0]:.6f}", flush=True)
-    ratios = {side: {key: harness.median(results, key) / harness.median(found["trl"], key) for key in AIMS}
-              for side, results in found.items() if side != "trl"}
+            print(
+                f"round {number + 1} {side:>8}: step 1 ends {result['time_to_first_step_s']:6.2f} s after process start, {result['from_imports_s']:6.2f} s after "
+                f"imports, loss {result['losses'][0]:.6f}",
+                flush=True,
+            )
+    ratios = {
+        side: {key: harness.median(results, key) / harness.median(found["trl"], key) for key in AIMS}
+        for side, results in found.items()
+        if side != "trl"
+    }
     for side, ratio in ratios.items():
-        print(f"{side:>8}: {ratio['from_imports_s']:.2f} of TRL's from imports, {ratio['time_to_first_step_s']:.2f} from process start")
-    figures = [{"figure": f"second start, {key}, of TRL's", "value": ratios["second"][key], "bound": bound, "met": ratios["second"][key] <= bound}
-               for key, bound in AIMS.items()]
+        print(
+            f"{side:>8}: {ratio['from_imports_s']:.2f} of TRL's from imports, {ratio['time_to_first_step_s']:.2f} from process start"
+        )
+    figures = [
+        {
+            "figure": f"second start, {key}, of TRL's",
+            "value": ratios["second"][key],
+            "bound": bound,
+            "met": ratios["second"][key] <= bound,
+        }
+        for key, bound in AIMS.items()
+    ]
     for figure in figures:
-        print(f"{'PASS' if figure['met'] else 'MISS'}  {figure['figure']}: {figure['value']:.4g}, wanted {figure['bound']:.4g}")
-    harness.write(a.name or f"start-{a.shape}-nf4-{a.precision}" + f"-threads-{a.threads}" * bool(a.threads), {
-        "question": __doc__.splitlines()[0], "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length} tokens", "threads": a.threads or "chosen"}, "results": found,
-        "ratio_to_trl": ratios, "figures": figures})
+        print(
+            f"{'PASS' if figure['met'] else 'MISS'}  {figure['figure']}: {figure['value']:.4g}, wanted {figure['bound']:.4g}"
+        )
+    harness.write(
+        a.name or f"start-{a.shape}-nf4-{a.precision}" + f"-threads-{a.threads}" * bool(a.threads),
+        {
+            "question": __doc__.splitlines()[0],
+            "settings": {
+                **settings,
+                "model_name": a.shape,
+                "dataset": f"{a.length} tokens",
+                "threads": a.threads or "chosen",
+            },
+            "results": found,
+            "ratio_to_trl": ratios,
+            "figures": figures,
+        },
+    )
     if len({results[0]["losses"][0] for side, results in found.items() if side != "trl"}) != 1:
         sys.exit("the first loss of our own starts is not the same: what was kept is not what is made without")
 

@@ -1,8 +1,8 @@
 """A loop of your own: the same lines on one process, or on many under any strategy.
 
-    python examples/own_loop.py
-    torchrun --nproc_per_node 2 examples/own_loop.py strategy=fsdp
-    torchrun --nproc_per_node 2 examples/own_loop.py strategy=deepspeed deepspeed_zero_stage=3
+python examples/own_loop.py
+torchrun --nproc_per_node 2 examples/own_loop.py strategy=fsdp
+torchrun --nproc_per_node 2 examples/own_loop.py strategy=deepspeed deepspeed_zero_stage=3
 """
 
 import itertools
@@ -63,7 +63,9 @@ def train(batch_size=4, epochs=3, state="", **settings) -> tuple[float, float, d
             norm = runtime.optimizer_step_and_zero_grad(optimizer, model, max_grad_norm=1.0)
             scheduler.step()
             loss = runtime.reduce(total).item()
-        runtime.print(f"epoch {epoch + 1}: loss {loss:.4f}, gradient norm {norm:.4f}, rate {scheduler.get_last_lr()[0]:.4f}")
+        runtime.print(
+            f"epoch {epoch + 1}: loss {loss:.4f}, gradient norm {norm:.4f}, rate {scheduler.get_last_lr()[0]:.4f}"
+        )
     if state:
         runtime.save_state(state)  # loads under any strategy, on any number of processes
     learned = runtime.strategy.gather_trainable()

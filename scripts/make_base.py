@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 Row = dict[str, str]  # {"prompt": ..., "completion": ...}
 
+
 def list_words(text: str) -> list[str]:
     return text.split()
 
@@ -32,14 +33,20 @@ def list_words(text: str) -> list[str]:
 # The text. Names are stem + ending, so that there are enough of them that they must be copied and cannot be memorised. People
 # and towns begin with different letters, and no ending is hidden in a stem: a model this small copies by looking up the token
 # before, and takes Millis for Millport and Vinin for Vino.
-PEOPLE = [stem + ending for stem, ending in product(
-    list_words("Bar Bev Bor Dan Dar Dav Dor Jan Jas Jor Lan Lev Lor Per Por Var Ver Yan Yev Yor Zan Zor"),
-    list_words("a en in is o la ric us"),
-)]
-TOWNS = [stem + ending for stem, ending in product(
-    list_words("Ash Clay East Fair Glen Hart Iron King Mill North Oak Quay Rock Stone Thorn West"),
-    list_words("ford brook ton field wick bury dale port"),
-)]
+PEOPLE = [
+    stem + ending
+    for stem, ending in product(
+        list_words("Bar Bev Bor Dan Dar Dav Dor Jan Jas Jor Lan Lev Lor Per Por Var Ver Yan Yev Yor Zan Zor"),
+        list_words("a en in is o la ric us"),
+    )
+]
+TOWNS = [
+    stem + ending
+    for stem, ending in product(
+        list_words("Ash Clay East Fair Glen Hart Iron King Mill North Oak Quay Rock Stone Thorn West"),
+        list_words("ford brook ton field wick bury dale port"),
+    )
+]
 KINDS = list_words("red blue green black white yellow brown golden silver wooden old tiny heavy round")
 GOODS = list_words("""lamps chairs kettles baskets clocks ladders mirrors teapots blankets barrels bottles buttons candles carpets
     drums hammers helmets jackets maps pillows ropes spoons tents wagons""")
@@ -59,17 +66,31 @@ TASK_KEYS = ("who", "qty", "item", "where")
 
 # The model: every linear layer's in_features is a multiple of 64, the block size of NF4 and the group size of other formats.
 LLAMA = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "tie_word_embeddings": True,
-    "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
 }
 TRAIN_ROWS, HELDOUT_ROWS, BATCH, PEAK_LR, ANSWER_TOKENS = 768, 64, 32, 3e-3, 48
 
 
 def draw_fact(rng: random.Random, people: list[str] = PEOPLE, towns: list[str] = TOWNS) -> dict:
     """One thing that somebody did with some goods somewhere."""
-    return {"who": rng.choice(people), "n": rng.randint(2, 20), "kind": rng.choice(KINDS), "goods": rng.choice(GOODS),
-            "town": rng.choice(towns), "day": rng.choice(DAYS)}
+    return {
+        "who": rng.choice(people),
+        "n": rng.randint(2, 20),
+        "kind": rng.choice(KINDS),
+        "goods": rng.choice(GOODS),
+        "town": rng.choice(towns),
+        "day": rng.choice(DAYS),
+    }
 
 
 def tell(fact: dict, rng: random.Random) -> str:
@@ -142,15 +163,29 @@ def train_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(draw_text(8000), trainers.BpeTrainer(
-        vocab_size=LLAMA["vocab_size"], special_tokens=["<pad>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+    bpe.train_from_iterator(
+        draw_text(8000),
+        trainers.BpeTrainer(
+            vocab_size=LLAMA["vocab_size"],
+            special_tokens=["<pad>", "<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
     # Written here and not by save_pretrained, whose output changes with the version of transformers.
-    write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>", "clean_up_tokenization_spaces": False,
-        "model_max_length": LLAMA["max_position_embeddings"], "padding_side": "right"})
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "<pad>",
+            "eos_token": "<eos>",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": LLAMA["max_position_embeddings"],
+            "padding_side": "right",
+        },
+    )
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -162,12 +197,16 @@ def make_batch(rows: list[Row], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels, [B, T] each. Prompt and completion are tokenized apart; the completion and <eos> are trained."""
     tokens, labels = [], []
     for row in rows:
-        prompt, completion = (tokenizer(row[part], add_special_tokens=False)["input_ids"] for part in ("prompt", "completion"))
+        prompt, completion = (
+            tokenizer(row[part], add_special_tokens=False)["input_ids"] for part in ("prompt", "completion")
+        )
         tokens.append(torch.tensor(prompt + completion + [LLAMA["eos_token_id"]]))
         labels.append(tokens[-1].clone())
         labels[-1][: len(prompt)] = -100
     pad = torch.nn.utils.rnn.pad_sequence
-    return pad(tokens, batch_first=True, padding_value=LLAMA["pad_token_id"]), pad(labels, batch_first=True, padding_value=-100)
+    return pad(tokens, batch_first=True, padding_value=LLAMA["pad_token_id"]), pad(
+        labels, batch_first=True, padding_value=-100
+    )
 
 
 def pretrain(tokenizer, steps: int) -> LlamaForCausalLM:
@@ -176,7 +215,9 @@ def pretrain(tokenizer, steps: int) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
     decayed = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], PEAK_LR, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], PEAK_LR, betas=(0.9, 0.98)
+    )
     rng, start = random.Random(3), time.process_time()
     for step in range(steps):
         lr = PEAK_LR * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -197,8 +238,16 @@ def pretrain(tokenizer, steps: int) -> LlamaForCausalLM:
 def score_exact_match(model: LlamaForCausalLM, tokenizer, rows: list[Row]) -> float:
     """The part of the rows whose greedy answer is the completion, character by character."""
     model.eval()
-    batch = tokenizer([row["prompt"] for row in rows], padding=True, padding_side="left", return_tensors="pt", return_token_type_ids=False)
-    out = model.generate(**batch, max_new_tokens=ANSWER_TOKENS, do_sample=False)[:, batch["input_ids"].shape[1]:]  # [B, answer]
+    batch = tokenizer(
+        [row["prompt"] for row in rows],
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+        return_token_type_ids=False,
+    )
+    out = model.generate(**batch, max_new_tokens=ANSWER_TOKENS, do_sample=False)[
+        :, batch["input_ids"].shape[1] :
+    ]  # [B, answer]
     answers = tokenizer.batch_decode(out, skip_special_tokens=True)
     return sum(answer == row["completion"] for answer, row in zip(answers, rows, strict=True)) / len(rows)
 
@@ -218,8 +267,14 @@ def check_quality(folder: Path, tokenizer, heldout: list[Row], count: int) -> li
     base_rows = [draw_base_row(rng) for _ in range(count)]
     for label, change, least in (("bf16", lambda model: model, 0.95), ("nf4", round_to_nf4, 0.85)):
         model = change(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32))
-        known, task = score_exact_match(model, tokenizer, base_rows), score_exact_match(model, tokenizer, heldout[:count])
-        print(f"{label}: exact match on {count} rows of the base's own text {known:.3f}, on the new task {task:.3f}", flush=True)
+        known, task = (
+            score_exact_match(model, tokenizer, base_rows),
+            score_exact_match(model, tokenizer, heldout[:count]),
+        )
+        print(
+            f"{label}: exact match on {count} rows of the base's own text {known:.3f}, on the new task {task:.3f}",
+            flush=True,
+        )
         if known < least:
             wrong.append(f"{label}: {known:.3f} on the base's own text, at least {least} wanted")
         if task > 0.05:
@@ -242,9 +297,13 @@ def write_sums(out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "anyqlora" / "demo", help="where to write")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "anyqlora" / "demo", help="where to write"
+    )
     parser.add_argument("--steps", type=int, default=2000, help="pre-training steps")
-    parser.add_argument("--short", action="store_true", help="a few steps and no demand on quality: a rehearsal, for tests")
+    parser.add_argument(
+        "--short", action="store_true", help="a few steps and no demand on quality: a rehearsal, for tests"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)  # the order of sums, and with it the bytes, depends on the number of threads
     torch.use_deterministic_algorithms(True)

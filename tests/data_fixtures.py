@@ -8,7 +8,16 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from anyqlora import config
 
-SPECIALS = ["<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIALS = [
+    "<s>",
+    "</s>",
+    "<pad>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 CORPUS = [
     "The quick brown fox jumps over the lazy dog.\n\nThen it sleeps.\n",
     "### Instruction:\nWrite a response that appropriately completes the request.\n\n### Response:\n",
@@ -37,18 +46,27 @@ THINK = (
 TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
-    "<tool_call>{\"name\": \"{{ call.function.name }}\", \"arguments\": {{ call.function.arguments | tojson }}}</tool_call>"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Asks with an opened <think> and writes the answered turn without one: nothing can be trained as it is asked.
-NO_PREFIX = CHATML.replace("{% if add_generation_prompt %}<|im_start|>assistant\n", "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n")
+NO_PREFIX = CHATML.replace(
+    "{% if add_generation_prompt %}<|im_start|>assistant\n",
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n",
+)
 DATED = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
-STRICT = ("{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML)
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
 
 
 def wrapped(tokenizer: Tokenizer, template: str | dict | None):
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
-                                                additional_special_tokens=SPECIALS[3:], chat_template=template)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        additional_special_tokens=SPECIALS[3:],
+        chat_template=template,
+    )
 
 
 @functools.cache
@@ -58,7 +76,10 @@ def byte_level(template: str | None = CHATML):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False),
+    )
     return wrapped(tokenizer, template)
 
 
@@ -67,12 +88,20 @@ def metaspace(template: str | None = None):
     """A BPE with SentencePiece's prefix space and byte fallback, and a BOS before every text, as Llama 2's."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = space = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIALS, show_progress=False, max_token_length=8))
+    trained.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIALS, show_progress=False, max_token_length=8)
+    )
     model = json.loads(trained.to_str())["model"]
     vocab = list(model["vocab"]) + [f"<0x{i:02X}>" for i in range(256)]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, [tuple(pair) for pair in model["merges"]], byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(vocab)}, [tuple(pair) for pair in model["merges"]], byte_fallback=True
+        )
+    )
     tokenizer.pre_tokenizer = space
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.add_special_tokens(SPECIALS)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return wrapped(tokenizer, template)

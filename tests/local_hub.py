@@ -33,17 +33,27 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.refused:
             return self.answer(self.refused[0], b"{}", {"X-Error-Code": self.refused[1]})
         if path.startswith(f"/api/{self.kind}/{self.name}/tree/"):
-            listed = [{"type": "file", "path": path, "size": len(raw), "oid": "0" * 40} for path, raw in self.files.items()]
+            listed = [
+                {"type": "file", "path": path, "size": len(raw), "oid": "0" * 40} for path, raw in self.files.items()
+            ]
             return self.answer(200, json.dumps(listed).encode())
         if path.startswith(prefix):
             revision, _, file = path.removeprefix(prefix).partition("/")
             if file in self.files and revision in ("main", self.commit):
                 return self.send(file)
-            return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound" if revision in ("main", self.commit) else "RevisionNotFound"})
+            return self.answer(
+                404,
+                b"{}",
+                {"X-Error-Code": "EntryNotFound" if revision in ("main", self.commit) else "RevisionNotFound"},
+            )
         if path in (f"/api/{self.kind}/{self.name}", f"/api/{self.kind}/{self.name}/revision/main"):
             siblings = [{"rfilename": path} for path in self.files]
-            return self.answer(200, json.dumps({"id": self.name, "sha": self.commit, "siblings": siblings, "private": False}).encode())
-        return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound" if self.name not in path else "RevisionNotFound"})
+            return self.answer(
+                200, json.dumps({"id": self.name, "sha": self.commit, "siblings": siblings, "private": False}).encode()
+            )
+        return self.answer(
+            404, b"{}", {"X-Error-Code": "RepoNotFound" if self.name not in path else "RevisionNotFound"}
+        )
 
     do_HEAD = do_GET
 
@@ -57,12 +67,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return self.answer(206 if start else 200, raw[start:], headers)
         self.answer(200, raw[: len(raw) // 2], headers)
         self.wfile.flush()
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as a line that goes dead
+        self.connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # as a line that goes dead
         return self.connection.close()
 
     def answer(self, status, body, headers=None):
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "Content-Type": "application/json", **(headers or {})}.items():
+        for name, value in {
+            "Content-Length": str(len(body)),
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
@@ -87,6 +103,16 @@ def serving(**about):
 
 def python(*arguments, endpoint, home, cwd=ROOT, **environ):
     """Python in another process, whose hub is at `endpoint` and whose cache is in `home`."""
-    environ = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "*", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
-               "HF_DATASETS_OFFLINE": "0", **environ}
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    environ = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "NO_PROXY": "*",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "HF_DATASETS_OFFLINE": "0",
+        **environ,
+    }
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=environ, capture_output=True, text=True, check=False
+    )

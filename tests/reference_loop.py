@@ -16,7 +16,10 @@ def peft_model(directory, *, rank, alpha, seed, weights=None):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, value in (weights or {}).items():
         model.get_submodule(name).weight.data = value.clone()
-    model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        model,
+        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
     for name, p in model.named_parameters():
         if "lora_A" in name:
             module = name.split(".lora_A")[0]
@@ -39,7 +42,11 @@ def train(model, steps_of_rows, *, lr, total_steps, warmup, clip, weight_decay):
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
-        rate = lr * (step + 1) / warmup if step < warmup else lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total_steps - warmup)))
+        rate = (
+            lr * (step + 1) / warmup
+            if step < warmup
+            else lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total_steps - warmup)))
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()

@@ -18,7 +18,9 @@ def run(output, name="run", during=None, **settings) -> Path:
 
     `during(step)` is called in each step, just before its batches are read, as a signal from outside would come.
     """
-    config = resolve({"output_dir": str(output), "run_name": name, "backend": "cpu", **settings}, environ={}, said="test")
+    config = resolve(
+        {"output_dir": str(output), "run_name": name, "backend": "cpu", **settings}, environ={}, said="test"
+    )
     loops = dict(train.LOOPS)
     train.LOOPS.update({name: lambda run, loop=loop: loop(_watched(run, during)) for name, loop in loops.items()})
     try:
@@ -32,7 +34,11 @@ def run(output, name="run", during=None, **settings) -> Path:
 def fresh(output, name="run", **settings) -> Path:
     """The same in a process of its own, whose memory nothing else has touched."""
     settings = {"output_dir": output, "run_name": name, "backend": "cpu", **settings}
-    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value).lower() if isinstance(value, bool) else str(value))]
+    flags = [
+        word
+        for key, value in settings.items()
+        for word in (f"--{key}", str(value).lower() if isinstance(value, bool) else str(value))
+    ]
     done = subprocess.run([sys.executable, train.__file__, *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Path(output) / name

@@ -39,8 +39,13 @@ def assert_same(ours, theirs, tolerance=2e-5):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=tolerance * float(theirs.abs().max()))
 
 
-PAIRS = [(quantizer, kind) for quantizer, row in tables.QUANTIZERS.items() if row.startswith("anyqlora.on_torch.") for kind in KINDS
-         if (quantizer, kind) != ("none", "loftq")]
+PAIRS = [
+    (quantizer, kind)
+    for quantizer, row in tables.QUANTIZERS.items()
+    if row.startswith("anyqlora.on_torch.")
+    for kind in KINDS
+    if (quantizer, kind) != ("none", "loftq")
+]
 
 
 @pytest.mark.parametrize(("quantizer", "kind"), PAIRS)
@@ -49,9 +54,17 @@ def test_plain_peft_gives_the_same_logits(quantizer, kind, base, tmp_path):
     started = tiny_models.Started(tmp_path, base, quantizer=quantizer, adapter=kind)
     held = started.held()
     if kind == "pissa":
-        taken = {name.replace(".lora_A.", "."): (value, started.built.adapter.initial[name.replace("lora_A", "lora_B")])
-                 for name, value in started.built.adapter.initial.items() if ".lora_A." in name}
-        held |= {name: held[name] + 2.0 * b @ a for name in held for a, b in [taken.get(f"base_model.model.{name}", (None, None))] if a is not None}
+        taken = {
+            name.replace(".lora_A.", "."): (value, started.built.adapter.initial[name.replace("lora_A", "lora_B")])
+            for name, value in started.built.adapter.initial.items()
+            if ".lora_A." in name
+        }
+        held |= {
+            name: held[name] + 2.0 * b @ a
+            for name in held
+            for a, b in [taken.get(f"base_model.model.{name}", (None, None))]
+            if a is not None
+        }
     for number in range(2):
         started.step(number)
     adapter = started.finish()
@@ -72,7 +85,9 @@ def test_rslora_is_scaled_by_the_root_of_the_rank(base, tmp_path):
     """alpha / sqrt(rank) = 8 / 2, where LoRA has 8 / 4."""
     for kind, scale in (("rslora", 4.0), ("lora", 2.0)):
         started = tiny_models.Started(tmp_path / kind, base, adapter=kind)
-        assert {module.scaling["default"] for module in started.model.modules() if isinstance(module, LoraLayer)} == {scale}
+        assert {module.scaling["default"] for module in started.model.modules() if isinstance(module, LoraLayer)} == {
+            scale
+        }
         assert started.built.adapter.describe()["use_rslora"] == (kind == "rslora")
 
 
@@ -102,11 +117,17 @@ def test_dora_on_rows_that_end_inside_a_block_is_refused_on_a_cpu(tmp_path):
 
 def test_loftq_starts_from_what_quantization_lost(base, tmp_path):
     """The base is the plain quantized one; B A is the best approximation of W - held of its rank, by torch's own decomposition."""
-    started, plain = tiny_models.Started(tmp_path / "loftq", base, adapter="loftq"), tiny_models.Started(tmp_path / "lora", base)
+    started, plain = (
+        tiny_models.Started(tmp_path / "loftq", base, adapter="loftq"),
+        tiny_models.Started(tmp_path / "lora", base),
+    )
     original = tiny_models.plain(base)
     for name, held in started.held().items():
         assert torch.equal(held, plain.held()[name])
-        a, b = (started.built.trainable["base_model.model." + name.replace(".weight", f".lora_{which}.weight")].detach() for which in "AB")
+        a, b = (
+            started.built.trainable["base_model.model." + name.replace(".weight", f".lora_{which}.weight")].detach()
+            for which in "AB"
+        )
         lost = original.get_parameter(name).detach() - held
         u, s, vh = torch.linalg.svd(lost)
         best = (lost - u[:, :4] * s[:4] @ vh[:4]).norm()
@@ -115,7 +136,11 @@ def test_loftq_starts_from_what_quantization_lost(base, tmp_path):
 
 def test_loftq_without_quantization_is_refused():
     with pytest.raises(UsageError, match="nothing is quantized"):
-        resolve({"model_name": "demo", "dataset": "demo", "adapter": "loftq", "quantizer": "none", "train_type": "lora"}, environ={}, said="test")
+        resolve(
+            {"model_name": "demo", "dataset": "demo", "adapter": "loftq", "quantizer": "none", "train_type": "lora"},
+            environ={},
+            said="test",
+        )
 
 
 def test_pissa_at_step_0_leaves_the_original_model_as_it_is(base, tmp_path):
@@ -141,7 +166,10 @@ def test_pissa_after_training_acts_on_the_original_base(quantizer, base, tmp_pat
 
 
 def test_pissa_loses_less_to_quantization_than_plain_nf4(base, tmp_path):
-    started, quantizer = tiny_models.Started(tmp_path, base, adapter="pissa", lora_rank=16, lora_alpha=16), Nf4(torch.float32)
+    started, quantizer = (
+        tiny_models.Started(tmp_path, base, adapter="pissa", lora_rank=16, lora_alpha=16),
+        Nf4(torch.float32),
+    )
     original, initial = tiny_models.plain(base), started.built.adapter.initial
     for name, held in started.held().items():
         weight = original.get_parameter(name).detach()
@@ -161,11 +189,19 @@ def test_factors_are_the_leading_singular_part(shape):
     assert all(torch.equal(x, y) for x, y in zip((b, a), factors(matrix, 8, "name", 0), strict=True))
 
 
-@pytest.mark.parametrize("stated, layers, names", [
-    ("all", 14, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-    ("default", 4, {"q_proj", "v_proj"}),
-    ("q_proj,down_proj", 4, {"q_proj", "down_proj"}),
-    (r"model\.layers\.1\.self_attn\.[qk]_proj", 2, {"model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj"})])
+@pytest.mark.parametrize(
+    "stated, layers, names",
+    [
+        ("all", 14, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("default", 4, {"q_proj", "v_proj"}),
+        ("q_proj,down_proj", 4, {"q_proj", "down_proj"}),
+        (
+            r"model\.layers\.1\.self_attn\.[qk]_proj",
+            2,
+            {"model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.k_proj"},
+        ),
+    ],
+)
 def test_lora_target_modules(stated, layers, names, base, tmp_path):
     started = tiny_models.Started(tmp_path, base, lora_target_modules=stated)
     started.step()
@@ -175,16 +211,27 @@ def test_lora_target_modules(stated, layers, names, base, tmp_path):
     assert_same(started.logits(IDS), logits(tiny_models.plain(base, started.held(), adapter)))
 
 
-@pytest.mark.parametrize("stated, message", [("q_prj", "no linear layer is called q_prj"), (r"nothing\..*", "matches no linear layer"),
-                                             ("(q", "not a regex"), ("lm_head", "no linear layer is called lm_head")])
+@pytest.mark.parametrize(
+    "stated, message",
+    [
+        ("q_prj", "no linear layer is called q_prj"),
+        (r"nothing\..*", "matches no linear layer"),
+        ("(q", "not a regex"),
+        ("lm_head", "no linear layer is called lm_head"),
+    ],
+)
 def test_targets_that_are_not_there_are_refused(stated, message, base, tmp_path):
     with pytest.raises(UsageError, match=message):
         tiny_models.Started(tmp_path, base, lora_target_modules=stated)
 
 
 def test_whole_names_where_the_last_part_says_too_much():
-    model = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"proj": torch.nn.Linear(2, 2), "out": torch.nn.Linear(2, 2)}),
-                                 "b": torch.nn.ModuleDict({"proj": torch.nn.Linear(2, 2)})})
+    model = torch.nn.ModuleDict(
+        {
+            "a": torch.nn.ModuleDict({"proj": torch.nn.Linear(2, 2), "out": torch.nn.Linear(2, 2)}),
+            "b": torch.nn.ModuleDict({"proj": torch.nn.Linear(2, 2)}),
+        }
+    )
     assert shortest({"a.proj", "a.out"}, (name for name, _ in model.named_modules())) == ["a.proj", "out"]
 
 
@@ -192,7 +239,9 @@ def test_whole_names_where_the_last_part_says_too_much():
 def test_full_fine_tuning_saves_a_model(dtype, tmp_path):
     """Loads by transformers, in the base's own dtype, tied head included; what is learned is float32 in every precision."""
     directory = tiny_models.make(tmp_path / "base", "qwen2", dtype=dtype)
-    started = tiny_models.Started(tmp_path, directory, train_type="full", precision="bf16" if dtype == torch.bfloat16 else "fp32", lr=1e-3)
+    started = tiny_models.Started(
+        tmp_path, directory, train_type="full", precision="bf16" if dtype == torch.bfloat16 else "fp32", lr=1e-3
+    )
     assert all(p.dtype == torch.float32 for p in started.model.parameters())
     before = {name: p.detach().clone() for name, p in started.model.named_parameters()}
     started.step()
@@ -213,13 +262,30 @@ def test_bytes_do_not_depend_on_the_hash_seed(base, tmp_path):
     """This process and another one, whose PYTHONHASHSEED is 1: adapter, configuration and card are the same."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {i}", "completion": f" {i}"}) + "\n" for i in range(8)))
-    settings = {"model_name": str(base), "dataset": str(rows), "max_steps": 2, "batch_size": 2, "gradient_accumulation_steps": 1, "precision": "fp32",
-                "adapter": "pissa", "log_to": "none", "backend": "cpu"}
+    settings = {
+        "model_name": str(base),
+        "dataset": str(rows),
+        "max_steps": 2,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "precision": "fp32",
+        "adapter": "pissa",
+        "log_to": "none",
+        "backend": "cpu",
+    }
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    subprocess.run([sys.executable, "train.py", *flags, "--output_dir", tmp_path / "other", "--run_name", "run"],
-                   cwd=tiny_models.ROOT, env={**os.environ, "PYTHONHASHSEED": "1"}, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "train.py", *flags, "--output_dir", tmp_path / "other", "--run_name", "run"],
+        cwd=tiny_models.ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        check=True,
+        capture_output=True,
+    )
     here = runs.run(tmp_path / "here", **settings) / "adapter"
     there = tmp_path / "other" / "run" / "adapter"
     names = sorted(path.name for path in here.iterdir())
-    assert names == sorted(path.name for path in there.iterdir()) and {"adapter_model.safetensors", "adapter_config.json"} < set(names)
+    assert names == sorted(path.name for path in there.iterdir()) and {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    } < set(names)
     assert [name for name in names if (here / name).read_bytes() != (there / name).read_bytes()] == []

@@ -32,19 +32,57 @@ from backend_manager import (
 )
 
 HERE = Path(__file__).resolve().parent
-MACHINES = {path.stem: Machine.from_dict(json.loads(path.read_text())["machine"]) for path in sorted((HERE / "machines").glob("*.json"))}
+MACHINES = {
+    path.stem: Machine.from_dict(json.loads(path.read_text())["machine"])
+    for path in sorted((HERE / "machines").glob("*.json"))
+}
 THIS = observe()
 
 # machine -> what is available, what auto takes, its device, dtypes (best first), quantizers, collective
 EXPECTED = {
     "t4": (["cuda", "cpu"], "cuda", "cuda:0", ("fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "nccl"),
-    "a100": (["cuda", "cpu"], "cuda", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "nccl"),
-    "h200": (["cuda", "cpu"], "cuda", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "nccl"),
-    "rx7900": (["rocm", "cpu"], "rocm", "cuda:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "nccl"),
-    "arc": (["xpu", "cpu"], "xpu", "xpu:0", ("bf16", "fp16", "fp32"), ("nf4", "fp4", "int8", "affine4", "none"), "xccl"),
+    "a100": (
+        ["cuda", "cpu"],
+        "cuda",
+        "cuda:0",
+        ("bf16", "fp16", "fp32"),
+        ("nf4", "fp4", "int8", "affine4", "none"),
+        "nccl",
+    ),
+    "h200": (
+        ["cuda", "cpu"],
+        "cuda",
+        "cuda:0",
+        ("bf16", "fp16", "fp32"),
+        ("nf4", "fp4", "int8", "affine4", "none"),
+        "nccl",
+    ),
+    "rx7900": (
+        ["rocm", "cpu"],
+        "rocm",
+        "cuda:0",
+        ("bf16", "fp16", "fp32"),
+        ("nf4", "fp4", "int8", "affine4", "none"),
+        "nccl",
+    ),
+    "arc": (
+        ["xpu", "cpu"],
+        "xpu",
+        "xpu:0",
+        ("bf16", "fp16", "fp32"),
+        ("nf4", "fp4", "int8", "affine4", "none"),
+        "xccl",
+    ),
     "m1_macos13": (["cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("affine4", "none"), "gloo"),
     "m3": (["mlx", "mps", "cpu"], "mlx", "gpu", ("bf16", "fp16", "fp32"), CAPABILITIES[Backend.MLX].quantizers, "ring"),
-    "linux_mlx": (["mlx", "cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("nf4", "fp4", "int8", "affine4", "none"), "gloo"),
+    "linux_mlx": (
+        ["mlx", "cpu"],
+        "cpu",
+        "cpu",
+        ("fp32", "bf16", "fp16"),
+        ("nf4", "fp4", "int8", "affine4", "none"),
+        "gloo",
+    ),
     "nothing": (["cpu"], "cpu", "cpu", ("fp32", "bf16", "fp16"), ("affine4", "none"), "gloo"),
 }
 
@@ -80,15 +118,18 @@ def test_this_machine_survives_json():
     assert Machine.from_dict(json.loads(json.dumps(THIS.to_dict()))) == THIS
 
 
-@pytest.mark.parametrize(("machine", "backend", "cell", "reason"), [
-    ("t4", "cuda", "bf16", "Tesla T4 (7.5) has no bf16 in hardware"),
-    ("nothing", "cpu", "nf4", "bitsandbytes is not installed"),
-    ("nothing", "cpu", "adamw_8bit", "bitsandbytes is not installed"),
-    ("m1_macos13", "mps", "available", "13.6.9"),
-    ("a100", "rocm", "available", "not built for AMD"),
-    ("linux_mlx", "xpu", "available", "not built for Intel"),
-    ("m3", "cuda", "available", "not built for NVIDIA"),
-])
+@pytest.mark.parametrize(
+    ("machine", "backend", "cell", "reason"),
+    [
+        ("t4", "cuda", "bf16", "Tesla T4 (7.5) has no bf16 in hardware"),
+        ("nothing", "cpu", "nf4", "bitsandbytes is not installed"),
+        ("nothing", "cpu", "adamw_8bit", "bitsandbytes is not installed"),
+        ("m1_macos13", "mps", "available", "13.6.9"),
+        ("a100", "rocm", "available", "not built for AMD"),
+        ("linux_mlx", "xpu", "available", "not built for Intel"),
+        ("m3", "cuda", "available", "not built for NVIDIA"),
+    ],
+)
 def test_reasons(machine, backend, cell, reason):
     assert reason in BackendManager(machine=MACHINES[machine]).probe(backend).why(cell)
 
@@ -115,22 +156,37 @@ def test_broken_driver_library_and_metal_have_reasons():
         BackendManager(machine=without(t4, torch={"error": "torch is not installed"}, cuda=()))
 
 
-MIXED = (Device("NVIDIA GeForce RTX 4090", "8.9", 24 << 30, 23 << 30, True), Device("NVIDIA GeForce RTX 3060", "8.6", 12 << 30, 11 << 30, True),
-         Device("Tesla T4", "7.5", 16 << 30, None, False))
+MIXED = (
+    Device("NVIDIA GeForce RTX 4090", "8.9", 24 << 30, 23 << 30, True),
+    Device("NVIDIA GeForce RTX 3060", "8.6", 12 << 30, 11 << 30, True),
+    Device("Tesla T4", "7.5", 16 << 30, None, False),
+)
 
 
-@pytest.mark.parametrize(("count", "settings", "free", "precision"), [
-    (2, {}, 11 << 30, "bf16"), (2, {"world_size": 1}, 23 << 30, "bf16"), (3, {}, 11 << 30, "fp16_autocast"), (3, {"strategy": "single"}, 23 << 30, "bf16"),
-    (3, {"world_size": 2}, 11 << 30, "bf16")])
+@pytest.mark.parametrize(
+    ("count", "settings", "free", "precision"),
+    [
+        (2, {}, 11 << 30, "bf16"),
+        (2, {"world_size": 1}, 23 << 30, "bf16"),
+        (3, {}, 11 << 30, "fp16_autocast"),
+        (3, {"strategy": "single"}, 23 << 30, "bf16"),
+        (3, {"world_size": 2}, 11 << 30, "bf16"),
+    ],
+)
 def test_a_run_is_planned_for_the_least_of_its_devices(count, settings, free, precision):
-    plan = BackendManager(machine=without(MACHINES["a100"], cuda=MIXED[:count])).plan(resolve({"model_name": "demo", "dataset": "demo", **settings}, environ={}))
+    plan = BackendManager(machine=without(MACHINES["a100"], cuda=MIXED[:count])).plan(
+        resolve({"model_name": "demo", "dataset": "demo", **settings}, environ={})
+    )
     assert (plan.memory_free, plan.precision) == (free, precision)
 
 
 def test_a_device_that_was_not_measured_counts_as_empty_beside_one_that_was():
     full = BackendManager(machine=without(MACHINES["a100"], cuda=(MIXED[0], replace(MIXED[1], memory_free=None)))).found
     assert (full.memory_free, full.used(1).memory_free, full.used(2).memory_total) == (12 << 30, 23 << 30, 12 << 30)
-    assert BackendManager(machine=without(MACHINES["a100"], cuda=(replace(MIXED[0], memory_free=None),))).found.memory_free is None
+    assert (
+        BackendManager(machine=without(MACHINES["a100"], cuda=(replace(MIXED[0], memory_free=None),))).found.memory_free
+        is None
+    )
 
 
 DRIVER = """
@@ -146,10 +202,21 @@ def mem_get_info(index):
 """
 
 
-@pytest.mark.parametrize(("environ", "count", "free", "asked"), [
-    ({}, 1, [1050], [0]), ({"LOCAL_RANK": "2"}, 3, [None, None, 1002], [2]), ({"LOCAL_RANK": "1"}, 3, [None] * 3, [1]), ({"LOCAL_RANK": "0"}, 3, [1050, None, 1002], []), ({}, 3, [1050, None, 1002], []),
-    ({"SLURM_STEP_ID": "0", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_TASKS": "4"}, 1, [1050], [0]), ({"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, 3, [1050, None, 1002], [])])
-def test_a_process_asks_only_the_device_that_it_will_use_and_has_others_asked_elsewhere(environ, count, free, asked, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("environ", "count", "free", "asked"),
+    [
+        ({}, 1, [1050], [0]),
+        ({"LOCAL_RANK": "2"}, 3, [None, None, 1002], [2]),
+        ({"LOCAL_RANK": "1"}, 3, [None] * 3, [1]),
+        ({"LOCAL_RANK": "0"}, 3, [1050, None, 1002], []),
+        ({}, 3, [1050, None, 1002], []),
+        ({"SLURM_STEP_ID": "0", "SLURM_LOCALID": "2", "SLURM_STEP_NUM_TASKS": "4"}, 1, [1050], [0]),
+        ({"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, 3, [1050, None, 1002], []),
+    ],
+)
+def test_a_process_asks_only_the_device_that_it_will_use_and_has_others_asked_elsewhere(
+    environ, count, free, asked, tmp_path, monkeypatch
+):
     """The driver is a file that notes who asks. What this process keeps of an earlier run is free, too."""
     (tmp_path / "driver.py").write_text(DRIVER)
     monkeypatch.syspath_prepend(tmp_path)
@@ -176,7 +243,10 @@ def test_cpu_prefers_bf16_only_in_hardware():
 def test_kernels_in_c_want_a_compiler_and_a_processor_for_them():
     can = without(MACHINES["nothing"], system="Linux", compiler="/usr/bin/cc", cpu_features=("avx512_bf16",))
     assert BackendManager("cpu", machine=can).found.kernels == ("native", "portable")
-    for lacking, why in (({"compiler": ""}, "no C compiler is here"), ({"cpu_features": ("avx2", "bf16")}, "this processor has no AVX512-BF16")):
+    for lacking, why in (
+        ({"compiler": ""}, "no C compiler is here"),
+        ({"cpu_features": ("avx2", "bf16")}, "this processor has no AVX512-BF16"),
+    ):
         found = BackendManager("cpu", machine=without(can, **lacking)).found
         assert found.kernels == ("portable",) and found.why("native") == why
 
@@ -188,14 +258,20 @@ def test_products_in_8_bits_want_a_processor_for_them():
     for features, products in ((("avx2",), ("full",)), (("avx512_vnni",), rounded), (("amx_int8",), rounded)):
         assert BackendManager("cpu", machine=without(nothing, cpu_features=features)).found.products == products
     for kind in rounded[1:]:
-        assert "AVX512-VNNI" in BackendManager("cpu", machine=without(nothing, cpu_features=())).found.why(f"{kind} products")
+        assert "AVX512-VNNI" in BackendManager("cpu", machine=without(nothing, cpu_features=())).found.why(
+            f"{kind} products"
+        )
     for machine, products in (("h200", ("full", "fp8")), ("a100", ("full",)), ("t4", ("full",))):
         assert BackendManager("cuda", machine=MACHINES[machine]).found.products == products
-    assert "(8.0) does not multiply float8" in BackendManager("cuda", machine=MACHINES["a100"]).found.why("fp8 products")
+    assert "(8.0) does not multiply float8" in BackendManager("cuda", machine=MACHINES["a100"]).found.why(
+        "fp8 products"
+    )
 
 
 def test_unavailable_backend_is_a_value_error_with_reasons():
-    with pytest.raises(ValueError, match=r"^Backend 'cuda' is not available on this system\. Available: cpu\n") as caught:
+    with pytest.raises(
+        ValueError, match=r"^Backend 'cuda' is not available on this system\. Available: cpu\n"
+    ) as caught:
         BackendManager("cuda", machine=MACHINES["nothing"])
     assert isinstance(caught.value, UsageError)
     assert caught.value.exit_code == 2
@@ -221,8 +297,14 @@ def test_backend_without_a_loop_is_refused_and_passed_over():
         BackendManager(machine=MACHINES["nothing"], table=table)
 
 
-@pytest.mark.parametrize(("mlx", "said"), [({"error": "mlx is not installed"}, "not installed"), ({"version": "0.32.4", "build": "", "lm_version": "0.32.2"}, "device code"),
-                                           ({"version": "0.32.4", "build": "mlx-metal", "lm_version": ""}, "without mlx-lm")])
+@pytest.mark.parametrize(
+    ("mlx", "said"),
+    [
+        ({"error": "mlx is not installed"}, "not installed"),
+        ({"version": "0.32.4", "build": "", "lm_version": "0.32.2"}, "device code"),
+        ({"version": "0.32.4", "build": "mlx-metal", "lm_version": ""}, "without mlx-lm"),
+    ],
+)
 def test_half_of_mlx_is_none(mlx, said):
     manager = BackendManager(machine=without(MACHINES["m3"], mlx=mlx))
     assert manager.backend == "mps" and said in manager.probe("mlx").why("available")
@@ -236,7 +318,9 @@ def test_mlx_plans_with_what_metal_keeps_resident():
     for mps, total in ((m3.mps, 27 << 30), ({"built": False, "available": False}, 24 << 30)):
         idle = BackendManager("mlx", machine=without(m3, mps=mps, memory_available=33 << 30)).found
         assert (idle.memory_total, idle.memory_free) == (total, total)
-        assert BackendManager("mlx", machine=without(m3, mps=mps, memory_available=5 << 30)).found.memory_free == 5 << 30
+        assert (
+            BackendManager("mlx", machine=without(m3, mps=mps, memory_available=5 << 30)).found.memory_free == 5 << 30
+        )
 
 
 def test_a_mac_without_a_gpu_has_no_mlx():
@@ -248,7 +332,11 @@ def test_a_mac_without_a_gpu_has_no_mlx():
 
 def test_mlx_without_metal_runs_when_it_is_named():
     manager = BackendManager("mlx", machine=MACHINES["linux_mlx"])
-    assert (manager.backend, manager.device, manager.found.dtypes[0]) == ("mlx", "cpu", "fp32") and "slow" in manager.found.slow[""]
+    assert (manager.backend, manager.device, manager.found.dtypes[0]) == (
+        "mlx",
+        "cpu",
+        "fp32",
+    ) and "slow" in manager.found.slow[""]
 
 
 def test_usage_of_the_reference_document(capsys, monkeypatch):
@@ -284,7 +372,10 @@ def test_memory_info_counts_bytes_and_prints_units():
     held = torch.ones(64 << 20, dtype=torch.uint8)
     assert BackendManager("cpu").get_memory_info()["rss"] - info["rss"] > 0.9 * held.numel()
     assert "Total memory: " in str(info)
-    assert str(BackendManager(machine=MACHINES["a100"]).get_memory_info()) == "Total memory: 39.4 GiB\nAvailable memory: 38.9 GiB"
+    assert (
+        str(BackendManager(machine=MACHINES["a100"]).get_memory_info())
+        == "Total memory: 39.4 GiB\nAvailable memory: 38.9 GiB"
+    )
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -320,9 +411,13 @@ def test_observe_reports_this_machine():
 
 
 def test_observing_imports_torch_and_no_other_framework():
-    code = ("import sys, json, backend_manager; backend_manager.BackendManager('cpu').available(); "
-            "print(json.dumps([m for m in ('transformers', 'peft', 'bitsandbytes', 'mlx', 'accelerate', 'triton') if m in sys.modules]))")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent, check=True).stdout
+    code = (
+        "import sys, json, backend_manager; backend_manager.BackendManager('cpu').available(); "
+        "print(json.dumps([m for m in ('transformers', 'peft', 'bitsandbytes', 'mlx', 'accelerate', 'triton') if m in sys.modules]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent, check=True
+    ).stdout
     assert json.loads(out) == []
 
 
@@ -330,12 +425,21 @@ KINDS = ("cpu", "cuda118", "cuda126", "cuda128", "cuda130", "cuda132", "rocm64",
 FILES = [f"libbitsandbytes_{kind}.so" for kind in KINDS]
 
 
-@pytest.mark.parametrize(("build", "has_cuda", "library"), [
-    ({"cuda": "12.8"}, True, "cuda128"), ({"cuda": "12.9"}, True, "cuda128"), ({"cuda": "12.1"}, True, "cuda126"),
-    ({"cuda": "13.1"}, True, "cuda130"),
-    ({"cuda": "14.0"}, True, ""), ({"cuda": "12.8"}, False, "cpu"), ({"hip": "7.2.1"}, True, "rocm72"), ({"hip": "6.4"}, True, "rocm64"),
-    ({"xpu": "20260101"}, False, "xpu2026"), ({}, False, "cpu"),
-])
+@pytest.mark.parametrize(
+    ("build", "has_cuda", "library"),
+    [
+        ({"cuda": "12.8"}, True, "cuda128"),
+        ({"cuda": "12.9"}, True, "cuda128"),
+        ({"cuda": "12.1"}, True, "cuda126"),
+        ({"cuda": "13.1"}, True, "cuda130"),
+        ({"cuda": "14.0"}, True, ""),
+        ({"cuda": "12.8"}, False, "cpu"),
+        ({"hip": "7.2.1"}, True, "rocm72"),
+        ({"hip": "6.4"}, True, "rocm64"),
+        ({"xpu": "20260101"}, False, "xpu2026"),
+        ({}, False, "cpu"),
+    ],
+)
 def test_native_library_is_the_one_that_bitsandbytes_takes(build, has_cuda, library):
     class Build:
         cuda, hip, xpu = build.get("cuda"), build.get("hip"), build.get("xpu")
@@ -356,8 +460,15 @@ def test_only_the_cpu_is_tested_on_hardware():
 
 
 def test_cells_are_names_of_the_tables():
-    known = {"dtypes": {"bf16", "fp16", "fp32"}, "quantizers": tables.QUANTIZERS, "optimizers": tables.OPTIMIZERS,
-             "kernels": tables.KERNELS, "products": tables.FROZEN_PRODUCTS, "strategies": tables.STRATEGIES, "adapters": tables.ADAPTERS}
+    known = {
+        "dtypes": {"bf16", "fp16", "fp32"},
+        "quantizers": tables.QUANTIZERS,
+        "optimizers": tables.OPTIMIZERS,
+        "kernels": tables.KERNELS,
+        "products": tables.FROZEN_PRODUCTS,
+        "strategies": tables.STRATEGIES,
+        "adapters": tables.ADAPTERS,
+    }
     for _, column, cell, _ in backends.cells():
         assert cell in known[column]
     assert set(LOOPS) == {row.framework for row in CAPABILITIES.values()}
@@ -370,15 +481,24 @@ def test_tested_dtype_multiplies(dtype):
     assert torch.equal((x.to(kind) @ torch.eye(4).to(kind)).float(), x)
 
 
-@pytest.mark.parametrize("quantizer", [cell for backend, column, cell in TESTED if column == "quantizers" and backend == "cpu" and cell not in tables.AFFINE])
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        cell
+        for backend, column, cell in TESTED
+        if column == "quantizers" and backend == "cpu" and cell not in tables.AFFINE
+    ],
+)
 def test_tested_quantizer_gives_a_product_and_its_gradient(quantizer):
     """Reference: the float32 product; half the levels of the range per weight is the most that rounding may cost."""
     torch.manual_seed(0)
     plain = torch.nn.Linear(128, 64, bias=False)
-    makers = {"nf4": lambda: bitsandbytes.nn.Linear4bit(128, 64, False, torch.float32, quant_type="nf4"),
-              "fp4": lambda: bitsandbytes.nn.Linear4bit(128, 64, False, torch.float32, quant_type="fp4"),
-              "int8": lambda: bitsandbytes.nn.Linear8bitLt(128, 64, False, has_fp16_weights=False),
-              "none": lambda: torch.nn.Linear(128, 64, bias=False)}
+    makers = {
+        "nf4": lambda: bitsandbytes.nn.Linear4bit(128, 64, False, torch.float32, quant_type="nf4"),
+        "fp4": lambda: bitsandbytes.nn.Linear4bit(128, 64, False, torch.float32, quant_type="fp4"),
+        "int8": lambda: bitsandbytes.nn.Linear8bitLt(128, 64, False, has_fp16_weights=False),
+        "none": lambda: torch.nn.Linear(128, 64, bias=False),
+    }
     quantized = makers[quantizer]()
     quantized.load_state_dict(plain.state_dict())
     quantized = quantized.to("cpu")
@@ -389,12 +509,16 @@ def test_tested_quantizer_gives_a_product_and_its_gradient(quantizer):
     assert (gradient - plain.weight.sum(0)).norm() / plain.weight.sum(0).norm() < 0.5
 
 
-@pytest.mark.parametrize("optimizer", [cell for backend, column, cell in TESTED if column == "optimizers" and backend == "cpu"])
+@pytest.mark.parametrize(
+    "optimizer", [cell for backend, column, cell in TESTED if column == "optimizers" and backend == "cpu"]
+)
 def test_tested_optimizer_goes_downhill(optimizer):
     torch.manual_seed(0)
     x = torch.nn.Parameter(torch.randn(8192))
     kind = tables.load(tables.OPTIMIZERS[optimizer])
-    steps = kind([x], lr=1.0 if optimizer == "adadelta" else 0.1, **({"fused": True} if optimizer == "fused_adamw" else {}))
+    steps = kind(
+        [x], lr=1.0 if optimizer == "adadelta" else 0.1, **({"fused": True} if optimizer == "fused_adamw" else {})
+    )
     before = float(x.detach().norm())
     for _ in range(10):
         x.square().sum().backward()
@@ -456,10 +580,19 @@ def test_third_party_backend_is_found_planned_and_held_to_its_row(acme, monkeypa
 def test_third_party_backend_trains(acme, monkeypatch, tmp_path):
     """The reference is the same run on the built-in backend of the same device."""
     monkeypatch.syspath_prepend(str(acme))
-    settings = {"model_name": "demo", "dataset": "demo", "precision": "fp32", "max_steps": 2, "context_length": 128, "log_to": "none"}
+    settings = {
+        "model_name": "demo",
+        "dataset": "demo",
+        "precision": "fp32",
+        "max_steps": 2,
+        "context_length": 128,
+        "log_to": "none",
+    }
     theirs, ours = (runs.run(tmp_path, name, backend=name, **settings) for name in ("acme", "cpu"))
     assert json.loads((theirs / "result.json").read_text())["backend"] == "acme"
-    assert (theirs / "adapter/adapter_model.safetensors").read_bytes() == (ours / "adapter/adapter_model.safetensors").read_bytes()
+    assert (theirs / "adapter/adapter_model.safetensors").read_bytes() == (
+        ours / "adapter/adapter_model.safetensors"
+    ).read_bytes()
 
 
 def test_broken_plugin_is_named_and_harms_nobody(tmp_path, monkeypatch, capsys):

@@ -15,8 +15,12 @@ from anyqlora.layouts import DEMO_BASE
 TINY = {"dataset": "demo", "context_length": 64, "batch_size": 2, "max_steps": 1, "precision": "fp32", "save_steps": 0}
 
 
-TENSORS = [("model.layers.1.mlp.up_proj.weight", "qlora"), ("model.layers.1.mlp.up_proj.weight", "full"), ("model.embed_tokens.weight", "qlora"),
-           ("model.norm.weight", "lora")]
+TENSORS = [
+    ("model.layers.1.mlp.up_proj.weight", "qlora"),
+    ("model.layers.1.mlp.up_proj.weight", "full"),
+    ("model.embed_tokens.weight", "qlora"),
+    ("model.norm.weight", "lora"),
+]
 
 
 @pytest.fixture
@@ -47,7 +51,11 @@ def rewritten(base, change):
     """The base with other weights: `change` gets {name: tensor} and may alter it."""
     weights = load_file(base / "model.safetensors")
     change(weights)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, base / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def sharded(base):
@@ -56,7 +64,9 @@ def sharded(base):
     names = sorted(weights)
     where = {name: f"model-0000{i * 3 // len(names) + 1}-of-00003.safetensors" for i, name in enumerate(names)}
     for file in set(where.values()):
-        save_file({name: weights[name] for name in names if where[name] == file}, base / file, metadata={"format": "pt"})
+        save_file(
+            {name: weights[name] for name in names if where[name] == file}, base / file, metadata={"format": "pt"}
+        )
     (base / "model.safetensors").unlink()
     (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
@@ -116,11 +126,18 @@ def test_an_index_that_is_none(tmp_path, base, text):
     assert "not an index of weights" in refusal(tmp_path, base)
 
 
-@pytest.mark.parametrize("damage, reason", [
-    (lambda raw: raw[: len(raw) // 2], "cut short"), (lambda raw: raw[:4], "not a safetensors file"), (lambda raw: b"", "not a safetensors file"),
-    (lambda raw: raw + b"\0", "cut short or damaged"), (lambda raw: b"\x80" + raw[1:9] + b"[" + raw[10:], "not a safetensors file"),
-    (lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "not a safetensors file")],
-    ids=["half", "four bytes", "empty", "a byte too many", "no header", "a pointer of git-lfs"])
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (lambda raw: raw[: len(raw) // 2], "cut short"),
+        (lambda raw: raw[:4], "not a safetensors file"),
+        (lambda raw: b"", "not a safetensors file"),
+        (lambda raw: raw + b"\0", "cut short or damaged"),
+        (lambda raw: b"\x80" + raw[1:9] + b"[" + raw[10:], "not a safetensors file"),
+        (lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "not a safetensors file"),
+    ],
+    ids=["half", "four bytes", "empty", "a byte too many", "no header", "a pointer of git-lfs"],
+)
 def test_weights_that_are_damaged(tmp_path, base, damage, reason):
     path = base / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
@@ -173,6 +190,7 @@ def test_a_broken_tokenizer(tmp_path, base):
 def test_tokens_beyond_the_embedding(tmp_path, base):
     """The tokenizer has got a token more than the embedding has rows, and a row uses it."""
     import transformers
+
     words = transformers.AutoTokenizer.from_pretrained(base)
     words.add_tokens(["<extra>"], special_tokens=True)
     words.save_pretrained(base)
@@ -186,7 +204,9 @@ def test_tokens_beyond_the_embedding(tmp_path, base):
 
 def test_a_chat_set_without_a_chat_template(tmp_path, base):
     file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n")
+    file.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
+    )
     assert "no chat template" in refusal(tmp_path, base, dataset=str(file))
 
 
@@ -199,38 +219,58 @@ def asked_of_hub(tmp_path, *flags, **about):
     """(what came of `train.py --model_name some/model`, the requests) with a hub that is `about` so; a token is set."""
     files = {path.name: path.read_bytes() for path in DEMO_BASE.iterdir()}
     with local_hub.serving(**{"kind": "models", "name": NAME, "files": files, **about}) as (hub, endpoint):
-        given = [f"--{name}={value}" for name, value in {**TINY, "model_name": NAME, "output_dir": tmp_path / "runs", "run_name": "run"}.items()]
+        given = [
+            f"--{name}={value}"
+            for name, value in {**TINY, "model_name": NAME, "output_dir": tmp_path / "runs", "run_name": "run"}.items()
+        ]
         out = local_hub.python("train.py", *given, *flags, endpoint=endpoint, home=tmp_path / "home", HF_TOKEN=TOKEN)
     written = [path for place in ("runs", "home") for path in (tmp_path / place).rglob("*") if path.is_file()]
-    assert not any(TOKEN.encode() in text for text in (out.stdout.encode(), out.stderr.encode(), *(path.read_bytes() for path in written)))
+    assert not any(
+        TOKEN.encode() in text
+        for text in (out.stdout.encode(), out.stderr.encode(), *(path.read_bytes() for path in written))
+    )
     return out, [(method, path.rpartition("/")[2], headers) for method, path, headers in hub.asked if NAME in path]
 
 
-@pytest.mark.parametrize("about, flags, message", [
-    ({"refused": (404, "RepoNotFound")}, (), "neither a directory here nor a model on the hub"),
-    ({"refused": (403, "GatedRepo")}, (), f"{NAME} is gated"),
-    ({}, ("--revision", "nowhere"), "has no revision 'nowhere'"),
-    ({"files": {"README.md": b"-"}}, (), "has no config.json on the hub"),
-    ({}, ("--offline", "true"), "not on this machine whole, and --offline true")],
-    ids=["absent", "gated", "revision", "another kind of model", "offline"])
+@pytest.mark.parametrize(
+    "about, flags, message",
+    [
+        ({"refused": (404, "RepoNotFound")}, (), "neither a directory here nor a model on the hub"),
+        ({"refused": (403, "GatedRepo")}, (), f"{NAME} is gated"),
+        ({}, ("--revision", "nowhere"), "has no revision 'nowhere'"),
+        ({"files": {"README.md": b"-"}}, (), "has no config.json on the hub"),
+        ({}, ("--offline", "true"), "not on this machine whole, and --offline true"),
+    ],
+    ids=["absent", "gated", "revision", "another kind of model", "offline"],
+)
 def test_what_the_hub_does_not_give(tmp_path, about, flags, message):
     out, requests = asked_of_hub(tmp_path, *flags, **about)
-    assert out.returncode == 2 and message in out.stderr and "command line: --" in out.stderr and "  cure: " in out.stderr
+    assert (
+        out.returncode == 2 and message in out.stderr and "command line: --" in out.stderr and "  cure: " in out.stderr
+    )
     assert "Traceback" not in out.stderr and not (tmp_path / "runs").exists()
-    assert all(headers["authorization"] == f"Bearer {TOKEN}" for _, _, headers in requests)  # the token is used, and seen nowhere
+    assert all(
+        headers["authorization"] == f"Bearer {TOKEN}" for _, _, headers in requests
+    )  # the token is used, and seen nowhere
     assert bool(requests) == ("--offline" not in flags)
 
 
 def test_a_download_that_breaks_off_is_continued(tmp_path):
     """The connection breaks in the middle of the weights; the same command then fetches what lacks, trains, and needs no hub again."""
     out, _ = asked_of_hub(tmp_path, cut="model.safetensors")
-    assert out.returncode == 2 and "could not be downloaded" in out.stderr and "cure: run again: files that have arrived are kept" in out.stderr
+    assert (
+        out.returncode == 2
+        and "could not be downloaded" in out.stderr
+        and "cure: run again: files that have arrived are kept" in out.stderr
+    )
     assert "Traceback" not in out.stderr and not (tmp_path / "runs").exists()
     out, requests = asked_of_hub(tmp_path)
     assert out.returncode == 0, out.stderr
     assert {name for method, name, _ in requests if method == "GET" and name != "main"} == {"model.safetensors"}
     assert runs.result(tmp_path / "runs" / "run")["steps"] == 1
-    code = ("from anyqlora import config, hub; asked = config.resolve({'model_name': 'some/model', 'offline': 'true'}); "
-            "print(sorted(path.name for path in hub.base_directory(asked).iterdir()))")
+    code = (
+        "from anyqlora import config, hub; asked = config.resolve({'model_name': 'some/model', 'offline': 'true'}); "
+        "print(sorted(path.name for path in hub.base_directory(asked).iterdir()))"
+    )
     out = local_hub.python("-c", code, endpoint="http://127.0.0.1:9", home=tmp_path / "home")
     assert out.stdout.strip() == str(sorted(path.name for path in DEMO_BASE.iterdir() if path.is_file()))

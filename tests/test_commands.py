@@ -30,8 +30,19 @@ from anyqlora.outcome import next_commands
 
 ROOT = Path(__file__).resolve().parent.parent
 HELD_OUT = ROOT / "anyqlora" / "demo" / "task" / "heldout.jsonl"
-SMALL = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 4, "precision": "fp32", "max_steps": 3, "lr": 3e-3,
-         "samples": 3, "lora_rank": 4, "max_new_tokens": 24, "exact_match": True}
+SMALL = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "context_length": 128,
+    "batch_size": 4,
+    "precision": "fp32",
+    "max_steps": 3,
+    "lr": 3e-3,
+    "samples": 3,
+    "lora_rank": 4,
+    "max_new_tokens": 24,
+    "exact_match": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +57,14 @@ def rows(tmp_path_factory):
 def finished(tmp_path_factory, rows):
     """A run that the train verb made."""
     output = tmp_path_factory.mktemp("commands")
-    flags = {**SMALL, "eval_dataset": rows, "output_dir": output, "run_name": "small", "log_to": "none", "backend": "cpu"}
+    flags = {
+        **SMALL,
+        "eval_dataset": rows,
+        "output_dir": output,
+        "run_name": "small",
+        "log_to": "none",
+        "backend": "cpu",
+    }
     assert main(["train", *(word for name, value in flags.items() for word in (f"--{name}", str(value).lower()))]) == 0
     return output / "small"
 
@@ -54,18 +72,26 @@ def finished(tmp_path_factory, rows):
 # -------------------------------------------------------------------------------------------------------------- eval
 
 
-@pytest.mark.parametrize("settings", [
-    {},
-    {"quantizer": "nf4", "adapter": "pissa", "precision": "bf16_autocast", "eval_fraction": 0.02},
-    pytest.param({"quantizer": "int8", "adapter": "rslora", "precision": "bf16"}, marks=pytest.mark.slow),
-    pytest.param({"quantizer": "fp4", "adapter": "dora", "use_gradient_checkpointing": True}, marks=pytest.mark.slow),
-    {"train_type": "full"},
-], ids=lambda s: "-".join(map(str, s.values())) or "nf4-lora")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"quantizer": "nf4", "adapter": "pissa", "precision": "bf16_autocast", "eval_fraction": 0.02},
+        pytest.param({"quantizer": "int8", "adapter": "rslora", "precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"quantizer": "fp4", "adapter": "dora", "use_gradient_checkpointing": True}, marks=pytest.mark.slow
+        ),
+        {"train_type": "full"},
+    ],
+    ids=lambda s: "-".join(map(str, s.values())) or "nf4-lora",
+)
 def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows, tmp_path, capsys):
     """The reference is `after` in result.json, measured by the model that was trained."""
     if settings:
         held_out = {} if "eval_fraction" in settings else {"eval_dataset": str(rows)}
-        small = {name: value for name, value in SMALL.items() if settings.get("train_type") != "full" or name != "lora_rank"}
+        small = {
+            name: value for name, value in SMALL.items() if settings.get("train_type") != "full" or name != "lora_rank"
+        }
         finished = runs.run(tmp_path, **{**small, "samples": 0, **held_out, **settings})
     from anyqlora.on_torch.heap import Heap
     from anyqlora.on_torch.tuned import load
@@ -78,7 +104,10 @@ def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows,
     if settings.get("train_type") == "full":  # the file has the base's own bf16
         assert found["loss"] == pytest.approx(after["loss"], rel=2e-2)
     else:
-        assert {"step": runs.result(finished)["steps"], **{name: found[name] for name in ("loss", "perplexity", "exact_match", "tokens")}} == after
+        assert {
+            "step": runs.result(finished)["steps"],
+            **{name: found[name] for name in ("loss", "perplexity", "exact_match", "tokens")},
+        } == after
         assert after["loss"] != runs.result(finished)["eval"]["before"]["loss"]
 
 
@@ -109,8 +138,8 @@ def test_eval_on_other_rows_agrees_with_peft(tmp_path, capsys):
         prompt = words(row["prompt"], add_special_tokens=False).input_ids
         ids = words(row["prompt"] + row["completion"], add_special_tokens=False).input_ids + [words.eos_token_id]
         with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1:-1]
-        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[len(prompt):]), reduction="sum"))
+            logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[len(prompt) :]), reduction="sum"))
         count += len(ids) - len(prompt)
     assert printed == pytest.approx(total / count, abs=2e-6)
 
@@ -118,7 +147,9 @@ def test_eval_on_other_rows_agrees_with_peft(tmp_path, capsys):
 def test_eval_refuses_rows_that_have_changed(tmp_path, rows):
     mine = tmp_path / "mine.jsonl"
     mine.write_bytes(rows.read_bytes())
-    directory = runs.run(tmp_path, **{**SMALL, "max_steps": 1, "samples": 0, "eval_dataset": str(mine), "exact_match": False})
+    directory = runs.run(
+        tmp_path, **{**SMALL, "max_steps": 1, "samples": 0, "eval_dataset": str(mine), "exact_match": False}
+    )
     mine.write_text(mine.read_text().replace("white", "black", 1))
     assert mine.read_bytes() != rows.read_bytes()
     assert main(["eval", str(directory)]) == 2
@@ -149,8 +180,14 @@ def test_what_merges_is_refused_by_name_with_lines_that_do_it(argv, finished, tm
 def test_an_adapter_or_a_run_in_place_of_a_model_is_refused_with_what_is_possible(part, finished, tmp_path, capsys):
     assert main(["plan", "--model_name", str(finished / part)]) == 2
     said = capsys.readouterr().err
-    assert f"--model-name: {finished / part} is {'an adapter' if part else 'a run directory with an adapter'}, not a model directory" in said
-    assert f"cure: --model_name {DEMO_BASE}, its base, starts a new adapter, and one that starts from this with --init_adapter" in said
+    assert (
+        f"--model-name: {finished / part} is {'an adapter' if part else 'a run directory with an adapter'}, not a model directory"
+        in said
+    )
+    assert (
+        f"cure: --model_name {DEMO_BASE}, its base, starts a new adapter, and one that starts from this with --init_adapter"
+        in said
+    )
     assert f"--run_name {finished.name} --resume force and more --max_steps" in said
     shutil.copytree(finished / "adapter", tmp_path / "alone" / "mine")
     assert main(["plan", "--model_name", str(tmp_path / "alone" / "mine")]) == 2
@@ -167,7 +204,9 @@ def test_an_adapter_or_a_run_in_place_of_a_model_is_refused_with_what_is_possibl
 
 def sampled(directory) -> list[dict]:
     """The answers at the run's end: the reference for generate and chat."""
-    return [line for line in map(json.loads, (directory / "samples.jsonl").read_text().splitlines()) if line["step"] == 3]
+    return [
+        line for line in map(json.loads, (directory / "samples.jsonl").read_text().splitlines()) if line["step"] == 3
+    ]
 
 
 def test_generate_gives_the_answers_of_the_run(finished, tmp_path, capsys):
@@ -189,12 +228,31 @@ def test_temperature_draws_by_the_seed(finished, capsys):
     assert drawn(1) == drawn(1) != drawn(2)
     assert drawn(2**63 - 1)
     for temperature in ("1e-4", "1e300"):
-        assert main(["generate", str(finished), "--prompt", "Rosa sold 59", "--temperature", temperature, "--max_new_tokens", "4"]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    str(finished),
+                    "--prompt",
+                    "Rosa sold 59",
+                    "--temperature",
+                    temperature,
+                    "--max_new_tokens",
+                    "4",
+                ]
+            )
+            == 0
+        )
 
 
-@pytest.mark.parametrize(("argv", "why"), [
-    (["generate", "--temperature", "1e-300", "--prompt", "a"], "1e-300 is neither 0 nor at least 0.0001"), (["chat", "--temperature", "1e-5"], "is neither 0 nor"),
-    (["generate", "--seed", "99999999999999999999", "--prompt", "a"], "is not between 0 and 9223372036854775807")])
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["generate", "--temperature", "1e-300", "--prompt", "a"], "1e-300 is neither 0 nor at least 0.0001"),
+        (["chat", "--temperature", "1e-5"], "is neither 0 nor"),
+        (["generate", "--seed", "99999999999999999999", "--prompt", "a"], "is not between 0 and 9223372036854775807"),
+    ],
+)
 def test_what_cannot_be_drawn_with_is_refused(argv, why, finished, capsys):
     assert main([argv[0], str(finished), *argv[1:]]) == 2
     assert why in capsys.readouterr().err
@@ -215,14 +273,22 @@ def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, 
     base = tmp_path / "base"
     shutil.copytree(DEMO_BASE, base)
     about = json.loads((base / "tokenizer_config.json").read_text())
-    about["chat_template"] = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-                              "{% if add_generation_prompt %}assistant: {% endif %}")
+    about["chat_template"] = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     (base / "tokenizer_config.json").write_text(json.dumps(about))
     talk = tmp_path / "talk.jsonl"
-    talk.write_text(json.dumps({"messages": [{"role": "user", "content": "Rosa"}, {"role": "assistant", "content": "sold"}]}) + "\n")
-    directory = runs.run(tmp_path, **{**SMALL, "model_name": str(base), "dataset": str(talk), "samples": 0, "max_steps": 1})
+    talk.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Rosa"}, {"role": "assistant", "content": "sold"}]}) + "\n"
+    )
+    directory = runs.run(
+        tmp_path, **{**SMALL, "model_name": str(base), "dataset": str(talk), "samples": 0, "max_steps": 1}
+    )
     asked, answer = [], Tuned.answer
-    monkeypatch.setattr(Tuned, "answer", lambda self, questions, **more: asked.append(questions[0]) or answer(self, questions, **more))
+    monkeypatch.setattr(
+        Tuned, "answer", lambda self, questions, **more: asked.append(questions[0]) or answer(self, questions, **more)
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n\nthree\n"))
     assert main(["chat", str(directory), "--max_new_tokens", "4"]) == 0
     assert [[m["role"] for m in messages] for messages in asked] == [["user"], ["user", "assistant", "user"], ["user"]]
@@ -232,8 +298,12 @@ def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, 
 def test_a_base_model_learns_and_answers_through_a_stated_template(tmp_path, capsys):
     """The embedded base has no template. What was trained with one has it in its directory: the file may be gone by then."""
     talk, mine = tmp_path / "talk.jsonl", tmp_path / "mine.jinja"
-    talk.write_text(json.dumps({"messages": [{"role": "user", "content": "Rosa"}, {"role": "assistant", "content": "sold"}]}) + "\n")
-    mine.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    talk.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Rosa"}, {"role": "assistant", "content": "sold"}]}) + "\n"
+    )
+    mine.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     settings = {**SMALL, "dataset": str(talk), "eval_dataset": str(talk), "samples": 1, "max_steps": 1}
     assert main(["data", "--model_name", str(DEMO_BASE), "--dataset", str(talk), "--chat_template", str(mine)]) == 0
     assert "user: Rosa<eos>assistant: [[sold<eos>]]" in capsys.readouterr().out
@@ -247,16 +317,23 @@ def test_a_base_model_learns_and_answers_through_a_stated_template(tmp_path, cap
     assert main(["generate", str(directory), "--prompt", "Rosa", "--max_new_tokens", "4"]) == 0
 
 
-@pytest.mark.parametrize(("form", "style", "asked"), [
-    ("prompt_completion", "auto", "Why?"),
-    ("alpaca", "auto", "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-                       "### Instruction:\nWhy?\n\n### Response:\n"),
-    ("alpaca", "plain", "Why?\n\n"),
-    ("question_answer", "auto", "###Question:\nWhy?\n###Answer:\n"),
-    ("text", "auto", "Why?"),
-    ("messages", "auto", [{"role": "user", "content": "Why?"}]),
-    ("prompt_completion", "chat", [{"role": "user", "content": "Why?"}]),
-])
+@pytest.mark.parametrize(
+    ("form", "style", "asked"),
+    [
+        ("prompt_completion", "auto", "Why?"),
+        (
+            "alpaca",
+            "auto",
+            "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+            "### Instruction:\nWhy?\n\n### Response:\n",
+        ),
+        ("alpaca", "plain", "Why?\n\n"),
+        ("question_answer", "auto", "###Question:\nWhy?\n###Answer:\n"),
+        ("text", "auto", "Why?"),
+        ("messages", "auto", [{"role": "user", "content": "Why?"}]),
+        ("prompt_completion", "chat", [{"role": "user", "content": "Why?"}]),
+    ],
+)
 def test_a_question_is_put_as_the_rows_put_theirs(form, style, asked, finished):
     run = read(finished)
     run = Finished(run.directory, run.config.with_(prompt_format=style), run.result, {"sources": [{"format": form}]})
@@ -267,7 +344,9 @@ def test_a_question_is_put_as_the_rows_put_theirs(form, style, asked, finished):
 def test_guanaco_is_asked_as_its_rows_are(others, asked, finished, tmp_path):
     """Raw text in which the assistant speaks, beside text in which nobody does; where it is not most of them, it is chance."""
     rows = [{"text": "### Human: Hi### Assistant: Ho"}] * 2 + [{"text": "Once upon a time."}] * others
-    report = data.prepare(data_fixtures.settings(data_fixtures.write(tmp_path / "rows.jsonl", *rows)), data_fixtures.byte_level()).report
+    report = data.prepare(
+        data_fixtures.settings(data_fixtures.write(tmp_path / "rows.jsonl", *rows)), data_fixtures.byte_level()
+    ).report
     run = read(finished)
     assert Finished(run.directory, run.config, run.result, report).asked("say 3") == asked
 
@@ -305,8 +384,19 @@ def unusual(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setenv("MY_TOKEN", "base_m")  # a word that stands in a path is no secret there
-        runs.run(place / "runs", **{**SMALL, "model_name": "base_m", "dataset": "a.jsonl=2,b.jsonl=0.5", "samples": 0, "max_steps": 1, "exact_match": False,
-                                    "on_bad_row": "skip", "project_name": "of base_m"})
+        runs.run(
+            place / "runs",
+            **{
+                **SMALL,
+                "model_name": "base_m",
+                "dataset": "a.jsonl=2,b.jsonl=0.5",
+                "samples": 0,
+                "max_steps": 1,
+                "exact_match": False,
+                "on_bad_row": "skip",
+                "project_name": "of base_m",
+            },
+        )
     return place / "runs" / "run"
 
 
@@ -315,7 +405,10 @@ def test_a_run_is_read_from_any_directory(unusual, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     run = read(unusual)
     place = unusual.parent.parent
-    assert run.config.model_name == str(place / "base_m") and run.config.dataset == f"{place}/a.jsonl=2.0,{place}/b.jsonl=0.5"
+    assert (
+        run.config.model_name == str(place / "base_m")
+        and run.config.dataset == f"{place}/a.jsonl=2.0,{place}/b.jsonl=0.5"
+    )
     assert run.config.project_name == "of ***"
     assert main(["generate", str(unusual), "--prompt", "Rosa sold", "--max_new_tokens", "4"]) == 0
     assert main(["eval", str(unusual), "--dataset", str(HELD_OUT), "--max_new_tokens", "4"]) == 0
@@ -323,7 +416,18 @@ def test_a_run_is_read_from_any_directory(unusual, tmp_path, monkeypatch, capsys
 
 def test_held_out_rows_are_found_from_any_directory(unusual, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(unusual.parent.parent)
-    directory = runs.run(tmp_path, **{**SMALL, "model_name": "./base_m", "dataset": "a.jsonl", "eval_dataset": "b.jsonl", "samples": 0, "max_steps": 1, "exact_match": False})
+    directory = runs.run(
+        tmp_path,
+        **{
+            **SMALL,
+            "model_name": "./base_m",
+            "dataset": "a.jsonl",
+            "eval_dataset": "b.jsonl",
+            "samples": 0,
+            "max_steps": 1,
+            "exact_match": False,
+        },
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["eval", str(directory), "--exact_match", "false"]) == 0
     assert capsys.readouterr().out.count("as at the end of the run") == 2
@@ -335,8 +439,12 @@ def test_a_token_beyond_the_embedding_is_refused_by_name(unusual, tmp_path, caps
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Rosa\nRosa <extra>\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("say <extra>\nRosa\n"))
-    for argv, where in ((["generate", "--prompt", "<extra>"], "the question"), (["generate", "--file", str(prompts)], "question 2"),
-                        (["eval", "--dataset", str(rows)], f"{rows}:2"), (["chat", "--max_new_tokens", "4"], "the question")):
+    for argv, where in (
+        (["generate", "--prompt", "<extra>"], "the question"),
+        (["generate", "--file", str(prompts)], "question 2"),
+        (["eval", "--dataset", str(rows)], f"{rows}:2"),
+        (["chat", "--max_new_tokens", "4"], "the question"),
+    ):
         assert main([argv[0], str(unusual), *argv[1:]]) == 2
         out = capsys.readouterr()
         assert f"{where}: the tokenizer makes '<extra>' token 512, and the model's embedding has 512 rows" in out.err
@@ -348,18 +456,34 @@ def test_evaluating_on_rows_of_which_none_or_some_can_be_used(unusual, tmp_path,
     rows.write_text('{"prompt": "a", "completion": ""}\n' * 3)
     assert main(["eval", str(unusual), "--dataset", str(rows)]) == 2
     refusal = capsys.readouterr().err
-    assert f"{rows}: no row can be used" in refusal and f"cure: mend them; the first is {rows}:1: 'completion' is empty" in refusal
+    assert (
+        f"{rows}: no row can be used" in refusal
+        and f"cure: mend them; the first is {rows}:1: 'completion' is empty" in refusal
+    )
     rows.write_text('{"prompt": "a", "completion": ""}\n{"prompt": "a", "completion": "b"}\n')
     assert main(["eval", str(unusual), "--dataset", str(rows)]) == 0
     out = capsys.readouterr()
-    assert f"warning: rows that cannot be used and are skipped: 1, the first is {rows}:1: 'completion' is empty" in out.err and "1 held-out rows of" in out.out
+    assert (
+        f"warning: rows that cannot be used and are skipped: 1, the first is {rows}:1: 'completion' is empty" in out.err
+        and "1 held-out rows of" in out.out
+    )
 
 
 def test_a_whole_model_needs_no_base(tmp_path, capsys):
     base = tmp_path / "base"
     shutil.copytree(DEMO_BASE, base)
     settings = {name: value for name, value in SMALL.items() if name != "lora_rank"}
-    directory = runs.run(tmp_path, **{**settings, "train_type": "full", "model_name": str(base), "samples": 0, "max_steps": 1, "exact_match": False})
+    directory = runs.run(
+        tmp_path,
+        **{
+            **settings,
+            "train_type": "full",
+            "model_name": str(base),
+            "samples": 0,
+            "max_steps": 1,
+            "exact_match": False,
+        },
+    )
     shutil.rmtree(base)
     assert main(["generate", str(directory), "--prompt", "Rosa sold"]) == 0
 
@@ -367,11 +491,21 @@ def test_a_whole_model_needs_no_base(tmp_path, capsys):
 def test_a_held_out_prompt_that_fills_the_positions_counts_as_wrong_and_is_told(short, tmp_path, capsys):
     """A dialogue that is cut: its first answer is evaluated, and its last question is too long to be asked."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"### Human: a### Assistant: b### Human: {'lamp ' * n}### Assistant: c"}) + "\n" for n in (300, 2, 400)))
+    rows.write_text(
+        "".join(
+            json.dumps({"text": f"### Human: a### Assistant: b### Human: {'lamp ' * n}### Assistant: c"}) + "\n"
+            for n in (300, 2, 400)
+        )
+    )
     assert main(["eval", str(short), "--dataset", str(rows), "--exact_match", "true"]) == 0
     out = capsys.readouterr()
     assert "exact match  0.0%" in out.out
-    assert out.err.count(f"warning: held-out prompts that fill the model's positions: 2, the first is {rows}:1; their answers are empty") == 1
+    assert (
+        out.err.count(
+            f"warning: held-out prompts that fill the model's positions: 2, the first is {rows}:1; their answers are empty"
+        )
+        == 1
+    )
     assert out.err.count(f"warning: held-out rows cut to 256 tokens: 2, the first is {rows}:1") == 1
 
 
@@ -383,8 +517,19 @@ def short(tmp_path_factory):
     place = tmp_path_factory.mktemp("short")
     rows = [{"prompt": "lamp " * 80 + "x" * n, "completion": " y"} for n in range(4)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return runs.run(place, model_name=str(tiny_models.make(place / "base", "gpt2")), dataset=str(place / "rows.jsonl"), eval_dataset=str(place / "rows.jsonl"),
-                    max_steps=1, batch_size=2, samples=2, exact_match=True, max_new_tokens=200, precision="fp32", save_steps=0)
+    return runs.run(
+        place,
+        model_name=str(tiny_models.make(place / "base", "gpt2")),
+        dataset=str(place / "rows.jsonl"),
+        eval_dataset=str(place / "rows.jsonl"),
+        max_steps=1,
+        batch_size=2,
+        samples=2,
+        exact_match=True,
+        max_new_tokens=200,
+        precision="fp32",
+        save_steps=0,
+    )
 
 
 def test_answers_end_with_the_positions_of_the_model(short, tmp_path, capsys, monkeypatch):
@@ -440,29 +585,50 @@ def test_damaged_weights_are_refused(finished, tmp_path, capsys):
 
 
 WRONG = [
-    ["eval", "--foo"], ["eval", "--lr", "1"], ["eval", "x", "y"], ["eval", "no_such_run"], ["generate"], ["generate", "--prompt"],
-    ["generate", "--prompt", "a", "--file", "b"], ["generate", "--temperature", "warm", "--prompt", "a"],
-    ["generate", "--max_new_tokens", "0", "--prompt", "a"], ["generate", "--file", "no_such_file"], ["chat", "--temperature", "-1"],
-    ["generate", "--temperature", "1e-300", "--prompt", "a"], ["chat", "--temperature", "1e-5"], ["generate", "--seed", "99999999999999999999", "--prompt", "a"],
-    ["doctor", "--backend", "cpx"], ["doctor", "all"],
-    ["config", "explian"], ["config", "explain", "--lrr", "1"], ["train", "--lrr", "1"], ["train", "--lr", "fast"], ["tain"],
+    ["eval", "--foo"],
+    ["eval", "--lr", "1"],
+    ["eval", "x", "y"],
+    ["eval", "no_such_run"],
+    ["generate"],
+    ["generate", "--prompt"],
+    ["generate", "--prompt", "a", "--file", "b"],
+    ["generate", "--temperature", "warm", "--prompt", "a"],
+    ["generate", "--max_new_tokens", "0", "--prompt", "a"],
+    ["generate", "--file", "no_such_file"],
+    ["chat", "--temperature", "-1"],
+    ["generate", "--temperature", "1e-300", "--prompt", "a"],
+    ["chat", "--temperature", "1e-5"],
+    ["generate", "--seed", "99999999999999999999", "--prompt", "a"],
+    ["doctor", "--backend", "cpx"],
+    ["doctor", "all"],
+    ["config", "explian"],
+    ["config", "explain", "--lrr", "1"],
+    ["train", "--lrr", "1"],
+    ["train", "--lr", "fast"],
+    ["tain"],
 ]
 
 
 def test_usage_errors_import_no_framework():
-    code = ("import sys, io, contextlib\nfrom anyqlora.__main__ import main\n"
-            f"for argv in {WRONG!r}:\n"
-            "    with contextlib.redirect_stderr(io.StringIO()) as err: code = main(argv)\n"
-            "    assert code == 2 and 'anyqlora' in err.getvalue(), (argv, code, err.getvalue())\n"
-            "    assert not {'torch', 'transformers', 'peft'} & set(sys.modules), argv\n")
+    code = (
+        "import sys, io, contextlib\nfrom anyqlora.__main__ import main\n"
+        f"for argv in {WRONG!r}:\n"
+        "    with contextlib.redirect_stderr(io.StringIO()) as err: code = main(argv)\n"
+        "    assert code == 2 and 'anyqlora' in err.getvalue(), (argv, code, err.getvalue())\n"
+        "    assert not {'torch', 'transformers', 'peft'} & set(sys.modules), argv\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("argv", [
-    ["eval", "no_such_run"], ["generate", "--prompt"], ["doctor", "--backend", "cpx"], ["chat", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv",
+    [["eval", "no_such_run"], ["generate", "--prompt"], ["doctor", "--backend", "cpx"], ["chat", "--help"]],
+    ids=" ".join,
+)
 def test_usage_errors_answer_at_once(argv):
     """Measured as processor time, which other work on the machine does not stretch."""
+
     def seconds():
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
@@ -480,15 +646,25 @@ def test_config_explain_says_where_each_value_comes_from(tmp_path, capsys, monke
     assert main(["config", "explain", "--config", "run.yaml", "--lora-rank", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" = ")[0] for line in lines] == list(SETTINGS)
-    for line in ("lr = 0.0002  run.yaml:7", "seed = 7  run.yaml:6", "wd = 0.25  ANYQLORA_WD", "lora_rank = 8  command line: --lora-rank",
-                 "quantizer = nf4  preset", "batch_size = auto  default", "run_name = ''  default", "strict = false  default"):
+    for line in (
+        "lr = 0.0002  run.yaml:7",
+        "seed = 7  run.yaml:6",
+        "wd = 0.25  ANYQLORA_WD",
+        "lora_rank = 8  command line: --lora-rank",
+        "quantizer = nf4  preset",
+        "batch_size = auto  default",
+        "run_name = ''  default",
+        "strict = false  default",
+    ):
         assert line in lines
 
 
 # ------------------------------------------------------------------------------------------------------------ doctor
 
 
-@pytest.mark.parametrize("only", [["--backend", "cpu"], pytest.param([], marks=pytest.mark.slow)], ids=["cpu", "every one that is here"])
+@pytest.mark.parametrize(
+    "only", [["--backend", "cpu"], pytest.param([], marks=pytest.mark.slow)], ids=["cpu", "every one that is here"]
+)
 def test_doctor_trains(only, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert main(["doctor", *only, "--output_dir", str(tmp_path)]) == 0
@@ -515,7 +691,11 @@ def test_unquantized_weights_need_no_bitsandbytes():
     for path in (ROOT / "anyqlora").rglob("*.py"):
         at_once = [line for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
         if path.name not in ("bnb.py", "quantize.py"):
-            assert not [line for line in at_once if any(name in line for name in ("bitsandbytes", "quantizers.bnb", "kernels.quantize"))], path
+            assert not [
+                line
+                for line in at_once
+                if any(name in line for name in ("bitsandbytes", "quantizers.bnb", "kernels.quantize"))
+            ], path
 
 
 def machine(name: str) -> Machine:
@@ -525,7 +705,11 @@ def machine(name: str) -> Machine:
 def test_doctor_sees_a_torch_that_is_built_for_something_else():
     """The recorded machines stand for real ones."""
     (built, bits) = doctor.builds(machine("nothing"), {"NVIDIA GPU"})
-    assert built.mark == "WRONG" and "NVIDIA GPU, and torch 2.13.0+cpu is not built for it" in built.what and "pip install" in built.mend
+    assert (
+        built.mark == "WRONG"
+        and "NVIDIA GPU, and torch 2.13.0+cpu is not built for it" in built.what
+        and "pip install" in built.mend
+    )
     assert bits.mark == "WRONG" and "no 4-bit" in bits.what and "bitsandbytes==" in bits.mend
     assert list(doctor.builds(machine("a100"), {"NVIDIA GPU"})) == []
 
@@ -534,16 +718,35 @@ def test_doctor_misses_a_compiler_where_one_would_be_used():
     here = replace(machine("linux_mlx"), cpu_features=("avx512_bf16",))
     (compiler,) = doctor.builds(here, set())
     assert compiler.mark == "note" and "no C compiler" in compiler.what and "gcc" in compiler.mend
-    assert list(doctor.builds(replace(here, compiler="/usr/bin/cc"), set())) == list(doctor.builds(replace(here, cpu_features=()), set())) == []
+    assert (
+        list(doctor.builds(replace(here, compiler="/usr/bin/cc"), set()))
+        == list(doctor.builds(replace(here, cpu_features=()), set()))
+        == []
+    )
 
 
-@pytest.mark.parametrize(("found", "said"), [
-    ({"after": 3.1}, "does not learn"), ({"after": math.nan}, "does not learn"), ({"moved": False}, "has not moved"),
-    ({"reloaded": 1.5}, "1.5000 after loading"), ({"error": "no nf4", "cure": "buy one"}, "no nf4"),
-])
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"after": 3.1}, "does not learn"),
+        ({"after": math.nan}, "does not learn"),
+        ({"moved": False}, "has not moved"),
+        ({"reloaded": 1.5}, "1.5000 after loading"),
+        ({"error": "no nf4", "cure": "buy one"}, "no nf4"),
+    ],
+)
 def test_doctor_judges_what_a_run_shows(found, said):
-    good = {"before": 3.0, "after": 2.0, "reloaded": 2.0, "moved": True, "steps": 6, "seconds": 1.0, "quantizer": "nf4",
-            "precision": "fp32", "kernels": "portable"}
+    good = {
+        "before": 3.0,
+        "after": 2.0,
+        "reloaded": 2.0,
+        "moved": True,
+        "steps": 6,
+        "seconds": 1.0,
+        "quantizer": "nf4",
+        "precision": "fp32",
+        "kernels": "portable",
+    }
     assert doctor.judged("cpu", good).mark == "ok"
     finding = doctor.judged("cpu", {**good, **found})
     assert finding.mark == "WRONG" and said in finding.what and finding.mend

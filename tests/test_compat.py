@@ -15,7 +15,13 @@ from bitsandbytes.nn.modules import has_avx512bf16
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from anyqlora.on_torch._compat import compiled_when_called, keep_weights_as_packed, refused_targets, rerouted_targets, softmax_backward
+from anyqlora.on_torch._compat import (
+    compiled_when_called,
+    keep_weights_as_packed,
+    refused_targets,
+    rerouted_targets,
+    softmax_backward,
+)
 from anyqlora.on_torch.quantizers.bnb import Nf4
 
 AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -36,7 +42,9 @@ def test_bitsandbytes_still_imports_the_compiler():
 
 
 def test_ours_does_not_import_the_compiler():
-    ours = imported("import torch", "compile = torch.compile", "import anyqlora.on_torch.build", "assert torch.compile is compile")
+    ours = imported(
+        "import torch", "compile = torch.compile", "import anyqlora.on_torch.build", "assert torch.compile is compile"
+    )
     assert COMPILER not in ours
     assert "bitsandbytes" in ours
 
@@ -126,12 +134,16 @@ def test_rows_of_whole_blocks_are_left_to_bitsandbytes():
 
 def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):
     """An adapter on a dense layer of a Qwen3-MoE (huggingface/peft#3711): PEFT takes the names for the experts' and puts none there."""
-    directory = tiny_models.make(tmp_path, "qwen3_moe", mlp_only_layers=[0], num_experts=4, moe_intermediate_size=48, head_dim=16)
+    directory = tiny_models.make(
+        tmp_path, "qwen3_moe", mlp_only_layers=[0], num_experts=4, moe_intermediate_size=48, head_dim=16
+    )
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert rerouted_targets(model) >= {"gate_proj", "up_proj", "down_proj"}
     dense = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
     peft = get_peft_model(model, LoraConfig(target_modules=dense, task_type="CAUSAL_LM"))
-    assert not any(name.startswith("base_model.model.model.layers.0.mlp.gate_proj.lora_A") for name, _ in peft.named_modules())
+    assert not any(
+        name.startswith("base_model.model.model.layers.0.mlp.gate_proj.lora_A") for name, _ in peft.named_modules()
+    )
 
 
 def test_peft_still_refuses_mamba_out_proj(tmp_path):

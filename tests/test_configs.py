@@ -16,9 +16,15 @@ from backend_manager import BackendManager
 HERE = Path(__file__).resolve().parent
 CONFIGS = {path.stem: path for path in sorted(configs_directory().glob("*.yaml"))}
 MODELS = {  # hub id -> config.json alone, written by hand
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b", "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
-    "meta-llama/Llama-3.3-70B-Instruct": "llama-3.3-70b", "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m"}
-RECORDED = {path.stem: Machine.from_dict(json.loads(path.read_text())["machine"]) for path in sorted((HERE / "machines").glob("*.json"))}
+    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
+    "meta-llama/Llama-3.2-1B-Instruct": "llama-3.2-1b",
+    "meta-llama/Llama-3.3-70B-Instruct": "llama-3.3-70b",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+}
+RECORDED = {
+    path.stem: Machine.from_dict(json.loads(path.read_text())["machine"])
+    for path in sorted((HERE / "machines").glob("*.json"))
+}
 
 
 def with_card(name, total, free):
@@ -27,18 +33,32 @@ def with_card(name, total, free):
     return replace(machine, cuda=(replace(machine.cuda[0], name=name, memory_total=total, memory_free=free),))
 
 
-MACHINES = {**RECORDED, "rtx4090": with_card("NVIDIA GeForce RTX 4090", 25_393_692_672, 24_960_000_000),
-            "a100_80gb": with_card("NVIDIA A100-SXM4-80GB", 84_974_239_744, 84_400_000_000)}
+MACHINES = {
+    **RECORDED,
+    "rtx4090": with_card("NVIDIA GeForce RTX 4090", 25_393_692_672, 24_960_000_000),
+    "a100_80gb": with_card("NVIDIA A100-SXM4-80GB", 84_974_239_744, 84_400_000_000),
+}
 NO_BITSANDBYTES = {"m1_macos13", "nothing"}
 GPUS = {"a100", "a100_80gb", "arc", "h200", "rtx4090", "rx7900", "t4"}
 FITS = {  # configuration -> the machines on which it is predicted to fit
-    "first": MACHINES.keys() - NO_BITSANDBYTES, "cpu": MACHINES.keys() - NO_BITSANDBYTES, "mac": MACHINES.keys() - NO_BITSANDBYTES,
-    "one_24gb_card": MACHINES.keys() - NO_BITSANDBYTES, "70b": {"a100_80gb", "h200"}, "two_cards": GPUS}
-WARNED = {"70b": GPUS - {"a100_80gb", "h200"}, "two_cards": {"linux_mlx"}}  # planned, with a warning that says how much is needed and how much is there
+    "first": MACHINES.keys() - NO_BITSANDBYTES,
+    "cpu": MACHINES.keys() - NO_BITSANDBYTES,
+    "mac": MACHINES.keys() - NO_BITSANDBYTES,
+    "one_24gb_card": MACHINES.keys() - NO_BITSANDBYTES,
+    "70b": {"a100_80gb", "h200"},
+    "two_cards": GPUS,
+}
+WARNED = {
+    "70b": GPUS - {"a100_80gb", "h200"},
+    "two_cards": {"linux_mlx"},
+}  # planned, with a warning that says how much is needed and how much is there
 
 
 def asked(name, **settings):
-    config = resolve({"config": str(CONFIGS[name]), **({} if name == "first" else {"dataset": "alpaca_sample"}), **settings}, environ={})
+    config = resolve(
+        {"config": str(CONFIGS[name]), **({} if name == "first" else {"dataset": "alpaca_sample"}), **settings},
+        environ={},
+    )
     return config if config.is_demo else config.with_(model_name=str(HERE / "models" / MODELS[config.model_name]))
 
 
@@ -73,7 +93,9 @@ def test_a_configuration_fits_or_says_why_not(name):
         assert plan.global_batch == rows, (machine, plan.explain())  # a step is the same step on every machine
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if re.search(r"weights take \d+ GB", CONFIGS[name].read_text())])
+@pytest.mark.parametrize(
+    "name", [name for name in CONFIGS if re.search(r"weights take \d+ GB", CONFIGS[name].read_text())]
+)
 def test_the_memory_that_a_configuration_states_is_what_the_plan_counts(name):
     stated = int(re.search(r"weights take (\d+) GB", CONFIGS[name].read_text())[1])
     parts = planned(name, "h200").memory.parts
@@ -81,7 +103,10 @@ def test_the_memory_that_a_configuration_states_is_what_the_plan_counts(name):
 
 
 def test_on_a_24_gb_card_nothing_is_recomputed_but_on_16_gb_and_on_80_gb_70b_leaves_room():
-    assert not planned("one_24gb_card", "rtx4090").use_gradient_checkpointing and planned("one_24gb_card", "t4").use_gradient_checkpointing
+    assert (
+        not planned("one_24gb_card", "rtx4090").use_gradient_checkpointing
+        and planned("one_24gb_card", "t4").use_gradient_checkpointing
+    )
     assert planned("70b", "a100_80gb").memory.total < 60e9
 
 

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from anyqlora import config, data, errors, sources
 
-ROWS = [{"prompt": f"What is {i}?", "completion": f" It is {i}, \"so\".\nYes."} for i in range(6)]
+ROWS = [{"prompt": f"What is {i}?", "completion": f' It is {i}, "so".\nYes.'} for i in range(6)]
 
 
 def as_file(path, rows):
@@ -47,13 +47,18 @@ def test_the_same_rows_from_any_kind_of_file(name, tmp_path):
 def not_utf8(*values):
     """A column of text with these bytes, which pyarrow does not look at."""
     ends = numpy.cumsum([0, *map(len, values)], dtype=numpy.int32)
-    return pyarrow.Array.from_buffers(pyarrow.string(), len(values), [None, pyarrow.py_buffer(ends.tobytes()), pyarrow.py_buffer(b"".join(values))])
+    return pyarrow.Array.from_buffers(
+        pyarrow.string(), len(values), [None, pyarrow.py_buffer(ends.tobytes()), pyarrow.py_buffer(b"".join(values))]
+    )
 
 
-@pytest.mark.parametrize(("bad", "reason"), [
-    (lambda: not_utf8(b"a", b"caf\xe9", b"c"), "text that is not UTF-8: byte 0xe9"),
-    (lambda: pyarrow.array([1, 2**30, 3], pyarrow.int32()).cast(pyarrow.date32()), "a value that cannot be read: "),
-])
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (lambda: not_utf8(b"a", b"caf\xe9", b"c"), "text that is not UTF-8: byte 0xe9"),
+        (lambda: pyarrow.array([1, 2**30, 3], pyarrow.int32()).cast(pyarrow.date32()), "a value that cannot be read: "),
+    ],
+)
 def test_a_value_of_parquet_that_cannot_be_read_is_a_bad_row(bad, reason, tmp_path):
     columns = {"prompt": ["What", "is", "it?"], "completion": ["a", "b", "c"], "other": bad()}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
@@ -74,7 +79,9 @@ def test_rows_of_parquet_are_counted_over_its_batches(tmp_path):
 
 
 def test_a_column_that_is_twice_in_parquet_is_refused(tmp_path):
-    table = pyarrow.Table.from_arrays([pyarrow.array([text]) for text in "abc"], names=["prompt", "completion", "prompt"])
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array([text]) for text in "abc"], names=["prompt", "completion", "prompt"]
+    )
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(errors.UsageError, match="a.parquet: a column is there twice: 'prompt', 'completion', 'prompt'"):
         data.prepare(settings(tmp_path / "a.parquet"), byte_level())
@@ -82,13 +89,28 @@ def test_a_column_that_is_twice_in_parquet_is_refused(tmp_path):
 
 def test_lines_are_those_of_an_editor(tmp_path):
     """Rows of two lines each: CSV with a line break in a cell, JSON with an indent."""
-    assert [row.where.rpartition(":")[2] for row in sources.file(as_file(tmp_path / "a.csv", ROWS[:3])).rows] == ["2", "4", "6"]
-    assert [row.where.rpartition(":")[2] for row in sources.file(as_file(tmp_path / "a.json", ROWS[:3])).rows] == ["2", "6", "10"]
+    assert [row.where.rpartition(":")[2] for row in sources.file(as_file(tmp_path / "a.csv", ROWS[:3])).rows] == [
+        "2",
+        "4",
+        "6",
+    ]
+    assert [row.where.rpartition(":")[2] for row in sources.file(as_file(tmp_path / "a.json", ROWS[:3])).rows] == [
+        "2",
+        "6",
+        "10",
+    ]
 
 
-@pytest.mark.parametrize("change", [
-    lambda raw: b"\xef\xbb\xbf" + raw, lambda raw: raw.replace(b"\n", b"\r\n"), lambda raw: raw.rstrip(b"\n"), lambda raw: b"\n" + raw + b"\n \n",
-], ids=["byte order mark", "CRLF", "no last line break", "blank lines"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: b"\xef\xbb\xbf" + raw,
+        lambda raw: raw.replace(b"\n", b"\r\n"),
+        lambda raw: raw.rstrip(b"\n"),
+        lambda raw: b"\n" + raw + b"\n \n",
+    ],
+    ids=["byte order mark", "CRLF", "no last line break", "blank lines"],
+)
 def test_harmless_bytes_change_no_row(change, tmp_path):
     reference = data.prepare(settings(write(tmp_path / "reference.jsonl", *ROWS)), byte_level())
     (tmp_path / "a.jsonl").write_bytes(change((tmp_path / "reference.jsonl").read_bytes()))
@@ -105,7 +127,15 @@ def test_a_line_separator_of_unicode_is_no_line_break(tmp_path):
     assert data.prepare(settings(tmp_path / "a.jsonl"), byte_level()).train[0].prompt == "a\u2028b"
 
 
-@pytest.mark.parametrize(("spec", "times"), [("a.jsonl=2,b.jsonl=0.5", (2, 0.5)), ("a.jsonl,b.jsonl=1.5", (1, 1.5)), ("a.jsonl = 3", (3, 0)), ("a.jsonl=0.3,b.jsonl=0.3", (0.3, 0.3))])
+@pytest.mark.parametrize(
+    ("spec", "times"),
+    [
+        ("a.jsonl=2,b.jsonl=0.5", (2, 0.5)),
+        ("a.jsonl,b.jsonl=1.5", (1, 1.5)),
+        ("a.jsonl = 3", (3, 0)),
+        ("a.jsonl=0.3,b.jsonl=0.3", (0.3, 0.3)),
+    ],
+)
 def test_weights_say_how_often_a_row_is_seen(spec, times, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
@@ -126,10 +156,22 @@ def test_weights_that_say_nothing_are_refused(spec, tmp_path, monkeypatch):
         data.prepare(settings(spec), byte_level())
 
 
-@pytest.mark.parametrize(("spec", "expected"), [
-    ("a.jsonl", "{here}/a.jsonl"), ("a.jsonl=2,b.jsonl=0.5", "{here}/a.jsonl=2.0,{here}/b.jsonl=0.5"), ("a.jsonl=3", "{here}/a.jsonl=3.0"),
-    ("sub", "{here}/sub"), ("../{name}/a.jsonl", "{here}/../{name}/a.jsonl"), ("demo", "DEMO"), ("alpaca", "ALPACA"), ("some/data", "SOME/DATA"),
-    ("a.jsonl,some/data=2", "{here}/a.jsonl=1.0,SOME/DATA=2.0"), ("a=2,b.jsonl", "{here}/a=2,b.jsonl"), ("", "")])
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("a.jsonl", "{here}/a.jsonl"),
+        ("a.jsonl=2,b.jsonl=0.5", "{here}/a.jsonl=2.0,{here}/b.jsonl=0.5"),
+        ("a.jsonl=3", "{here}/a.jsonl=3.0"),
+        ("sub", "{here}/sub"),
+        ("../{name}/a.jsonl", "{here}/../{name}/a.jsonl"),
+        ("demo", "DEMO"),
+        ("alpaca", "ALPACA"),
+        ("some/data", "SOME/DATA"),
+        ("a.jsonl,some/data=2", "{here}/a.jsonl=1.0,SOME/DATA=2.0"),
+        ("a=2,b.jsonl", "{here}/a=2,b.jsonl"),
+        ("", ""),
+    ],
+)
 def test_a_specification_for_whoever_stands_elsewhere(spec, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
@@ -143,7 +185,10 @@ def test_a_whole_path_with_a_comma_cannot_stand_among_others(tmp_path, monkeypat
     (tmp_path / "a,b").mkdir()
     monkeypatch.chdir(tmp_path / "a,b")
     write(tmp_path / "a,b" / "a.jsonl", *ROWS)
-    assert sources.placed("a.jsonl", str) == f"{tmp_path}/a,b/a.jsonl" and sources.placed("a.jsonl=2,a.jsonl", str) == "a.jsonl=2,a.jsonl"
+    assert (
+        sources.placed("a.jsonl", str) == f"{tmp_path}/a,b/a.jsonl"
+        and sources.placed("a.jsonl=2,a.jsonl", str) == "a.jsonl=2,a.jsonl"
+    )
 
 
 def test_a_file_name_with_comma_and_equals_sign_is_one_file(tmp_path):
@@ -159,22 +204,56 @@ def test_a_directory_gives_its_train_split_and_says_what_it_left_out(tmp_path):
     assert "test.jsonl" in read.report["sources"][0]["notes"][0]
 
 
-@pytest.mark.parametrize("train", ["train", "training", "training_set", "trainset", "Train-00000-of-00001", "my_train_v2", "data/train/part1"])
-@pytest.mark.parametrize("other", ["test", "testing", "test_set", "testset", "tests", "valid", "validation", "val", "valset", "dev", "devset", "development", "eval",
-                                   "evaluation", "evalset", "heldout", "held_out", "held-out", "holdout", "hold_out", "hold-out-2", "Testing", "data/val/part1"])
+@pytest.mark.parametrize(
+    "train",
+    ["train", "training", "training_set", "trainset", "Train-00000-of-00001", "my_train_v2", "data/train/part1"],
+)
+@pytest.mark.parametrize(
+    "other",
+    [
+        "test",
+        "testing",
+        "test_set",
+        "testset",
+        "tests",
+        "valid",
+        "validation",
+        "val",
+        "valset",
+        "dev",
+        "devset",
+        "development",
+        "eval",
+        "evaluation",
+        "evalset",
+        "heldout",
+        "held_out",
+        "held-out",
+        "holdout",
+        "hold_out",
+        "hold-out-2",
+        "Testing",
+        "data/val/part1",
+    ],
+)
 def test_a_split_is_known_by_its_name(train, other, tmp_path):
     paths = [tmp_path / f"{name}.jsonl" for name in (train, other)]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert sources.split(tmp_path) == (paths[:1], paths[1:]) and sources.split(tmp_path, held_out=True) == (paths[1:], paths[:1])
+    assert sources.split(tmp_path) == (paths[:1], paths[1:]) and sources.split(tmp_path, held_out=True) == (
+        paths[1:],
+        paths[:1],
+    )
     paths[0].unlink()
     other_name = tmp_path / "rows.jsonl"
     other_name.touch()
     assert sources.split(tmp_path) == ([other_name], paths[1:])
 
 
-@pytest.mark.parametrize("name", ["contest", "latest", "trainers", "restraining", "devices", "values", "medieval", "evaluator", "household"])
+@pytest.mark.parametrize(
+    "name", ["contest", "latest", "trainers", "restraining", "devices", "values", "medieval", "evaluator", "household"]
+)
 def test_other_words_name_no_split(name, tmp_path):
     paths = [tmp_path / f"{name}.jsonl", tmp_path / "rows.jsonl"]
     for path in paths:
@@ -201,15 +280,26 @@ def test_files_of_different_formats_make_one_set(tmp_path):
     assert [source["format"] for source in read.report["sources"]] == ["prompt_completion", "alpaca"]
 
 
-@pytest.mark.parametrize(("row", "prompt", "answer"), [
-    ({"question": "2 + 2", "answer": "4"}, "###Question:\n2 + 2\n###Answer:\n", "4"),
-    ({"context": "CREATE t", "question": "all?", "answer": "SELECT"}, "###Context:\nCREATE t\n###Question:\nall?\n###Answer:\n", "SELECT"),
-    ({"text": "### Human: Hi### Assistant: Ho"}, "### Human: Hi### Assistant: ", "Ho"),
-    ({"text": "### Human: Hi### Assistant: Ho### Human: He### Assistant: Ha"}, "### Human: Hi### Assistant: Ho### Human: He### Assistant: ", "Ha"),
-    ({"prompt": "Hi", "completion": "Ho", "text": "not this"}, "Hi", "Ho"),
-    ({"text": "### Human: Hi### Assistant: Ho### Human: Bye"}, "### Human: Hi### Assistant: ", "Ho"),
-    ({"text": "### Human: only"}, "", None),
-])
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"question": "2 + 2", "answer": "4"}, "###Question:\n2 + 2\n###Answer:\n", "4"),
+        (
+            {"context": "CREATE t", "question": "all?", "answer": "SELECT"},
+            "###Context:\nCREATE t\n###Question:\nall?\n###Answer:\n",
+            "SELECT",
+        ),
+        ({"text": "### Human: Hi### Assistant: Ho"}, "### Human: Hi### Assistant: ", "Ho"),
+        (
+            {"text": "### Human: Hi### Assistant: Ho### Human: He### Assistant: Ha"},
+            "### Human: Hi### Assistant: Ho### Human: He### Assistant: ",
+            "Ha",
+        ),
+        ({"prompt": "Hi", "completion": "Ho", "text": "not this"}, "Hi", "Ho"),
+        ({"text": "### Human: Hi### Assistant: Ho### Human: Bye"}, "### Human: Hi### Assistant: ", "Ho"),
+        ({"text": "### Human: only"}, "", None),
+    ],
+)
 def test_each_format_asks_in_its_own_words(row, prompt, answer, tmp_path):
     example = data.prepare(settings(write(tmp_path / "a.jsonl", row)), byte_level()).train[0]
     assert (example.prompt, example.answer) == (prompt, answer)
@@ -217,7 +307,10 @@ def test_each_format_asks_in_its_own_words(row, prompt, answer, tmp_path):
 
 def test_every_assistant_turn_of_guanaco_is_learned(tmp_path):
     tokens = byte_level()
-    example = data.prepare(settings(write(tmp_path / "a.jsonl", {"text": "### Human: Hi### Assistant: Ho### Human: He### Assistant: Ha"})), tokens).train[0]
+    example = data.prepare(
+        settings(write(tmp_path / "a.jsonl", {"text": "### Human: Hi### Assistant: Ho### Human: He### Assistant: Ha"})),
+        tokens,
+    ).train[0]
     assert tokens.decode(example.ids[example.trained]) == "HoHa</s>"
 
 
@@ -235,8 +328,13 @@ def test_held_out_rows_are_as_many_as_asked_and_no_duplicate_straddles(tmp_path)
     assert len(read.train) + len(read.held_out) == 100
     assert read.report["duplicates"]["count"] == len(read.train) - 30 and read.report["overlap"]["count"] == 0
     write(tmp_path / "b.jsonl", *reversed(rows))
-    assert {e.prompt for e in data.prepare(settings(tmp_path / "b.jsonl", eval_fraction=0.25), byte_level()).held_out} == held_out
-    assert {e.prompt for e in data.prepare(settings(tmp_path / "b.jsonl", eval_fraction=0.25, seed=1), byte_level()).held_out} != held_out
+    assert {
+        e.prompt for e in data.prepare(settings(tmp_path / "b.jsonl", eval_fraction=0.25), byte_level()).held_out
+    } == held_out
+    assert {
+        e.prompt
+        for e in data.prepare(settings(tmp_path / "b.jsonl", eval_fraction=0.25, seed=1), byte_level()).held_out
+    } != held_out
 
 
 def test_held_out_rows_that_are_trained_on_are_found(tmp_path):
@@ -248,17 +346,31 @@ def test_held_out_rows_that_are_trained_on_are_found(tmp_path):
 
 def test_what_messages_carry_beside_their_words_hides_no_duplicate(tmp_path):
     """Ids and times of messages, which chat logs have and Parquet keeps as times."""
+
     def row(number):
         turns = [{"role": "user", "content": f"q{number % 20}"}, {"role": "assistant", "content": f"a{number % 20}"}]
-        return {"messages": [{**turn, "id": number, "at": datetime.datetime(2026, 1, 1 + number % 28, number // 28)} for turn in turns]}
+        return {
+            "messages": [
+                {**turn, "id": number, "at": datetime.datetime(2026, 1, 1 + number % 28, number // 28)}
+                for turn in turns
+            ]
+        }
 
-    read = data.prepare(settings(as_file(tmp_path / "a.parquet", [row(i) for i in range(80)]), eval_fraction=0.25), byte_level())
-    assert len(read.held_out) == 20 and len(read.train) == 60 and not {e.prompt for e in read.train} & {e.prompt for e in read.held_out}
+    read = data.prepare(
+        settings(as_file(tmp_path / "a.parquet", [row(i) for i in range(80)]), eval_fraction=0.25), byte_level()
+    )
+    assert (
+        len(read.held_out) == 20
+        and len(read.train) == 60
+        and not {e.prompt for e in read.train} & {e.prompt for e in read.held_out}
+    )
     assert read.report["duplicates"]["count"] == 45 and read.report["overlap"]["count"] == 0
 
 
 def test_the_same_text_is_a_duplicate_wherever_its_answer_begins(tmp_path):
-    write(tmp_path / "train.jsonl", {"prompt": "2 + 2", "completion": " = 4"}, {"prompt": "3 + 3", "completion": " = 6"})
+    write(
+        tmp_path / "train.jsonl", {"prompt": "2 + 2", "completion": " = 4"}, {"prompt": "3 + 3", "completion": " = 6"}
+    )
     write(tmp_path / "test.jsonl", {"text": "2 + 2 = 4"})
     read = data.prepare(settings(tmp_path / "train.jsonl", eval_dataset=str(tmp_path / "test.jsonl")), byte_level())
     assert read.report["overlap"]["count"] == 1 and read.report["duplicates"]["count"] == 0
@@ -281,17 +393,34 @@ def test_importing_the_data_layer_imports_no_framework():
 # ------------------------------------------------------------------------------------------------------------ the hub
 
 
-@pytest.mark.parametrize(("asked", "name", "path", "rows", "prompt"), [
-    ("sql", "knowrohit07/know_sql", "know_sql_val3{ign}.json", [{"context": "c", "question": "q", "answer": "a"}], "###Context:\nc\n###Question:\nq\n###Answer:\n"),
-    ("alpaca_sample", "yahma/alpaca-cleaned", "alpaca_data_cleaned.json", [{"instruction": f"i{i}", "input": "", "output": "o"} for i in range(9)], None),
-    ("some/data", "some/data", "data/train-00000-of-00001.parquet", ROWS, "What is 0?"),
-])
+@pytest.mark.parametrize(
+    ("asked", "name", "path", "rows", "prompt"),
+    [
+        (
+            "sql",
+            "knowrohit07/know_sql",
+            "know_sql_val3{ign}.json",
+            [{"context": "c", "question": "q", "answer": "a"}],
+            "###Context:\nc\n###Question:\nq\n###Answer:\n",
+        ),
+        (
+            "alpaca_sample",
+            "yahma/alpaca-cleaned",
+            "alpaca_data_cleaned.json",
+            [{"instruction": f"i{i}", "input": "", "output": "o"} for i in range(9)],
+            None,
+        ),
+        ("some/data", "some/data", "data/train-00000-of-00001.parquet", ROWS, "What is 0?"),
+    ],
+)
 def test_hub_data_sets_through_the_hubs_own_client(asked, name, path, rows, prompt, tmp_path):
     """A local server that speaks the hub's interface; then the same offline, from the cache."""
     files = {path: as_file(tmp_path / f"x.{path.rpartition('.')[2]}", rows).read_bytes(), "README.md": b"-"}
-    code = ("import sys, json; from anyqlora import sources, formats; found = sources.read(sys.argv[1], samples=5, offline=sys.argv[2] == 'offline'); "
-            "row = found[0].rows[0]; name = formats.detect(row.value); "
-            "print(json.dumps([row.where, len(found[0].rows), formats.understand(row.value, name, 'auto').parts[0][0]]))")
+    code = (
+        "import sys, json; from anyqlora import sources, formats; found = sources.read(sys.argv[1], samples=5, offline=sys.argv[2] == 'offline'); "
+        "row = found[0].rows[0]; name = formats.detect(row.value); "
+        "print(json.dumps([row.where, len(found[0].rows), formats.understand(row.value, name, 'auto').parts[0][0]]))"
+    )
     with local_hub.serving(kind="datasets", name=name, files=files) as (_, endpoint):
         found = [local_hub.python("-c", code, asked, "online", endpoint=endpoint, home=tmp_path)]
     if asked == "sql":
@@ -311,4 +440,5 @@ def test_an_unknown_hub_id_is_refused_with_both_reasons(tmp_path, monkeypatch):
 
 def test_config_knows_every_format():
     from anyqlora.formats import FORMATS
+
     assert set(config.SETTINGS["dataset_format"].metadata["choices"]) == {"auto", *FORMATS}

@@ -25,8 +25,17 @@ def examples(count, seed=0, longest=12):
 
 
 def stream(rows, **more):
-    asked = {"batch_size": 2, "gradient_accumulation_steps": 3, "num_epochs": 2, "max_steps": -1, "seed": 7, "packing": False,
-             "context_length": 16, "pad_id": 0, **more}
+    asked = {
+        "batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "num_epochs": 2,
+        "max_steps": -1,
+        "seed": 7,
+        "packing": False,
+        "context_length": 16,
+        "pad_id": 0,
+        **more,
+    }
     return Stream(rows, **asked)
 
 
@@ -37,7 +46,9 @@ def rows_of(step):
 def test_order_is_philox_as_published():
     """Reference: the order of Philox4x64-10 with key (42, 3) as it was when this was written: if it changes, no run resumes."""
     assert shuffled(8, 42, 3).tolist() == GOLDEN
-    assert sorted(shuffled(1000, 1, 0)) == list(range(1000)) and not np.array_equal(shuffled(1000, 1, 0), shuffled(1000, 1, 1))
+    assert sorted(shuffled(1000, 1, 0)) == list(range(1000)) and not np.array_equal(
+        shuffled(1000, 1, 0), shuffled(1000, 1, 1)
+    )
 
 
 GOLDEN = [1, 6, 3, 4, 5, 2, 0, 7]
@@ -48,7 +59,13 @@ def test_every_row_once_per_epoch_whatever_the_split(packing):
     rng = random.Random(1)
     for _ in range(60):
         rows = examples(rng.randint(1, 40), rng.random())
-        made = stream(rows, batch_size=rng.randint(1, 5), gradient_accumulation_steps=rng.randint(1, 4), packing=packing, seed=rng.randint(0, 99))
+        made = stream(
+            rows,
+            batch_size=rng.randint(1, 5),
+            gradient_accumulation_steps=rng.randint(1, 4),
+            packing=packing,
+            seed=rng.randint(0, 99),
+        )
         seen = Counter(where for step in range(made.steps_per_epoch) for where in rows_of(made[step]))
         assert seen == {row.where: 1 for row in rows}
         assert Counter(where for step in made for where in rows_of(step)) == {row.where: 2 for row in rows}
@@ -56,7 +73,10 @@ def test_every_row_once_per_epoch_whatever_the_split(packing):
 
 def test_halving_the_batch_and_doubling_the_accumulation_changes_nothing():
     rows = examples(45)
-    one, other = stream(rows, batch_size=4, gradient_accumulation_steps=3), stream(rows, batch_size=2, gradient_accumulation_steps=6)
+    one, other = (
+        stream(rows, batch_size=4, gradient_accumulation_steps=3),
+        stream(rows, batch_size=2, gradient_accumulation_steps=6),
+    )
     assert len(one) == len(other) == 8
     assert [rows_of(step) for step in one] == [rows_of(step) for step in other]
 
@@ -84,7 +104,11 @@ def test_a_step_is_the_same_however_it_was_reached():
     walked, jumped = list(stream(rows, num_epochs=3)), stream(rows, num_epochs=3)
     for step in random.Random(3).sample(range(len(walked)), len(walked)):
         for one, other in zip(walked[step], jumped[step], strict=True):
-            assert one.rows == other.rows and np.array_equal(one.ids, other.ids) and np.array_equal(one.targets, other.targets)
+            assert (
+                one.rows == other.rows
+                and np.array_equal(one.ids, other.ids)
+                and np.array_equal(one.targets, other.targets)
+            )
 
 
 def test_max_steps_stops_within_an_epoch_or_runs_into_further_ones():
@@ -109,7 +133,9 @@ def test_targets_are_the_next_tokens_by_a_plain_loop():
 def check(batch, by_where):
     """Reference: each document, token by token."""
     where = iter(batch.rows)
-    for ids, targets, positions, segments in zip(batch.ids, batch.targets, batch.positions, batch.segments, strict=True):
+    for ids, targets, positions, segments in zip(
+        batch.ids, batch.targets, batch.positions, batch.segments, strict=True
+    ):
         place = 0
         for number in range(segments.max() + 1):
             row = by_where[next(where)]
@@ -146,7 +172,9 @@ def test_packing_makes_fewer_sequences_of_the_same_rows():
     rows = examples(60, longest=8)
     packed, plain = stream(rows, packing=True), stream(rows)
     assert len(packed.sequences) < len(plain.sequences) / 2
-    assert sum(b.trained for i in range(packed.steps_per_epoch) for b in packed[i]) == sum(b.trained for i in range(plain.steps_per_epoch) for b in plain[i])
+    assert sum(b.trained for i in range(packed.steps_per_epoch) for b in packed[i]) == sum(
+        b.trained for i in range(plain.steps_per_epoch) for b in plain[i]
+    )
 
 
 def test_batches_for_evaluation_keep_the_order():

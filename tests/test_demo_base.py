@@ -17,8 +17,13 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "make_base.py"
 DEMO = ROOT / "anyqlora" / "demo"
 FILES = {
-    "base/config.json", "base/generation_config.json", "base/model.safetensors", "base/tokenizer.json", "base/tokenizer_config.json",
-    "task/heldout.jsonl", "task/train.jsonl",
+    "base/config.json",
+    "base/generation_config.json",
+    "base/model.safetensors",
+    "base/tokenizer.json",
+    "base/tokenizer_config.json",
+    "task/heldout.jsonl",
+    "task/train.jsonl",
 }
 
 
@@ -28,7 +33,9 @@ def read_rows(folder: Path, name: str) -> list[dict]:
 
 def read_sums(folder: Path) -> dict[str, str]:
     """name -> hexadecimal SHA-256, from SHA256SUMS."""
-    return {name: digest for digest, name in (line.split("  ") for line in (folder / "SHA256SUMS").read_text().splitlines())}
+    return {
+        name: digest for digest, name in (line.split("  ") for line in (folder / "SHA256SUMS").read_text().splitlines())
+    }
 
 
 def hash_files(folder: Path) -> dict[str, str]:
@@ -40,7 +47,9 @@ def rehearsal(tmp_path_factory) -> Path:
     """What the script writes in its short mode, in a process of its own as a person would run it."""
     out = tmp_path_factory.mktemp("demo")
     env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, SCRIPT, "--short", "--out", out], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--short", "--out", out], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "exact match" in done.stdout
     return out
@@ -66,7 +75,10 @@ def test_script_writes_the_same_tokenizer_and_task(rehearsal):
     again, shipped = hash_files(rehearsal), hash_files(DEMO)
     assert read_sums(rehearsal) == again
     assert {name for name in FILES if again[name] != shipped[name]} <= {
-        "base/model.safetensors", "base/config.json", "base/generation_config.json"}  # both JSON files name the version of transformers
+        "base/model.safetensors",
+        "base/config.json",
+        "base/generation_config.json",
+    }  # both JSON files name the version of transformers
 
 
 @pytest.mark.parametrize("which", [pytest.param("rehearsal", marks=pytest.mark.slow), "shipped"])
@@ -113,7 +125,11 @@ def test_base_was_trained_on_every_token_that_the_task_emits(make_base):
     """Reference: the completions of the first 20,000 rows of the pre-training stream, by the shipped tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     rng = random.Random(3)
-    trained = {token for row in (make_base.draw_base_row(rng) for _ in range(20_000)) for token in tokenizer(row["completion"])["input_ids"]}
+    trained = {
+        token
+        for row in (make_base.draw_base_row(rng) for _ in range(20_000))
+        for token in tokenizer(row["completion"])["input_ids"]
+    }
     rows = read_rows(DEMO, "train") + read_rows(DEMO, "heldout")
     emitted = {token for row in rows for token in tokenizer(row["completion"])["input_ids"]}
     assert emitted <= trained

@@ -9,10 +9,40 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    0: ["anyqlora/__init__.py", "anyqlora/errors.py", "anyqlora/terminal.py", "anyqlora/redaction.py", "anyqlora/imports.py", "anyqlora/tables.py", "anyqlora/plugins.py", "anyqlora/settings.py", "anyqlora/checks.py", "anyqlora/starting.py", "anyqlora/config.py", "anyqlora/layouts.py", "anyqlora/prequantized.py"],
-    1: ["anyqlora/memory.py", "anyqlora/machine.py", "anyqlora/mesh.py", "anyqlora/plan.py", "anyqlora/fit.py", "anyqlora/targets.py", "anyqlora/world.py", "backend_manager.py"],
+    0: [
+        "anyqlora/__init__.py",
+        "anyqlora/errors.py",
+        "anyqlora/terminal.py",
+        "anyqlora/redaction.py",
+        "anyqlora/imports.py",
+        "anyqlora/tables.py",
+        "anyqlora/plugins.py",
+        "anyqlora/settings.py",
+        "anyqlora/checks.py",
+        "anyqlora/starting.py",
+        "anyqlora/config.py",
+        "anyqlora/layouts.py",
+        "anyqlora/prequantized.py",
+    ],
+    1: [
+        "anyqlora/memory.py",
+        "anyqlora/machine.py",
+        "anyqlora/mesh.py",
+        "anyqlora/plan.py",
+        "anyqlora/fit.py",
+        "anyqlora/targets.py",
+        "anyqlora/world.py",
+        "backend_manager.py",
+    ],
     4: ["train.py", "anyqlora/__main__.py", "anyqlora/commands", "anyqlora/worker.py"],
-    3: ["anyqlora/on_torch", "anyqlora/on_mlx", "anyqlora/distribution", "anyqlora/export", "anyqlora/report", "anyqlora/testing.py"],
+    3: [
+        "anyqlora/on_torch",
+        "anyqlora/on_mlx",
+        "anyqlora/distribution",
+        "anyqlora/export",
+        "anyqlora/report",
+        "anyqlora/testing.py",
+    ],
     2: ["anyqlora"],  # whatever else stands there
 }
 
@@ -72,7 +102,7 @@ def test_no_cycles_on_one_floor():
     done = set()
 
     def visit(name, trail):
-        assert name not in trail, " -> ".join([*trail[trail.index(name):], name])
+        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
         if name not in done:
             for other in graph[name]:
                 if other in graph and other != name and not other.endswith("__init__.py"):
@@ -84,8 +114,11 @@ def test_no_cycles_on_one_floor():
 
 
 def test_floors_0_to_2_import_no_framework():
-    modules = [str(p.relative_to(ROOT).with_suffix("")).replace("/", ".") for p in product()
-               if floor_of(str(p.relative_to(ROOT))) <= 2 and p.name != "__init__.py"]
+    modules = [
+        str(p.relative_to(ROOT).with_suffix("")).replace("/", ".")
+        for p in product()
+        if floor_of(str(p.relative_to(ROOT))) <= 2 and p.name != "__init__.py"
+    ]
     code = f"import sys\nfor m in {modules!r}: __import__(m)\nprint(sorted({{'torch', 'transformers', 'mlx', 'peft'}} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

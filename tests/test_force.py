@@ -14,7 +14,12 @@ from anyqlora.place import IDENTITY
 from anyqlora.run import Run
 from anyqlora.sources import DEMO
 
-CONSTANT = {**SMALL, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": 3}  # a rate that does not ask how many steps there will be
+CONSTANT = {
+    **SMALL,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+    "max_steps": 3,
+}  # a rate that does not ask how many steps there will be
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +63,27 @@ def test_what_is_cut_off_goes_on_with_the_same_command(step, finished):
         longer(finished, resume="force", during=lambda now: now == step and fail(ZeroDivisionError()))
     assert not (finished / "result.json").exists() and (finished / "adapter").is_dir()
     longer(finished, resume="force")
-    assert runs.result(finished)["steps"] == 6 and [line["step"] for line in runs.metrics(finished)] == [1, 2, 3, 4, 5, 6]
+    assert runs.result(finished)["steps"] == 6 and [line["step"] for line in runs.metrics(finished)] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_a_kill_before_the_new_identity_leaves_the_old_run(finished, monkeypatch):
     """It has its last checkpoint, and the old command ends it again with the same bytes."""
     before = adapter_bytes(finished)
     write = Disk.write
-    monkeypatch.setattr(Disk, "write", lambda self, path, content: fail(OSError(28, "No space left")) if IDENTITY in path.name else write(self, path, content))
+    monkeypatch.setattr(
+        Disk,
+        "write",
+        lambda self, path, content: (
+            fail(OSError(28, "No space left")) if IDENTITY in path.name else write(self, path, content)
+        ),
+    )
     with pytest.raises(DiskFull):
         longer(finished, resume="force")
     monkeypatch.undo()
@@ -81,14 +99,24 @@ def test_without_a_usable_checkpoint_it_is_refused_and_stays_finished(is_there, 
         (checkpoints.path(step) / "manifest.json").write_text("{")
     if not is_there:
         shutil.rmtree(checkpoints.directory)
-    with pytest.raises(NoCheckpoint, match="step-000003: manifest.json" if is_there else "no checkpoint of it left to go on from"):
+    with pytest.raises(
+        NoCheckpoint, match="step-000003: manifest.json" if is_there else "no checkpoint of it left to go on from"
+    ):
         longer(finished, resume="force")
     assert read(finished).result["steps"] == 3
 
 
 def test_the_end_of_a_run_that_goes_on_may_stay_its_best_step(tmp_path):
     """Its last checkpoint does not know of its last evaluation. What follows, at a rate that wrecks the model, is no better; a kill in between changes nothing."""
-    settings = {**CONSTANT, "eval_dataset": "demo", "eval_steps": 2, "exact_match": False, "eval_batch_size": 32, "keep": "best", "max_steps": 4}
+    settings = {
+        **CONSTANT,
+        "eval_dataset": "demo",
+        "eval_steps": 2,
+        "exact_match": False,
+        "eval_batch_size": 32,
+        "keep": "best",
+        "max_steps": 4,
+    }
     directory = runs.run(tmp_path, **settings)
     best = runs.evaluations(directory)[-1]
     assert best["step"] == 4 and best["loss"] == min(e["loss"] for e in runs.evaluations(directory))
@@ -110,7 +138,16 @@ def test_a_run_without_a_step_left_is_not_forced(finished):
 
 def test_a_forced_run_is_evaluated_on_its_own_rows(tmp_path, monkeypatch):
     """Where the one before had stopped early and died before its end."""
-    settings = {**CONSTANT, "eval_dataset": "demo", "eval_steps": 1, "exact_match": False, "eval_batch_size": 32, "lr": 0.5, "early_stopping": 1, "max_steps": 8}
+    settings = {
+        **CONSTANT,
+        "eval_dataset": "demo",
+        "eval_steps": 1,
+        "exact_match": False,
+        "eval_batch_size": 32,
+        "lr": 0.5,
+        "early_stopping": 1,
+        "max_steps": 8,
+    }
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(Run, "write_finished", lambda *_: 1 / 0)
         runs.run(tmp_path, **settings)
@@ -118,16 +155,30 @@ def test_a_forced_run_is_evaluated_on_its_own_rows(tmp_path, monkeypatch):
     others.write_text("".join((DEMO / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))
     directory = runs.run(tmp_path, **{**settings, "eval_dataset": str(others), "resume": "force"})
     before, after = runs.evaluations(directory)[-2:]
-    assert before["step"] == after["step"] == runs.result(directory)["steps"] and before["loss"] != after["loss"] == runs.result(directory)["eval"]["after"]["loss"]
+    assert (
+        before["step"] == after["step"] == runs.result(directory)["steps"]
+        and before["loss"] != after["loss"] == runs.result(directory)["eval"]["after"]["loss"]
+    )
 
 
 def test_a_forced_run_that_stops_early_at_once_is_the_one_that_was_asked_for(tmp_path):
     """No checkpoint is saved, which would have been the place of its identity, and no result is lost."""
-    settings = {**CONSTANT, "eval_dataset": "demo", "eval_steps": 1, "exact_match": False, "eval_batch_size": 32, "lr": 0.5, "early_stopping": 1, "max_steps": 8}
+    settings = {
+        **CONSTANT,
+        "eval_dataset": "demo",
+        "eval_steps": 1,
+        "exact_match": False,
+        "eval_batch_size": 32,
+        "lr": 0.5,
+        "early_stopping": 1,
+        "max_steps": 8,
+    }
     directory = runs.run(tmp_path, **settings)
     first, steps = (directory / "result.json").read_bytes(), len(runs.metrics(directory))
     assert steps < 8
     for rate in (0.4, 0.3):
         runs.run(tmp_path, **{**settings, "lr": rate, "resume": "force"})
         assert json.loads((directory / IDENTITY).read_text())["lr"] == rate
-    assert (directory / f"result-{steps:06d}.json").read_bytes() == first and (directory / f"result-{steps:06d}-1.json").exists()
+    assert (directory / f"result-{steps:06d}.json").read_bytes() == first and (
+        directory / f"result-{steps:06d}-1.json"
+    ).exists()

@@ -11,9 +11,19 @@ import torch
 
 from anyqlora.errors import UsageError
 
-pytestmark = pytest.mark.skipif(not os.environ.get("TEST_ON_GPU"), reason="run by benchmarks/gpu.sh on a machine with a GPU")
-SHORT = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 8, "max_steps": 20, "lr": 2e-3, "lora_dropout": 0,
-         "save_steps": 0}
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("TEST_ON_GPU"), reason="run by benchmarks/gpu.sh on a machine with a GPU"
+)
+SHORT = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "context_length": 128,
+    "batch_size": 8,
+    "max_steps": 20,
+    "lr": 2e-3,
+    "lora_dropout": 0,
+    "save_steps": 0,
+}
 
 
 def losses(directory):
@@ -55,9 +65,20 @@ def test_float8_products_learn_the_same(kernels, tmp_path):
 def test_two_runs_on_the_gpu_write_the_same_bytes(tmp_path):
     """Documents of 2,300 tokens: attention's backward adds up the parts of a row in any order where it is not told otherwise."""
     base = tiny_models.make(tmp_path / "base", head_dim=64, max_position_embeddings=4096, dtype=torch.bfloat16)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{number} and " * 1200}) + "\n" for number in range(16)))
-    settings = {**SHORT, "backend": "cuda", "precision": "bf16", "lora_dropout": 0.1, "model_name": str(base), "dataset": str(tmp_path / "rows.jsonl"),
-                "context_length": 2304, "batch_size": 2, "max_steps": 5}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"{number} and " * 1200}) + "\n" for number in range(16))
+    )
+    settings = {
+        **SHORT,
+        "backend": "cuda",
+        "precision": "bf16",
+        "lora_dropout": 0.1,
+        "model_name": str(base),
+        "dataset": str(tmp_path / "rows.jsonl"),
+        "context_length": 2304,
+        "batch_size": 2,
+        "max_steps": 5,
+    }
     first, second = (runs.run(tmp_path, name, **settings) for name in ("first", "second"))
     assert runs.metrics(first)[0]["tokens"] >= 2 * 2048
     assert runs.result(first)["adapter_sha256"] == runs.result(second)["adapter_sha256"]
@@ -65,8 +86,13 @@ def test_two_runs_on_the_gpu_write_the_same_bytes(tmp_path):
 
 def test_offloaded_activations_take_less_memory_and_change_nothing(tmp_path):
     settings = {**SHORT, "backend": "cuda", "batch_size": 128, "max_steps": 3, "use_gradient_checkpointing": False}
-    kept, offloaded = (runs.result(runs.run(tmp_path, str(on), **settings, use_activation_cpu_offload=on)) for on in (False, True))
-    assert offloaded["adapter_sha256"] == kept["adapter_sha256"] and offloaded["peak_memory_bytes"] < 0.7 * kept["peak_memory_bytes"]
+    kept, offloaded = (
+        runs.result(runs.run(tmp_path, str(on), **settings, use_activation_cpu_offload=on)) for on in (False, True)
+    )
+    assert (
+        offloaded["adapter_sha256"] == kept["adapter_sha256"]
+        and offloaded["peak_memory_bytes"] < 0.7 * kept["peak_memory_bytes"]
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["fused_adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"])
@@ -95,7 +121,11 @@ def test_a_run_goes_from_the_gpu_to_the_cpu(tmp_path):
 
 def test_every_kind_of_kernels_learns_the_same(tmp_path):
     """The exact ones give the portable ones' bytes only where bitsandbytes too multiplies by the whole weight, so: within rounding."""
-    found = {kernels: losses(runs.run(tmp_path, kernels, **{**SHORT, "backend": "cuda", "precision": "fp32", "kernels": kernels}))
-             for kernels in ("portable", "exact", "triton")}
+    found = {
+        kernels: losses(
+            runs.run(tmp_path, kernels, **{**SHORT, "backend": "cuda", "precision": "fp32", "kernels": kernels})
+        )
+        for kernels in ("portable", "exact", "triton")
+    }
     np.testing.assert_allclose(found["exact"], found["portable"], rtol=2e-4)
     np.testing.assert_allclose(found["triton"], found["portable"], rtol=2e-4)

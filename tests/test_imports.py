@@ -63,7 +63,10 @@ def test_it_collects_again_after_an_import_that_fails():
 @pytest.fixture
 def neighbours():
     """Processes that keep every core busy."""
-    running = [subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE) for _ in range(machine.observe().cores)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+        for _ in range(machine.observe().cores)
+    ]
     for process in running:
         process.stdout.readline()
     yield

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("anyqlora", "configs", "train.py", "backend_manager.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE")
+SOURCES = (
+    "anyqlora",
+    "configs",
+    "train.py",
+    "backend_manager.py",
+    "pyproject.toml",
+    "requirements.txt",
+    "README.md",
+    "LICENSE",
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +30,32 @@ def installed(tmp_path_factory):
             shutil.copytree(ROOT / name, place / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, place / "source" / name)
-    out = subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "-q",
-                          "--target", place / "target", place / "source"], capture_output=True, text=True)
+    out = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--disable-pip-version-check",
+            "-q",
+            "--target",
+            place / "target",
+            place / "source",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert out.returncode == 0, out.stderr
     return place / "target"
 
 
 def files(root):
-    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def python(installed, *arguments, cwd):
@@ -43,8 +70,10 @@ def test_every_file_of_the_product_is_installed(installed):
 
 
 def test_the_installed_product_finds_its_first_run_and_its_demo(installed, tmp_path):
-    code = ("import anyqlora, backend_manager, train; from anyqlora import config, layouts, sources; print(anyqlora.__file__); "
-            "print(config.resolve({}, environ={}).is_demo, layouts.DEMO_BASE.joinpath('model.safetensors').exists(), len(sources.read('demo')[0].rows) > 100)")
+    code = (
+        "import anyqlora, backend_manager, train; from anyqlora import config, layouts, sources; print(anyqlora.__file__); "
+        "print(config.resolve({}, environ={}).is_demo, layouts.DEMO_BASE.joinpath('model.safetensors').exists(), len(sources.read('demo')[0].rows) > 100)"
+    )
     out = python(installed, "-c", code, cwd=tmp_path)
     assert out.stdout.splitlines() == [str(installed / "anyqlora" / "__init__.py"), "True True True"], out.stderr
 

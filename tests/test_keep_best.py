@@ -18,7 +18,13 @@ from anyqlora.signals import Interrupted
 from anyqlora.sources import DEMO
 
 BEST = {**HELD_OUT, "keep": "best", "save_steps": 0, "eval_steps": 2, "samples": 1, "max_new_tokens": 2}
-WRECKED = {"lr": 0.05, "lr_scheduler": "constant", "wd": 0, "warmup_steps": 8, "grad_norm": 100}  # the loss falls until step 3, and rises
+WRECKED = {
+    "lr": 0.05,
+    "lr_scheduler": "constant",
+    "wd": 0,
+    "warmup_steps": 8,
+    "grad_norm": 100,
+}  # the loss falls until step 3, and rises
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +66,14 @@ def test_the_best_step_is_written_and_named(wrecked, tmp_path, capfd):
     kept = Checkpoints(directory / "checkpoints")
     assert adapter_bytes(directory / "adapter") == adapter_bytes(kept.path(best))
     assert f"| optimizer steps, rows per step | {best}, 4 |" in (directory / "adapter/README.md").read_text()
-    assert f"| trained tokens | {kept.read(best).state['tokens_trained']} |" in (directory / "adapter/README.md").read_text()
+    assert (
+        f"| trained tokens | {kept.read(best).state['tokens_trained']} |"
+        in (directory / "adapter/README.md").read_text()
+    )
     assert f"after step {best}" in shown(directory)
-    assert "no better than it was" not in capfd.readouterr().err, "what is written is the best step, and better than the base"
+    assert "no better than it was" not in capfd.readouterr().err, (
+        "what is written is the best step, and better than the base"
+    )
 
 
 def test_the_last_step_may_be_the_best(best, tmp_path):
@@ -83,7 +94,15 @@ def test_a_best_step_that_could_not_be_saved_leaves_the_best_before_it(wrecked, 
     second = min(seen.keys() - {best}, key=seen.get)
     assert second < best <= 5, "else nothing would have pruned it"
     write = Disk.write
-    monkeypatch.setattr(Disk, "write", lambda self, path, content: fail(OSError(errno.ENOSPC, "No space left")) if f"step-{best:06d}" in str(path) else write(self, path, content))
+    monkeypatch.setattr(
+        Disk,
+        "write",
+        lambda self, path, content: (
+            fail(OSError(errno.ENOSPC, "No space left"))
+            if f"step-{best:06d}" in str(path)
+            else write(self, path, content)
+        ),
+    )
     directory = runs.run(tmp_path, **{**wrecked, "eval_steps": 1})
     said = capfd.readouterr().err
     assert said.count("cannot be written") == 1 and losses(directory) == seen
@@ -94,16 +113,25 @@ def test_a_best_step_that_could_not_be_saved_leaves_the_best_before_it(wrecked, 
 def test_a_best_step_that_was_pruned_before_keep_best_was_asked_for_is_left_out(wrecked, tmp_path, capfd):
     """What is kept is no part of a run's identity, so it may change on the way."""
     with pytest.raises(ZeroDivisionError):
-        runs.run(tmp_path, during=lambda step: step == 6 and fail(ZeroDivisionError()), **{**wrecked, "keep": 2, "save_steps": 1})
+        runs.run(
+            tmp_path,
+            during=lambda step: step == 6 and fail(ZeroDivisionError()),
+            **{**wrecked, "keep": 2, "save_steps": 1},
+        )
     directory = runs.run(tmp_path, **wrecked)
     seen = losses(directory)
     assert min(seen, key=seen.get) == 2 and "the best step so far, 2, has no checkpoint" in capfd.readouterr().err
-    assert runs.result(directory)["eval"]["after"] == {"step": 8, **{k: v for k, v in runs.evaluations(directory)[-1].items() if k not in ("step", "event")}}
+    assert runs.result(directory)["eval"]["after"] == {
+        "step": 8,
+        **{k: v for k, v in runs.evaluations(directory)[-1].items() if k not in ("step", "event")},
+    }
 
 
 def test_a_best_step_that_cannot_be_read_in_the_end_leaves_the_last_one(wrecked, tmp_path, capfd):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
-    directory = runs.run(tmp_path, during=lambda step: step == 7 and (checkpoints.path(2) / ADAPTER).write_bytes(b""), **wrecked)
+    directory = runs.run(
+        tmp_path, during=lambda step: step == 7 and (checkpoints.path(2) / ADAPTER).write_bytes(b""), **wrecked
+    )
     assert "step-000002 is the best step's and cannot be used" in capfd.readouterr().err
     assert runs.result(directory)["eval"]["after"]["step"] == 8
     assert adapter_bytes(directory / "adapter") == adapter_bytes(checkpoints.path(8))
@@ -135,8 +163,14 @@ def test_a_loss_that_is_not_finite_is_never_the_best(value):
 
 def test_numbers_that_are_not_finite_come_back_from_a_checkpoint():
     """As they were written before they were refused as the best, too; such a checkpoint has no `kept` either."""
-    state = json.loads(to_json({"step": 2, "before": {"loss": 3.0, "perplexity": math.inf}, "best": {"step": 2, "loss": math.nan}}))
+    state = json.loads(
+        to_json({"step": 2, "before": {"loss": 3.0, "perplexity": math.inf}, "best": {"step": 2, "loss": math.nan}})
+    )
     progress = Progress.from_state(state)
-    assert progress.before == {"loss": 3.0, "perplexity": math.inf} and math.isnan(progress.best["loss"]) and math.isnan(progress.kept["loss"])
+    assert (
+        progress.before == {"loss": 3.0, "perplexity": math.inf}
+        and math.isnan(progress.best["loss"])
+        and math.isnan(progress.kept["loss"])
+    )
     progress.evaluated({"step": 4, "loss": 9.0})
     assert progress.best == {"step": 4, "loss": 9.0}

@@ -33,7 +33,9 @@ def gradients(value, *tensors):
 @pytest.mark.parametrize("learns", [False, True], ids=["frozen head", "trained head"])
 def test_cross_entropy_is_its_definition(after, rows, learns):
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((33, 24), (50, 24), (50,)))
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((33, 24), (50, 24), (50,))
+    )
     targets = torch.randint(50, (33,), generator=generator)
     inputs = [hidden.requires_grad_(), *([weight.requires_grad_(), bias.requires_grad_()] if learns else [])]
     ours = cross_entropy(hidden, weight, bias, targets, after=AFTERS[after], rows=rows) / 7
@@ -50,7 +52,11 @@ def test_cross_entropy_in_float32_is_exact_and_in_16_bits_within_rounding():
     exact = hidden.double().requires_grad_()
     expected = defined(exact, weight.double(), None, targets)
     (of_hidden,) = gradients(expected / 1000, exact)
-    for dtype, loss_within, gradient_within in ((torch.float32, 1e-6, 1e-5), (torch.bfloat16, 3e-3, 0.02), (torch.float16, 1e-3, 5e-3)):
+    for dtype, loss_within, gradient_within in (
+        (torch.float32, 1e-6, 1e-5),
+        (torch.bfloat16, 3e-3, 0.02),
+        (torch.float16, 1e-3, 5e-3),
+    ):
         h = hidden.to(dtype).requires_grad_()
         ours = cross_entropy(h, weight.to(dtype), None, targets, rows=16)
         assert ours.dtype == torch.float32 and ours.item() == pytest.approx(expected.item(), rel=loss_within)
@@ -88,7 +94,9 @@ def started(request, tmp_path_factory):
 
 def test_the_loss_on_trained_tokens_is_the_loss(started):
     """Every architecture, whatever it does after its head; the reference makes all logits by the model's own forward."""
-    assert isinstance(started.runtime.loss, losses.TrainedTokenLoss) and not any("logits" in note for note in started.built.notes)
+    assert isinstance(started.runtime.loss, losses.TrainedTokenLoss) and not any(
+        "logits" in note for note in started.built.notes
+    )
     (batch,) = started.run.stream[0]
     for name, parameter in started.built.trainable.items():
         torch.nn.init.normal_(parameter, std=0.05) if "lora_B" in name else None
@@ -104,7 +112,9 @@ def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(
     (batch,) = started.run.stream[0]
     batch = replace(batch, targets=np.where(np.arange(batch.ids.shape[1]) % 3 == 0, batch.targets, data.IGNORE))
     mlp, seen = started.runtime.loss.last_mlp, []
-    assert (mlp is None) == (started.architecture in ("gpt_oss", "granitemoe"))  # experts that also say how they chose; another name
+    assert (mlp is None) == (
+        started.architecture in ("gpt_oss", "granitemoe")
+    )  # experts that also say how they chose; another name
     if mlp is None:
         return
     for name, parameter in started.built.trainable.items():
@@ -126,12 +136,22 @@ def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-6 * float(other.abs().max()))
 
 
-@pytest.mark.parametrize(("settings", "skips"), [({}, True), ({"use_gradient_checkpointing": True}, False),
-                                                 ({"use_gradient_checkpointing": True, "recomputed_layers": 1}, True), ({"lora_dropout": 0.1}, False), ({"loss_rows": 0}, None)])
+@pytest.mark.parametrize(
+    ("settings", "skips"),
+    [
+        ({}, True),
+        ({"use_gradient_checkpointing": True}, False),
+        ({"use_gradient_checkpointing": True, "recomputed_layers": 1}, True),
+        ({"lora_dropout": 0.1}, False),
+        ({"loss_rows": 0}, None),
+    ],
+)
 def test_the_last_mlp_is_not_narrowed_where_it_runs_again_or_draws(settings, skips, tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", **settings)
     mlp = getattr(started.runtime.loss, "last_mlp", None)
-    assert (mlp is not None) == bool(skips) and (skips is not None) == isinstance(started.runtime.loss, losses.TrainedTokenLoss)
+    assert (mlp is not None) == bool(skips) and (skips is not None) == isinstance(
+        started.runtime.loss, losses.TrainedTokenLoss
+    )
     assert mlp is None or mlp is started.model.get_submodule("base_model.model.model.layers")[-1].mlp
     assert np.isfinite(started.step())
 
@@ -160,19 +180,31 @@ def test_an_architecture_that_does_something_else_after_its_head_is_named(tmp_pa
 def test_float64_is_made_in_host_memory_only():
     """Metal and Intel's cheaper GPUs have none: asking for it there looks like an architecture that is not known."""
     sources = [path.read_text(encoding="utf-8") for path in Path(losses.__file__).parent.rglob("*.py")]
-    assert sum(source.count(".cpu().double()") for source in sources) == sum(source.count(".double()") for source in sources) > 0
-    assert [device.exactest(torch.device(name)) for name in ("cpu", "cuda", "mps")] == [torch.float64, torch.float64, torch.float32]
+    assert (
+        sum(source.count(".cpu().double()") for source in sources)
+        == sum(source.count(".double()") for source in sources)
+        > 0
+    )
+    assert [device.exactest(torch.device(name)) for name in ("cpu", "cuda", "mps")] == [
+        torch.float64,
+        torch.float64,
+        torch.float32,
+    ]
 
 
 def test_no_more_logits_than_asked_for_are_made(tmp_path):
     """Not by the head in training, and not by anything else: the largest tensor of the vocabulary's width has `loss_rows` rows."""
-    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", loss_rows=8)
+    started = tiny_models.Started(
+        tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", loss_rows=8
+    )
     seen = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            seen.extend(t.shape for t in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(t, torch.Tensor))
+            seen.extend(
+                t.shape for t in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(t, torch.Tensor)
+            )
             return out
 
     (batch,) = started.run.stream[0]
@@ -180,15 +212,24 @@ def test_no_more_logits_than_asked_for_are_made(tmp_path):
         (started.runtime.loss(started.model, batch, torch.device("cpu")) / batch.trained).backward()
     vocabulary = started.model.get_output_embeddings().out_features
     weight = torch.Size((started.model.config.hidden_size, vocabulary))  # as the product takes it
-    assert max(shape.numel() // vocabulary for shape in seen if shape[-1:] == (vocabulary,) and shape != weight) == 8 < batch.trained
+    assert (
+        max(shape.numel() // vocabulary for shape in seen if shape[-1:] == (vocabulary,) and shape != weight)
+        == 8
+        < batch.trained
+    )
 
 
 def test_full_fine_tuning_learns_a_tied_head_as_by_the_definition(tmp_path):
-    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "qwen2"), train_type="full", loss_rows=16)
+    started = tiny_models.Started(
+        tmp_path, tiny_models.make(tmp_path / "base", "qwen2"), train_type="full", loss_rows=16
+    )
     (batch,) = started.run.stream[0]
     trainable = list(started.built.trainable.values())
     assert data.IGNORE in batch.targets
-    found = [gradients(loss(started.model, batch, torch.device("cpu")), *trainable) for loss in (started.runtime.loss, losses.token_loss)]
+    found = [
+        gradients(loss(started.model, batch, torch.device("cpu")), *trainable)
+        for loss in (started.runtime.loss, losses.token_loss)
+    ]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
@@ -201,8 +242,19 @@ def layers(generator, inputs, outputs, rank=4, dtype=torch.float64, bias=True):
     found = []
     for size in outputs:
         weight = torch.randn(size, inputs, generator=generator, dtype=dtype)
-        a, b = (torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in ((rank, inputs), (size, rank)))
-        found.append(lora.Linear(lambda weight=weight: weight, torch.randn(size, generator=generator, dtype=dtype) if bias else None, a, b, 1.5))
+        a, b = (
+            torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+            for shape in ((rank, inputs), (size, rank))
+        )
+        found.append(
+            lora.Linear(
+                lambda weight=weight: weight,
+                torch.randn(size, generator=generator, dtype=dtype) if bias else None,
+                a,
+                b,
+                1.5,
+            )
+        )
     return found, [factor for layer in found for factor in (layer.a, layer.b)]
 
 
@@ -243,10 +295,15 @@ def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate, narrow
     ours = lora.linears(x, parts, rate)
     torch.manual_seed(5)
     seen = x * lora.drawn(x, rate) / (1 - rate)
-    theirs = [torch.nn.functional.linear(x, layer.weight(), layer.bias) + 1.5 * (seen @ layer.a.T @ layer.b.T) for layer in parts]
+    theirs = [
+        torch.nn.functional.linear(x, layer.weight(), layer.bias) + 1.5 * (seen @ layer.a.T @ layer.b.T)
+        for layer in parts
+    ]
     found = [gradients(ys[0].sum() + ys[1].square().sum(), x, *factors) for ys in (ours, theirs)]
     for mine, other in zip([*ours, *found[0]], [*theirs, *found[1]], strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max()))  # 1 - rate in 16 bits
+        torch.testing.assert_close(
+            mine, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max())
+        )  # 1 - rate in 16 bits
     kept = lora.drawn(x, rate).double()
     assert abs(kept.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / x.numel()) ** 0.5
     assert kept.mean(0).std() < 0.03 and kept.mean(1).std() < 0.08  # no column and no row of its own
@@ -269,7 +326,10 @@ def step_of(directory, tmp_path, dtype=None, **settings):
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3", "gpt_neox", "gemma3_text", "starcoder2"])
 def test_in_float64_fused_layers_are_pefts_own(architecture, tmp_path):
     directory = tiny_models.make(tmp_path / "base", architecture)
-    found = [step_of(directory, tmp_path / str(fused), torch.float64, train_type="lora", fused=fused) for fused in (True, False)]
+    found = [
+        step_of(directory, tmp_path / str(fused), torch.float64, train_type="lora", fused=fused)
+        for fused in (True, False)
+    ]
     (ours, loss, mine), (theirs, expected, others) = found
     assert len(fused_layers(ours.model)) == len(mine) // 2 and not fused_layers(theirs.model)
     assert loss == pytest.approx(expected, rel=1e-12) and mine.keys() == others.keys()
@@ -277,13 +337,17 @@ def test_in_float64_fused_layers_are_pefts_own(architecture, tmp_path):
         torch.testing.assert_close(mine[name], gradient, rtol=1e-10, atol=1e-10 * float(gradient.abs().max()), msg=name)
 
 
-@pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-5), ("bf16", 0.03), ("bf16_autocast", 0.03), ("bf16_buffers_autocast", 0.03),
-                                                   ("fp16_autocast", 0.01)])
+@pytest.mark.parametrize(
+    ("precision", "within"),
+    [("fp32", 1e-5), ("bf16", 0.03), ("bf16_autocast", 0.03), ("bf16_buffers_autocast", 0.03), ("fp16_autocast", 0.01)],
+)
 @pytest.mark.parametrize("quantizer", ["nf4", "fp4", "none"])
 def test_in_every_precision_fused_layers_are_pefts_own_within_rounding(quantizer, precision, within, tmp_path):
     directory = tiny_models.make(tmp_path / "base", "llama", intermediate_size=128)
     settings = {"quantizer": quantizer, "precision": precision}
-    (_, loss, mine), (_, expected, others) = (step_of(directory, tmp_path / str(fused), **settings, fused=fused) for fused in (True, False))
+    (_, loss, mine), (_, expected, others) = (
+        step_of(directory, tmp_path / str(fused), **settings, fused=fused) for fused in (True, False)
+    )
     assert loss == pytest.approx(expected, rel=within / 5)
     off = sum((mine[name].double() - g.double()).square().sum() for name, g in others.items()).sqrt()
     assert off < within * torch.nn.utils.get_total_norm(list(others.values()))
@@ -301,9 +365,23 @@ def test_other_starts_and_scales_are_fused_too(kind, tmp_path):
 
 
 def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_path):
-    for wrong in ({"adapter": "dora"}, {"quantizer": "int8"}, {"train_type": "custom_qlora", "adapter": "dora"}, {"train_type": "custom_qlora", "fused": False}):
+    for wrong in (
+        {"adapter": "dora"},
+        {"quantizer": "int8"},
+        {"train_type": "custom_qlora", "adapter": "dora"},
+        {"train_type": "custom_qlora", "fused": False},
+    ):
         with pytest.raises(UsageError, match="fused|means quantizer"):
-            resolve({"model_name": "demo", "dataset": "demo", **({} if "train_type" in wrong else {"fused": True}), **wrong}, environ={}, said="test")
+            resolve(
+                {
+                    "model_name": "demo",
+                    "dataset": "demo",
+                    **({} if "train_type" in wrong else {"fused": True}),
+                    **wrong,
+                },
+                environ={},
+                said="test",
+            )
     llama = tiny_models.make(tmp_path / "llama", "llama", intermediate_size=128)
     dora = tiny_models.Started(tmp_path / "dora", llama, adapter="dora")
     assert not fused_layers(dora.model)
@@ -320,19 +398,30 @@ def test_without_its_adapter_a_fused_model_is_the_base(tmp_path):
     started.step()
     ids = torch.arange(5, 25)[None]
     with torch.no_grad(), started.model.disable_adapter():
-        torch.testing.assert_close(started.model(input_ids=ids).logits, tiny_models.plain(tmp_path / "base", started.held())(input_ids=ids).logits,
-                                   rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            started.model(input_ids=ids).logits,
+            tiny_models.plain(tmp_path / "base", started.held())(input_ids=ids).logits,
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
 # ---------------------------------------------------------------------------------------------- documents, and attention in them
 
 
-DOCUMENTS = {"one": None, "some": [[0] * 9 + [1] * 20 + [2] + [3] * 10, [0] * 40], "padded": [[0] * 25 + [-1] * 15, [0] * 7 + [1] * 33]}
+DOCUMENTS = {
+    "one": None,
+    "some": [[0] * 9 + [1] * 20 + [2] + [3] * 10, [0] * 40],
+    "padded": [[0] * 25 + [-1] * 15, [0] * 7 + [1] * 33],
+}
 
 
 def heads(dtype, rows=2, length=40, queries=6, keys=2, width=16):
     generator = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(rows, count, length, width, generator=generator).to(dtype).requires_grad_() for count in (queries, keys, keys))
+    q, k, v = (
+        torch.randn(rows, count, length, width, generator=generator).to(dtype).requires_grad_()
+        for count in (queries, keys, keys)
+    )
     return (q, k, v), torch.randn(rows, length, queries, width, generator=generator).to(dtype)
 
 
@@ -357,9 +446,18 @@ def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, quer
     exact = [x.detach().double().requires_grad_() for x in inputs]
 
     def torchs(q, k, v, scale, documents):
-        ends = [0, length] if documents is None else [0, *(documents[0].diff().nonzero().flatten() + 1).tolist(), length]
-        return torch.cat([torch.nn.functional.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=b - a > 1, scale=scale,
-                                                                           enable_gqa=True) for a, b in zip(ends, ends[1:], strict=False)], 2).transpose(1, 2)
+        ends = (
+            [0, length] if documents is None else [0, *(documents[0].diff().nonzero().flatten() + 1).tolist(), length]
+        )
+        return torch.cat(
+            [
+                torch.nn.functional.scaled_dot_product_attention(
+                    q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=b - a > 1, scale=scale, enable_gqa=True
+                )
+                for a, b in zip(ends, ends[1:], strict=False)
+            ],
+            2,
+        ).transpose(1, 2)
 
     found = []
     for compute, given in ((attention.defined, exact), (attention.attention, inputs), (torchs, inputs)):
@@ -370,12 +468,33 @@ def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, quer
         assert off < max(2.5 * torchs_off, 0.006)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "mixtral", "gpt_neox",
-                                          "starcoder2", "gpt2", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "granite",
+        "smollm3",
+        "mixtral",
+        "gpt_neox",
+        "starcoder2",
+        "gpt2",
+        "qwen2_moe",
+    ],
+)
 def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, tmp_path):
     """Every row by itself is the reference: lengths differ, two of four are packed, windows are shorter than rows (Qwen2-MoE's layers
     tell theirs only to the mask)."""
-    own = {"use_sliding_window": True, "sliding_window": tiny_models.WINDOW, "max_window_layers": 0} if architecture == "qwen2_moe" else {}
+    own = (
+        {"use_sliding_window": True, "sliding_window": tiny_models.WINDOW, "max_window_layers": 0}
+        if architecture == "qwen2_moe"
+        else {}
+    )
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
     assert started.runtime.loss.inputs is flat.flat and started.built.notes == []
     rows, device = started.run.data.train[:4], torch.device("cpu")
@@ -393,7 +512,9 @@ def test_flat_rows_compute_nothing_for_padding(tmp_path):
     rows = sorted(started.run.data.train, key=lambda row: len(row.ids))
     batch = data.padded([[rows[0]], [rows[-1]]], 0)
     seen = []
-    started.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[:-1].numel()))
+    started.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0].shape[:-1].numel())
+    )
     started.runtime.loss(started.model, batch, torch.device("cpu"))
     assert seen == [batch.tokens + flat.filler(batch.tokens)] and seen[0] < batch.ids.size
 
@@ -405,7 +526,10 @@ def test_a_batch_asks_nothing_of_the_device(tmp_path):
     batch = data.padded([rows[:2], rows[2:3]], 0)
     for inputs in (flat.padded, flat.flat):
         given, targets = inputs(batch, torch.device("cpu"))
-        assert torch.equal(flat.trained(targets), (targets != data.IGNORE).nonzero().squeeze(1)) and len(flat.trained(targets)) == batch.trained
+        assert (
+            torch.equal(flat.trained(targets), (targets != data.IGNORE).nonzero().squeeze(1))
+            and len(flat.trained(targets)) == batch.trained
+        )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         started.runtime.loss(started.model, batch, torch.device("cpu"))
     assert not any(event.key == "aten::nonzero" for event in seen.key_averages())
@@ -420,23 +544,50 @@ def test_flat_rows_have_few_lengths():
     assert len({length for length in lengths if 1024 < length <= 2048}) == 16 and len(set(lengths)) < 120
 
 
-@pytest.mark.parametrize(("settings", "few"), [({}, False), ({"kernels": "portable"}, True), ({"fused": False}, True), ({"lora_target_modules": ["q_proj"]}, True)])
+@pytest.mark.parametrize(
+    ("settings", "few"),
+    [
+        ({}, False),
+        ({"kernels": "portable"}, True),
+        ({"fused": False}, True),
+        ({"lora_target_modules": ["q_proj"]}, True),
+    ],
+)
 def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(settings, few, tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), precision="bf16", **settings)
     rows = started.run.data.train
     batches = (data.padded([[row] for row in rows[:count]], 0) for count in range(2, 30))
     batch = next(batch for batch in batches if flat.filler(batch.tokens) >= 16)
     given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
-    assert given["input_ids"].numel() == batch.tokens + (flat.filler(batch.tokens) if few or not native.has("product") else -batch.tokens % 16)
+    assert given["input_ids"].numel() == batch.tokens + (
+        flat.filler(batch.tokens) if few or not native.has("product") else -batch.tokens % 16
+    )
 
 
-@pytest.mark.parametrize(("architecture", "own", "why"), [
-    ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}, "keep documents"),
-    ("llama", {"attention_dropout": 0.1}, "its attention has dropout"), ("gpt2", {"attn_pdrop": 0.1}, "its attention has dropout")])
+@pytest.mark.parametrize(
+    ("architecture", "own", "why"),
+    [
+        (
+            "phimoe",
+            {
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": 64,
+                "router_jitter_noise": 0.0,
+                "input_jitter_noise": 0.0,
+            },
+            "keep documents",
+        ),
+        ("llama", {"attention_dropout": 0.1}, "its attention has dropout"),
+        ("gpt2", {"attn_pdrop": 0.1}, "its attention has dropout"),
+    ],
+)
 def test_attention_that_flat_rows_would_change_keeps_its_padding(architecture, own, why, tmp_path):
     """A window that layers do not know of, longer than what the model is shown in a dozen tokens, and dropout, which evaluation does not show."""
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
-    assert started.runtime.loss.inputs is flat.padded and any("rows are padded" in note and why in note for note in started.built.notes)
+    assert started.runtime.loss.inputs is flat.padded and any(
+        "rows are padded" in note and why in note for note in started.built.notes
+    )
     windows = [getattr(config, "sliding_window", None) for config in flat._configs(started.model)]
     assert set(windows) == {own.get("sliding_window")} and math.isfinite(started.step())
 
@@ -509,5 +660,12 @@ def test_torchs_own_attention_becomes_deterministic_and_nothing_else_changes(tmp
 
 def test_attention_that_is_more_than_that_stays_the_architectures_own(tmp_path):
     for architecture in ("gemma2", "gpt_oss"):
-        started = tiny_models.Started(tmp_path / architecture, tiny_models.make(tmp_path / f"base-{architecture}", architecture), train_type="lora")
-        assert started.runtime.loss.inputs is flat.padded and "rows are padded: this architecture's attention is eager" in started.built.notes
+        started = tiny_models.Started(
+            tmp_path / architecture,
+            tiny_models.make(tmp_path / f"base-{architecture}", architecture),
+            train_type="lora",
+        )
+        assert (
+            started.runtime.loss.inputs is flat.padded
+            and "rows are padded: this architecture's attention is eager" in started.built.notes
+        )

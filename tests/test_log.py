@@ -32,10 +32,28 @@ from anyqlora.world import Alone
 from backend_manager import BackendManager
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = {"model_name": "demo", "dataset": "demo", "eval_dataset": "demo", "context_length": 128, "batch_size": 4, "precision": "fp32",
-         "max_steps": 3, "lr": 3e-3, "samples": 5, "exact_match": False}
-RECORD = {"step": 7, "loss": 1.5, "grad_norm": 0.25, "lr": 3e-4, "trained_tokens_per_second": 1234.0, "tokens_per_second": 2000.0,
-          "memory_bytes": 3 << 20, "eta_seconds": 61.0}
+SMALL = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "eval_dataset": "demo",
+    "context_length": 128,
+    "batch_size": 4,
+    "precision": "fp32",
+    "max_steps": 3,
+    "lr": 3e-3,
+    "samples": 5,
+    "exact_match": False,
+}
+RECORD = {
+    "step": 7,
+    "loss": 1.5,
+    "grad_norm": 0.25,
+    "lr": 3e-4,
+    "trained_tokens_per_second": 1234.0,
+    "tokens_per_second": 2000.0,
+    "memory_bytes": 3 << 20,
+    "eta_seconds": 61.0,
+}
 HOSTILE = "\x1b[2J[red]rows[/red]\x9b\a.jsonl"
 
 
@@ -57,7 +75,7 @@ def screen(output: str) -> list[str]:
         elif part == "\x1b[2K":
             lines[row] = ""
         elif not part.startswith("\x1b"):
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part):]
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
             column += len(part)
     return [line.rstrip() for line in lines]
 
@@ -98,14 +116,18 @@ def test_records_tell_memory_and_speed(tmp_path):
 # ------------------------------------------------------------------------------------------------------ which view
 
 
-@pytest.mark.parametrize(("log_to", "kind"), [
-    ("auto", Lines), ("stdout", Lines), ("tqdm", Bar), ("none", Silent), ("wandb", Lines), ("none,wandb", Silent)])
+@pytest.mark.parametrize(
+    ("log_to", "kind"),
+    [("auto", Lines), ("stdout", Lines), ("tqdm", Bar), ("none", Silent), ("wandb", Lines), ("none,wandb", Silent)],
+)
 def test_log_to_chooses_the_view(log_to, kind):
     """Output is captured, so that auto is no terminal."""
     assert type(views.view(plan_of(log_to=log_to), 1)) is kind
 
 
-@pytest.mark.parametrize(("log_to", "said"), [("tqmd", "did you mean 'tqdm'"), ("stdout,none", "contradict"), ("", "unknown log_to")])
+@pytest.mark.parametrize(
+    ("log_to", "said"), [("tqmd", "did you mean 'tqdm'"), ("stdout,none", "contradict"), ("", "unknown log_to")]
+)
 def test_log_to_refuses(log_to, said):
     with pytest.raises(UsageError, match=said):
         config.resolve({**SMALL, "log_to": log_to}, environ={})
@@ -122,11 +144,14 @@ def test_lines_say_everything_and_steer_nothing(capsys):
 
 def test_errors_cannot_steer_the_terminal():
     assert str(RunError("no rows", where=HOSTILE, cure="line\nbreaks stay")) == (
-        "\\x1b[2J[red]rows[/red]\\x9b\\x07.jsonl: no rows\n  cure: line\nbreaks stay")
+        "\\x1b[2J[red]rows[/red]\\x9b\\x07.jsonl: no rows\n  cure: line\nbreaks stay"
+    )
 
 
 def test_silent_still_tells_what_the_plan_could_not_do(capsys):
-    plan = replace(plan_of(log_to="none"), adjustments=(Adjustment("precision", "bf16", "fp16_autocast", "no bf16 here"),))
+    plan = replace(
+        plan_of(log_to="none"), adjustments=(Adjustment("precision", "bf16", "fp16_autocast", "no bf16 here"),)
+    )
     views.announce(plan, Alone())
     views.view(plan, 1).step(RECORD)
     out, err = capsys.readouterr()
@@ -167,8 +192,17 @@ def test_panel_shows_the_step_and_what_is_said_stands_above_it():
     text = "\n".join(seen)
     assert seen[0] == "warning: the loss scale shrinks" and seen[1].startswith("evaluation at step 1: loss 2.0000")
     assert seen[2].startswith("╭─ demo on demo") and text.count("╭") == 1
-    for part in ("step 10/10", "left 1:01", "1.5000  █▁", "3.00e-04", "0.250", "1234 trained tokens/s", "3.0 MiB of", "planned",
-                 "exact match 50.0 %"):
+    for part in (
+        "step 10/10",
+        "left 1:01",
+        "1.5000  █▁",
+        "3.00e-04",
+        "0.250",
+        "1234 trained tokens/s",
+        "3.0 MiB of",
+        "planned",
+        "exact match 50.0 %",
+    ):
         assert part in text, part
     panel.close()
     left = [line for line in screen(stream.getvalue()) if line]
@@ -238,7 +272,9 @@ def test_a_run_that_fails_gives_the_terminal_back(tmp_path, monkeypatch):
 
 def test_a_run_in_a_pipe_has_lines_and_nothing_on_standard_error(tmp_path):
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value).lower())]
-    done = subprocess.run([sys.executable, "train.py", *flags, "--output_dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "train.py", *flags, "--output_dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout and "step     3/3  loss" in done.stdout
 
@@ -275,7 +311,11 @@ def test_the_end_report_says_what_the_run_directory_says(finished):
     assert f"{finished}/adapter  (sha256 {result['adapter_sha256'][:16]})" in text
     for command in next_commands(finished):
         assert command in text
-    assert [command.split(" -m anyqlora ")[1].split()[0] for command in next_commands(finished)] == ["chat", "eval", "generate"]
+    assert [command.split(" -m anyqlora ")[1].split()[0] for command in next_commands(finished)] == [
+        "chat",
+        "eval",
+        "generate",
+    ]
 
 
 ENDS = "a\u2028b\u2029c\u0085d\x0be\x1cf"  # all of these end a line of text
@@ -298,7 +338,10 @@ def test_samples_stand_side_by_side_and_cannot_steer(finished, tmp_path):
     (tmp_path / "run").mkdir()
     for name in ("result.json", "metrics.jsonl", "data_report.json"):
         (tmp_path / "run" / name).write_bytes((finished / name).read_bytes())
-    lines = [{"step": step, "prompt": "P[b]\x1b[2J", "answer": answer, "expected": "x"} for step, answer in ((0, "old"), (3, "new"))]
+    lines = [
+        {"step": step, "prompt": "P[b]\x1b[2J", "answer": answer, "expected": "x"}
+        for step, answer in ((0, "old"), (3, "new"))
+    ]
     (tmp_path / "run" / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     stream = io.StringIO()
     show(tmp_path / "run", Console(file=stream))
@@ -321,11 +364,15 @@ def test_the_card_names_no_private_path_and_no_secret(tmp_path, monkeypatch):
 @pytest.mark.parametrize("settings", [{}, {"train_type": "full"}], ids=["adapter", "model"])
 def test_the_cards_code_loads_what_it_stands_beside_once_its_paths_are_filled_in(settings, tmp_path):
     base = shutil.copytree(DEMO_BASE, tmp_path / "base")
-    directory = runs.run(tmp_path, **{**SMALL, "model_name": str(base), "max_steps": 1, "eval_dataset": "", "samples": 0, **settings})
+    directory = runs.run(
+        tmp_path, **{**SMALL, "model_name": str(base), "max_steps": 1, "eval_dataset": "", "samples": 0, **settings}
+    )
     folder = directory / ("model" if settings else "adapter")
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     places = {"PATH/TO/base": base, f"PATH/TO/{folder.name}": folder}
-    assert set(re.findall(r'from_pretrained\((?:base, )?"(.*?)"\)', code)) == (places.keys() if not settings else {"PATH/TO/model"})
+    assert set(re.findall(r'from_pretrained\((?:base, )?"(.*?)"\)', code)) == (
+        places.keys() if not settings else {"PATH/TO/model"}
+    )
     for name, path in places.items():
         code = code.replace(name, str(path))
     there = {}

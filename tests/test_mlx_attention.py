@@ -25,9 +25,14 @@ def documents(rows):
     return mx.array((segments[:, :, None] == segments[:, None]) & np.tril(np.ones((LENGTH, LENGTH), bool)))[:, None]
 
 
-MASKS = {"none": lambda rows, heads: None, "causal": lambda rows, heads: "causal", "documents": lambda rows, heads: documents(rows),
-         "one for all": lambda rows, heads: documents(1), "of two sides": lambda rows, heads: documents(1)[0, 0],
-         "each head its own": lambda rows, heads: documents(heads)[:, 0]}
+MASKS = {
+    "none": lambda rows, heads: None,
+    "causal": lambda rows, heads: "causal",
+    "documents": lambda rows, heads: documents(rows),
+    "one for all": lambda rows, heads: documents(1),
+    "of two sides": lambda rows, heads: documents(1)[0, 0],
+    "each head its own": lambda rows, heads: documents(heads)[:, 0],
+}
 
 
 def of(rows, heads, kv_heads, kind=mx.float32):
@@ -88,7 +93,10 @@ def test_gradients_of_a_group_add_up_in_16_bits(monkeypatch):
     found = gradients(lambda *values: attention(*values, 0.3, None), of(*shape, mx.bfloat16))
     for one, other in zip(found, wanted, strict=True):
         other = np.array(other)
-        assert one.dtype == mx.bfloat16 and np.abs(np.array(one.astype(mx.float32)) - other).max() < 0.02 * np.abs(other).max()
+        assert (
+            one.dtype == mx.bfloat16
+            and np.abs(np.array(one.astype(mx.float32)) - other).max() < 0.02 * np.abs(other).max()
+        )
 
 
 def test_types_are_what_they_would_be(monkeypatch):
@@ -96,13 +104,21 @@ def test_types_are_what_they_would_be(monkeypatch):
     monkeypatch.setattr(memory, "SCORES_ON_MLX", 1)
     queries, keys, values = of(1, 2, 2)
     values = [queries, keys, values.astype(mx.bfloat16)]
-    one, other = (gradients(call, values) for call in (lambda *v: attention(*v, 0.3, None), lambda *v: own(*v, scale=0.3)))
+    one, other = (
+        gradients(call, values) for call in (lambda *v: attention(*v, 0.3, None), lambda *v: own(*v, scale=0.3))
+    )
     assert [a.dtype for a in one] == [b.dtype for b in other] == [mx.float32] * 3 + [mx.bfloat16]
-    assert all(np.allclose(a.astype(mx.float32), b.astype(mx.float32), rtol=0.01, atol=1e-5) for a, b in zip(one, other, strict=True))
+    assert all(
+        np.allclose(a.astype(mx.float32), b.astype(mx.float32), rtol=0.01, atol=1e-5)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
-@pytest.mark.parametrize("more", [{}, {"use_gradient_checkpointing": True}, {"packing": True}, {"train_type": "full"}],
-                         ids=["plain", "checkpointed", "packed", "full"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"use_gradient_checkpointing": True}, {"packing": True}, {"train_type": "full"}],
+    ids=["plain", "checkpointed", "packed", "full"],
+)
 def test_a_run_learns_the_same(more, tmp_path, monkeypatch):
     """By all heads at a time and by one; and MLX has its own function back."""
     taken = []
@@ -123,5 +139,7 @@ def test_what_may_learn_is_left_to_mlx():
     with scores_made_again():
         call = mx.fast.scaled_dot_product_attention
     assert call is not own
-    found, wanted = (mx.grad(lambda sinks, call=call: call(*values, scale=0.3, sinks=sinks).sum())(sinks) for call in (call, own))
+    found, wanted = (
+        mx.grad(lambda sinks, call=call: call(*values, scale=0.3, sinks=sinks).sum())(sinks) for call in (call, own)
+    )
     assert np.array_equal(found, wanted) and np.abs(np.array(found)).max() > 0

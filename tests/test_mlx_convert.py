@@ -28,7 +28,9 @@ def tensors(directory):
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -42,7 +44,9 @@ def test_there_and_back(architecture, dtype, tmp_path):
     assert main(["convert", str(tmp_path / "mlx"), "--to", "hf", "--out", str(tmp_path / "back")]) == 0
     assert same(tensors(base), tensors(tmp_path / "back"))
     assert json.loads((base / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
-    if architecture in ("llama", "qwen3") and dtype == torch.float32:  # plain mlx-lm reads rope and all from what was written
+    if (
+        architecture in ("llama", "qwen3") and dtype == torch.float32
+    ):  # plain mlx-lm reads rope and all from what was written
         ids = np.arange(5, 35)[None]
         theirs, _ = load_model(tmp_path / "mlx")
         plain = tiny_models.plain(base)(input_ids=torch.from_numpy(ids)).logits.detach().numpy()
@@ -53,23 +57,35 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
     """Each file that stands in the end was synced, or written by what syncs, and so was its directory, before the rename."""
     done, plain = [], {name: getattr(Disk, name) for name in ("write", "sync", "rename")}
     for name, method in plain.items():
-        monkeypatch.setattr(Disk, name, lambda self, path, *more, name=name, method=method: (done.append((name, path.name)), method(self, path, *more)))
+        monkeypatch.setattr(
+            Disk,
+            name,
+            lambda self, path, *more, name=name, method=method: (
+                done.append((name, path.name)),
+                method(self, path, *more),
+            ),
+        )
     base = tiny_models.make(tmp_path / "hf", "llama", dtype=torch.float32)
     to_mlx(base, tmp_path / "mlx", shard=40_000)
     files = {path.name for path in (tmp_path / "mlx").iterdir()}
     assert len([name for name in files if name.endswith(".safetensors")]) > 2
-    assert {name for _, name in done[:done.index(("rename", "mlx.staged"))]} == {*files, "mlx.staged"}
+    assert {name for _, name in done[: done.index(("rename", "mlx.staged"))]} == {*files, "mlx.staged"}
     assert done[done.index(("rename", "mlx.staged")) - 1] == ("sync", "mlx.staged")
 
 
 def test_no_room_for_weights_is_exit_code_5(tmp_path, capsys):
-    base, before = tiny_models.make(tmp_path / "hf", "llama", dtype=torch.float32), resource.getrlimit(resource.RLIMIT_FSIZE)
+    base, before = (
+        tiny_models.make(tmp_path / "hf", "llama", dtype=torch.float32),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         assert main(["convert", str(base), "--to", "mlx", "--out", str(tmp_path / "mlx")]) == 5
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot be written: model.safetensors: [write] Unable to write" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert "cannot be written: model.safetensors: [write] Unable to write" in capsys.readouterr().err and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["hf"]
 
 
 def test_what_mlx_lm_writes_comes_back(tmp_path):

@@ -32,7 +32,13 @@ def batch(vocabulary=500, trained=0.6, length=LENGTH, packed=False) -> Batch:
     ids = random.integers(3, vocabulary, (3, length))
     targets = np.where(random.random((3, length)) < trained, np.roll(ids, -1, 1), IGNORE)
     segments = np.repeat([[0] * 10 + [1] * (length - 10)], 3, 0) if packed else np.zeros_like(ids)
-    return Batch(ids=ids.astype(np.int32), targets=targets.astype(np.int32), positions=np.zeros_like(ids), segments=segments, rows=())
+    return Batch(
+        ids=ids.astype(np.int32),
+        targets=targets.astype(np.int32),
+        positions=np.zeros_like(ids),
+        segments=segments,
+        rows=(),
+    )
 
 
 def gradients(loss, model, given, factor=1.0):
@@ -45,12 +51,19 @@ def gradients(loss, model, given, factor=1.0):
 @pytest.mark.parametrize("architecture", TRAINED)
 def test_some_tokens_at_a_time_make_the_same_loss_and_gradients(architecture, rows, tmp_path):
     """Heads of their own and tied ones, capped and scaled logits; everything learns, the head too."""
-    model, given = made(tmp_path, architecture), inputs(batch(packed=architecture != "gemma2"))  # mlx-lm's takes no mask for each row
+    model, given = (
+        made(tmp_path, architecture),
+        inputs(batch(packed=architecture != "gemma2")),
+    )  # mlx-lm's takes no mask for each row
     loss, why = loss_for(model, rows)
     assert type(loss) is TrainedTokenLoss and not why
     (scaled, total), ours = gradients(loss, model, given, 3.0)
     (_, whole), theirs = gradients(WholeLoss(model), model, given, 3.0)
-    assert total == pytest.approx(whole, rel=1e-6) and scaled == pytest.approx(3 * whole, rel=1e-6) and loss.total(given) == pytest.approx(whole, rel=1e-6)
+    assert (
+        total == pytest.approx(whole, rel=1e-6)
+        and scaled == pytest.approx(3 * whole, rel=1e-6)
+        and loss.total(given) == pytest.approx(whole, rel=1e-6)
+    )
     assert ours.keys() == theirs.keys()
     for path, gradient in theirs.items():
         far, largest = float(mx.abs(ours[path] - gradient).max()), float(mx.abs(gradient).max())
@@ -103,7 +116,9 @@ def test_no_logits_of_a_whole_batch_are_made(tmp_path):
     given = inputs(batch(12_000, 1.0, 160))
     whole, by_eight = peak(WholeLoss(model), given), peak(TrainedTokenLoss(model, 8), given)
     print("rows of logits: whole", whole, "by eight", by_eight)
-    assert whole > 2 * 3 * 160 and by_eight < whole / 10  # MLX allocates for some operations ahead, and the head's weight once more
+    assert (
+        whole > 2 * 3 * 160 and by_eight < whole / 10
+    )  # MLX allocates for some operations ahead, and the head's weight once more
 
 
 def test_the_head_sees_each_trained_token_once(tmp_path):
@@ -147,7 +162,9 @@ class Bare(Trunk):
         return super().__call__(ids)
 
 
-@pytest.mark.parametrize(("model", "why"), [(Odd, "does not make of some tokens"), (Bare, "in no module apart from its head")])
+@pytest.mark.parametrize(
+    ("model", "why"), [(Odd, "does not make of some tokens"), (Bare, "in no module apart from its head")]
+)
 def test_a_model_that_cannot_be_taken_apart_says_so(model, why):
     loss, said = loss_for(model(), 8)
     assert type(loss) is WholeLoss and why in said
@@ -155,12 +172,26 @@ def test_a_model_that_cannot_be_taken_apart_says_so(model, why):
 
 
 def test_a_run_says_what_the_plan_chose(tmp_path):
-    settings = {"model_name": "demo", "dataset": "demo", "train_type": "lora", "backend": "mlx", "precision": "fp32", "context_length": 96, "batch_size": 2, "max_steps": 2,
-                "lora_dropout": 0, "save_steps": 0}
+    settings = {
+        "model_name": "demo",
+        "dataset": "demo",
+        "train_type": "lora",
+        "backend": "mlx",
+        "precision": "fp32",
+        "context_length": 96,
+        "batch_size": 2,
+        "max_steps": 2,
+        "lora_dropout": 0,
+        "save_steps": 0,
+    }
     whole, some = (runs.run(tmp_path, str(rows), **settings, loss_rows=rows) for rows in (0, 5))
     assert [json.loads((run / "plan.json").read_text())["config"]["loss_rows"] for run in (whole, some)] == [0, 5]
-    np.testing.assert_allclose([m["loss"] for m in runs.metrics(some)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6)
-    np.testing.assert_allclose([m["grad_norm"] for m in runs.metrics(some)], [m["grad_norm"] for m in runs.metrics(whole)], rtol=1e-5)
+    np.testing.assert_allclose(
+        [m["loss"] for m in runs.metrics(some)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        [m["grad_norm"] for m in runs.metrics(some)], [m["grad_norm"] for m in runs.metrics(whole)], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -178,7 +209,10 @@ def test_an_unpacked_product_is_as_near_as_rounding(bits):
     def far(module):
         (out,), (of_x,) = mx.vjp(module, [x], [cotangent])
         assert out.dtype == of_x.dtype == mx.bfloat16
-        return [float(mx.linalg.norm(one.astype(mx.float32) - other) / mx.linalg.norm(other)) for one, other in zip((out, of_x), exact, strict=True)]
+        return [
+            float(mx.linalg.norm(one.astype(mx.float32) - other) / mx.linalg.norm(other))
+            for one, other in zip((out, of_x), exact, strict=True)
+        ]
 
     theirs = far(packed)
     packed.__class__ = UnpackedLinear
@@ -190,7 +224,9 @@ def test_an_unpacked_product_is_as_near_as_rounding(bits):
 def test_factors_have_float32_gradients_in_16_bits():
     """Against float64, of 1,500 tokens in bf16: rounded to bf16, gradients would be a thousand times further."""
     x, cotangent = (mx.random.normal((3, 500, 64), key=mx.random.key(n)).astype(mx.bfloat16) for n in range(2))
-    layer = LoraLinear(nn.Linear(64, 64), mx.random.normal((4, 64)) / 8, mx.random.normal((64, 4)) / 2, scale=2.0, dropout=0.0)
+    layer = LoraLinear(
+        nn.Linear(64, 64), mx.random.normal((4, 64)) / 8, mx.random.normal((64, 4)) / 2, scale=2.0, dropout=0.0
+    )
     layer.base_layer.set_dtype(mx.bfloat16)
 
     def forward(a, b):

@@ -29,7 +29,14 @@ LAYER = 4 * 256 * 1024  # bytes in float32 of the wide model's largest weight
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A bf16 base whose blocks have 10 million weights."""
-    return tiny_models.make(tmp_path_factory.mktemp("wide"), "llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=10, dtype=torch.bfloat16)
+    return tiny_models.make(
+        tmp_path_factory.mktemp("wide"),
+        "llama",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=10,
+        dtype=torch.bfloat16,
+    )
 
 
 def taken(call) -> tuple[object, int, int]:
@@ -45,7 +52,9 @@ def taken(call) -> tuple[object, int, int]:
 
 @pytest.mark.parametrize("quantizer", ["affine4", "affine8", "nf4"])
 def test_a_model_is_never_whole_in_memory_while_it_is_packed(wide, quantizer):
-    kind = on_mlx(quantizer)(resolve({"model_name": str(wide), "dataset": "demo", "quantizer": quantizer}, environ={}), mx.bfloat16)
+    kind = on_mlx(quantizer)(
+        resolve({"model_name": str(wide), "dataset": "demo", "quantizer": quantizer}, environ={}), mx.bfloat16
+    )
     model = zoo.read(wide, longest=64)
     _, held, most = taken(lambda: hold(model, kind, mx.bfloat16, already=False))
     assert most < held + 4 * LAYER
@@ -53,15 +62,29 @@ def test_a_model_is_never_whole_in_memory_while_it_is_packed(wide, quantizer):
 
 def begun(base, monkeypatch, compiled=False, **settings) -> tuple[Runtime, Batch]:
     """A runtime before its first step, and rows for it."""
-    settings = {"model_name": str(base), "dataset": "demo", "backend": "mlx", "precision": "bf16", "lora_rank": 4, "lora_dropout": 0, "context_length": 64,
-                "batch_size": 2, "use_gradient_checkpointing": True, **settings}
+    settings = {
+        "model_name": str(base),
+        "dataset": "demo",
+        "backend": "mlx",
+        "precision": "bf16",
+        "lora_rank": 4,
+        "lora_dropout": 0,
+        "context_length": 64,
+        "batch_size": 2,
+        "use_gradient_checkpointing": True,
+        **settings,
+    }
     plan = BackendManager("mlx").plan(resolve(settings, environ={}))
     monkeypatch.setattr(Runtime, "compiles", compiled)
     runtime = Runtime(plan)
     runtime.prepare(build(plan.config, runtime), Alone())
     runtime.seed(0)
-    ids = np.random.default_rng(0).integers(3, 400, (plan.config.batch_size, plan.config.context_length)).astype(np.int32)
-    return runtime, Batch(ids=ids, targets=np.roll(ids, -1, 1), positions=np.zeros_like(ids), segments=np.zeros_like(ids), rows=())
+    ids = (
+        np.random.default_rng(0).integers(3, 400, (plan.config.batch_size, plan.config.context_length)).astype(np.int32)
+    )
+    return runtime, Batch(
+        ids=ids, targets=np.roll(ids, -1, 1), positions=np.zeros_like(ids), segments=np.zeros_like(ids), rows=()
+    )
 
 
 def test_dora_measures_one_weight_at_a_time(wide, monkeypatch):
@@ -70,7 +93,11 @@ def test_dora_measures_one_weight_at_a_time(wide, monkeypatch):
     assert most < held + 16 * LAYER
 
 
-UNPACKED = {"nf4": {"quantizer": "nf4"}, "affine4": {"quantizer": "affine4"}, "dora": {"quantizer": "affine4", "adapter": "dora"}}
+UNPACKED = {
+    "nf4": {"quantizer": "nf4"},
+    "affine4": {"quantizer": "affine4"},
+    "dora": {"quantizer": "affine4", "adapter": "dora"},
+}
 
 
 @pytest.mark.slow  # the CPU build compiles with g++
@@ -85,7 +112,10 @@ def test_a_compiled_step_takes_what_one_does_that_is_not_compiled(wide, monkeypa
     assert peaks[1] < 1.5 * peaks[0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.parametrize(("adapter", "quantizer", "dropout"), [("lora", "affine4", 0), ("lora", "nf4", 0), ("dora", "affine4", 0), ("dora", "affine4", 0.1)])
+@pytest.mark.parametrize(
+    ("adapter", "quantizer", "dropout"),
+    [("lora", "affine4", 0), ("lora", "nf4", 0), ("dora", "affine4", 0), ("dora", "affine4", 0.1)],
+)
 def test_backward_keeps_no_weight_that_forward_unpacked(adapter, quantizer, dropout):
     """Nor does it where compiling joins equal expressions, as those that unpack a weight in forward and in backward are. In float32, that
     few kernels are compiled."""
@@ -113,14 +143,29 @@ def test_backward_keeps_no_weight_that_forward_unpacked(adapter, quantizer, drop
         assert taken(lambda step=step: mx.eval(step(values, x)))[2] < COUNT / 3 * 4 * 256 * 256
 
 
-@pytest.mark.parametrize(("precision", "checkpointing", "mib", "compiled"), [
-    ("fp32", False, 128, False), ("fp32", False, 8, False), ("fp32", True, 8, False), pytest.param("bf16", True, 128, False, marks=pytest.mark.slow),
-    pytest.param("fp32", False, 128, True, marks=pytest.mark.slow), pytest.param("fp32", False, 8, True, marks=pytest.mark.slow)])
-def test_what_attention_takes_for_pairs_of_tokens_is_planned(tmp_path, monkeypatch, precision, checkpointing, mib, compiled):
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "mib", "compiled"),
+    [
+        ("fp32", False, 128, False),
+        ("fp32", False, 8, False),
+        ("fp32", True, 8, False),
+        pytest.param("bf16", True, 128, False, marks=pytest.mark.slow),
+        pytest.param("fp32", False, 128, True, marks=pytest.mark.slow),
+        pytest.param("fp32", False, 8, True, marks=pytest.mark.slow),
+    ],
+)
+def test_what_attention_takes_for_pairs_of_tokens_is_planned(
+    tmp_path, monkeypatch, precision, checkpointing, mib, compiled
+):
     """Of long rows it is most of what a step needs: 32 MiB for each array of the scores of all heads, of which backward has four."""
     monkeypatch.setattr(memory, "SCORES_ON_MLX", mib << 20)
     base = tiny_models.make(tmp_path, "llama", num_attention_heads=8, num_hidden_layers=3, max_position_embeddings=1024)
-    settings = {"precision": precision, "context_length": 1024, "batch_size": 1, "use_gradient_checkpointing": checkpointing}
+    settings = {
+        "precision": precision,
+        "context_length": 1024,
+        "batch_size": 1,
+        "use_gradient_checkpointing": checkpointing,
+    }
 
     def step():
         runtime, batch = begun(base, monkeypatch, compiled, **settings)
@@ -129,7 +174,9 @@ def test_what_attention_takes_for_pairs_of_tokens_is_planned(tmp_path, monkeypat
 
     planned, _, most = taken(step)
     print("planned", planned.total, planned.peak)
-    assert (0.7 if compiled else 0.8) < most / planned.total < 1.2, "compiled, operations on single numbers are one, which the plan does not count on"
+    assert (0.7 if compiled else 0.8) < most / planned.total < 1.2, (
+        "compiled, operations on single numbers are one, which the plan does not count on"
+    )
     assert mib > 32 or most < 80 << 20
 
 
@@ -137,7 +184,10 @@ def test_an_answer_makes_logits_of_no_token_but_the_last(tmp_path):
     """The answers are those of the whole rows, each alone, without a cache."""
     vocabulary, longest = 20_000, 120
     model = zoo.read(tiny_models.make(tmp_path, "llama", vocab_size=vocabulary), longest=256)
-    prompts = [np.random.default_rng(n).integers(3, vocabulary, length).tolist() for n, length in enumerate((longest, 1, 60, 119))]
+    prompts = [
+        np.random.default_rng(n).integers(3, vocabulary, length).tolist()
+        for n, length in enumerate((longest, 1, 60, 119))
+    ]
     mx.eval(model.parameters())
     found, _, most = taken(lambda: continued(model, prompts, 3, [], 0.0, mx.random.key(0)))
     assert most < len(prompts) * longest * vocabulary * 4 / 3

@@ -45,18 +45,30 @@ def test_packing_is_mlxs_bit_for_bit(shape, group):
     weight[0, :group], weight[1, :group], weight[2, :group] = 0, 0.5, -0.25
     words, scales, biases = pack(weight, 4, group)
     theirs = mx.quantize(mx.array(weight.numpy()), group_size=group, bits=4)
-    codes, their_scales, their_biases = (theirs[0], *(part.astype(mx.bfloat16).astype(mx.float32) for part in theirs[1:]))
+    codes, their_scales, their_biases = (
+        theirs[0],
+        *(part.astype(mx.bfloat16).astype(mx.float32) for part in theirs[1:]),
+    )
     assert np.array_equal(words.numpy().view(np.uint32), np.array(codes))
-    assert np.array_equal(scales.float().numpy(), np.array(their_scales)) and np.array_equal(biases.float().numpy(), np.array(their_biases))
+    assert np.array_equal(scales.float().numpy(), np.array(their_scales)) and np.array_equal(
+        biases.float().numpy(), np.array(their_biases)
+    )
     back = mx.dequantize(codes, their_scales, their_biases, group_size=group, bits=4)
     assert np.array_equal(unpack(words, scales, biases, 4).numpy(), np.array(back))
     assert (unpack(words, scales, biases, 4) - weight).abs().max() < 0.6 * (weight.max() - weight.min()) / 15 * 1.1
 
 
 def held_on_mlx(directory, quantizer="affine4", **more):
-    kind = on_mlx(quantizer)(resolve({"model_name": str(directory), "dataset": "demo", "quantizer": quantizer, **more}, environ={}), mx.float32)
+    kind = on_mlx(quantizer)(
+        resolve({"model_name": str(directory), "dataset": "demo", "quantizer": quantizer, **more}, environ={}),
+        mx.float32,
+    )
     model = zoo.read(directory, 64)
-    return {name: np.array(kind.dequantize(module).astype(mx.float32)) for name, module in model.named_modules() if name in linears(model)}
+    return {
+        name: np.array(kind.dequantize(module).astype(mx.float32))
+        for name, module in model.named_modules()
+        if name in linears(model)
+    }
 
 
 @pytest.mark.parametrize("kind", ["affine4", "nf4"])
@@ -66,7 +78,9 @@ def test_dequantized_weights_are_bit_equal_on_both(bases, tmp_path, kind):
     there = {name.removesuffix(".weight"): value.float().numpy() for name, value in started.held().items()}
     assert here.keys() == there.keys() and len(here) == 14
     assert all(np.array_equal(here[name], there[name]) for name in here)
-    fresh = {"affine4": Affine4(torch.float32), "nf4": Nf4(torch.float32)}[kind]  # as when it is quantized on the way into memory
+    fresh = {"affine4": Affine4(torch.float32), "nf4": Nf4(torch.float32)}[
+        kind
+    ]  # as when it is quantized on the way into memory
     for name, value in here.items():
         weight = tensor(bases / "plain", f"{name}.weight").float()
         assert np.array_equal(fresh.unpack(*fresh.pack(weight)).numpy(), value)
@@ -101,7 +115,12 @@ def test_affine_equals_a_loop_on_the_dequantized_weights(bases, tmp_path):
     """The reference is plain transformers with the weights put into it."""
     started = tiny_models.Started(tmp_path, bases / "plain", train_type="qlora", quantizer="affine4")
     ids = torch.arange(5, 35).reshape(2, 15)
-    assert torch.allclose(started.logits(ids), tiny_models.plain(bases / "plain", started.held())(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        started.logits(ids),
+        tiny_models.plain(bases / "plain", started.held())(input_ids=ids).logits,
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_plain_mlx_lm_and_plain_transformers_read_the_files(bases):
@@ -110,10 +129,15 @@ def test_plain_mlx_lm_and_plain_transformers_read_the_files(bases):
 
     ids = np.arange(5, 35).reshape(2, 15)
     config = json.loads((bases / "affine4" / "config.json").read_text())
-    config["rope_scaling"], config["rope_theta"] = config["rope_parameters"], config["rope_parameters"]["rope_theta"]  # the words that mlx-lm reads
+    config["rope_scaling"], config["rope_theta"] = (
+        config["rope_parameters"],
+        config["rope_parameters"]["rope_theta"],
+    )  # the words that mlx-lm reads
     theirs, _ = load_model(bases / "affine4", model_config=config)
     ours = zoo.read(bases / "affine4", 64)
-    assert np.array_equal(np.array(theirs(mx.array(ids)).astype(mx.float32)), np.array(ours(mx.array(ids)).astype(mx.float32)))
+    assert np.array_equal(
+        np.array(theirs(mx.array(ids)).astype(mx.float32)), np.array(ours(mx.array(ids)).astype(mx.float32))
+    )
     model = AutoModelForCausalLM.from_pretrained(bases / "nf4", dtype=torch.float32)
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
 
@@ -134,9 +158,13 @@ def test_nf4_in_numpy_is_bitsandbytes(shape, double_quant):
 def test_what_quantize_refuses(bases, tmp_path, capsys):
     mixture = tiny_models.make(tmp_path / "mixture", "mixtral")
     narrow = tiny_models.make(tmp_path / "narrow", "llama", intermediate_size=112)
-    for argv, said in (([str(bases / "nf4"), "--to", "affine4"], "quantized already"), ([str(mixture), "--to", "nf4"], "mixture of experts"),
-                       ([str(narrow), "--to", "affine4"], "mlp.down_proj.weight [64, 112]"), ([str(bases / "plain"), "--to", "afine4"], "did you mean"),
-                       ([str(bases / "plain")], "--to and --out are needed")):
+    for argv, said in (
+        ([str(bases / "nf4"), "--to", "affine4"], "quantized already"),
+        ([str(mixture), "--to", "nf4"], "mixture of experts"),
+        ([str(narrow), "--to", "affine4"], "mlp.down_proj.weight [64, 112]"),
+        ([str(bases / "plain"), "--to", "afine4"], "did you mean"),
+        ([str(bases / "plain")], "--to and --out are needed"),
+    ):
         assert main(["quantize", *argv, "--out", str(tmp_path / "out")]) == 2
         assert said in capsys.readouterr().err
     assert main(["quantize", str(bases / "plain"), "--to", "nf4", "--out", str(bases / "nf4")]) == 2
@@ -145,7 +173,10 @@ def test_what_quantize_refuses(bases, tmp_path, capsys):
 
 def test_a_checkpoint_that_says_otherwise_is_refused(bases, tmp_path):
     common = {**QLORA, "model_name": str(bases / "affine4"), "max_steps": 1}
-    for settings, said in (({"quantizer": "nf4"}, "quantized already: affine4"), ({"quantizer": "affine4", "affine_group_size": 32}, "groups have 64")):
+    for settings, said in (
+        ({"quantizer": "nf4"}, "quantized already: affine4"),
+        ({"quantizer": "affine4", "affine_group_size": 32}, "groups have 64"),
+    ):
         with pytest.raises(UsageError, match=said):
             runs.run(tmp_path, **common, **settings)
     config = json.loads((bases / "affine4" / "config.json").read_text())
@@ -161,12 +192,35 @@ def test_the_writer_holds_a_shard_at_a_time(bases, tmp_path):
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     assert len(files) > 3 and set(index.values()) == {path.name for path in files} and done["packed"] == 14
-    assert np.array_equal(held_on_mlx(tmp_path / "out")["model.layers.0.mlp.up_proj"], held_on_mlx(bases / "affine4")["model.layers.0.mlp.up_proj"])
+    assert np.array_equal(
+        held_on_mlx(tmp_path / "out")["model.layers.0.mlp.up_proj"],
+        held_on_mlx(bases / "affine4")["model.layers.0.mlp.up_proj"],
+    )
 
 
 def test_packed_weights_are_not_split_over_processes():
     for strategy in ("fsdp", "deepspeed", "tp"):
         with pytest.raises(NotBuilt, match=f"affine4 with strategy {strategy}"):
-            BackendManager("cpu").plan(resolve({"model_name": "demo", "dataset": "demo", "quantizer": "affine4", "strategy": strategy, "world_size": 2}, environ={}))
-    assert BackendManager("cpu").plan(resolve({"model_name": "demo", "dataset": "demo", "quantizer": "affine4", "strategy": "ddp", "world_size": 2},
-                                              environ={})).strategy == "ddp"
+            BackendManager("cpu").plan(
+                resolve(
+                    {
+                        "model_name": "demo",
+                        "dataset": "demo",
+                        "quantizer": "affine4",
+                        "strategy": strategy,
+                        "world_size": 2,
+                    },
+                    environ={},
+                )
+            )
+    assert (
+        BackendManager("cpu")
+        .plan(
+            resolve(
+                {"model_name": "demo", "dataset": "demo", "quantizer": "affine4", "strategy": "ddp", "world_size": 2},
+                environ={},
+            )
+        )
+        .strategy
+        == "ddp"
+    )

@@ -28,8 +28,21 @@ from anyqlora.on_mlx.memory import is_out_of_memory
 from anyqlora.on_mlx.runtime import Runtime
 from backend_manager import BackendManager
 
-SMALL = {"model_name": "demo", "dataset": "demo", "train_type": "lora", "precision": "fp32", "context_length": 96, "batch_size": 2, "max_steps": 6,
-         "gradient_accumulation_steps": 2, "lr": 2e-3, "lora_rank": 4, "save_steps": 3, "warmup_steps": 0, "use_gradient_checkpointing": False}
+SMALL = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "train_type": "lora",
+    "precision": "fp32",
+    "context_length": 96,
+    "batch_size": 2,
+    "max_steps": 6,
+    "gradient_accumulation_steps": 2,
+    "lr": 2e-3,
+    "lora_rank": 4,
+    "save_steps": 3,
+    "warmup_steps": 0,
+    "use_gradient_checkpointing": False,
+}
 MLX = {**SMALL, "backend": "mlx"}
 
 
@@ -45,17 +58,29 @@ def same(one, other, *names):
 
 def state(directory):
     """state.json but for times."""
-    return {name: value for name, value in json.loads((directory / LAST / "state.json").read_text()).items() if not name.endswith("seconds")}
+    return {
+        name: value
+        for name, value in json.loads((directory / LAST / "state.json").read_text()).items()
+        if not name.endswith("seconds")
+    }
 
 
 ADAPTER, LAST = "adapter/adapter_model.safetensors", "checkpoints/step-000006"
 
 
-@pytest.mark.parametrize("more", [
-    pytest.param({"lora_dropout": 0.1}, id="dropout"),
-    pytest.param({"adapter": "dora", "lora_dropout": 0.2, "use_gradient_checkpointing": True}, id="dora", marks=pytest.mark.slow),
-    pytest.param({"optimizer": "adadelta", "lr": 1.0}, id="adadelta", marks=pytest.mark.slow),
-    pytest.param({"precision": "fp16"}, id="fp16")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"lora_dropout": 0.1}, id="dropout"),
+        pytest.param(
+            {"adapter": "dora", "lora_dropout": 0.2, "use_gradient_checkpointing": True},
+            id="dora",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"optimizer": "adadelta", "lr": 1.0}, id="adadelta", marks=pytest.mark.slow),
+        pytest.param({"precision": "fp16"}, id="fp16"),
+    ],
+)
 def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, more):
     whole = runs.run(tmp_path, "whole", **{**MLX, **more})
     stopped(tmp_path, "cut", 4, **{**MLX, **more})
@@ -63,27 +88,52 @@ def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, more):
     assert same(whole, cut, ADAPTER, f"{LAST}/optimizer.safetensors") and state(whole) == state(cut)
 
 
-@pytest.mark.parametrize(("more", "is_last"), [({}, True), ({"lr": 0.03, "lr_scheduler": "constant", "grad_norm": 100}, False)], ids=["last", "earlier"])
+@pytest.mark.parametrize(
+    ("more", "is_last"),
+    [({}, True), ({"lr": 0.03, "lr_scheduler": "constant", "grad_norm": 100}, False)],
+    ids=["last", "earlier"],
+)
 def test_keep_best_ends_with_the_best_step(tmp_path, more, is_last):
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(tiny_models.TASK.read_text().splitlines(keepends=True)[:6]))
-    directory = runs.run(tmp_path, **{**MLX, "eval_dataset": str(held_out), "eval_steps": 2, "exact_match": False, "samples": 0, "keep": "best", "save_steps": 0, **more})
+    directory = runs.run(
+        tmp_path,
+        **{
+            **MLX,
+            "eval_dataset": str(held_out),
+            "eval_steps": 2,
+            "exact_match": False,
+            "samples": 0,
+            "keep": "best",
+            "save_steps": 0,
+            **more,
+        },
+    )
     losses = {e["step"]: e["loss"] for e in runs.evaluations(directory) if e["step"] > 0}
     best, after = min(losses, key=losses.get), runs.result(directory)["eval"]["after"]
     assert list(losses) == [2, 4, 6] and (best == 6) is is_last
     assert (after["step"], after["loss"]) == (best, losses[best])
-    assert (directory / ADAPTER).read_bytes() == (directory / f"checkpoints/step-{best:06d}/adapter_model.safetensors").read_bytes()
+    assert (directory / ADAPTER).read_bytes() == (
+        directory / f"checkpoints/step-{best:06d}/adapter_model.safetensors"
+    ).read_bytes()
 
 
 def test_torch_to_mlx_to_torch(tmp_path):
     settings = {**SMALL, "max_steps": 20, "save_steps": 0, "lora_dropout": 0}
-    whole, start = runs.run(tmp_path, "whole", **settings), runs.run(tmp_path, "start", **{**settings, "max_steps": 1, "lr": 0})
+    whole, start = (
+        runs.run(tmp_path, "whole", **settings),
+        runs.run(tmp_path, "start", **{**settings, "max_steps": 1, "lr": 0}),
+    )
     stopped(tmp_path, "handed", 7, **settings)
     stopped(tmp_path, "handed", 13, **settings, backend="mlx")
     handed = runs.run(tmp_path, "handed", **settings)
     assert [m["step"] for m in runs.metrics(handed)] == list(range(1, 21))
-    assert [(m["tokens"], m["lr"]) for m in runs.metrics(handed)] == [(m["tokens"], m["lr"]) for m in runs.metrics(whole)]
-    np.testing.assert_allclose([m["loss"] for m in runs.metrics(handed)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-5)
+    assert [(m["tokens"], m["lr"]) for m in runs.metrics(handed)] == [
+        (m["tokens"], m["lr"]) for m in runs.metrics(whole)
+    ]
+    np.testing.assert_allclose(
+        [m["loss"] for m in runs.metrics(handed)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-5
+    )
     far = runs.distance(runs.adapter(whole), runs.adapter(handed), runs.adapter(start))
     print("adapter", far)
     assert far < 1e-4
@@ -120,28 +170,60 @@ def watched(rows):
 @pytest.mark.slow
 def test_recomputing_with_dropout_changes_nothing(tmp_path):
     """The dropout of a recomputed block is that of its forward pass."""
-    one, *others = (runs.run(tmp_path, str(layers), **{**MLX, "lora_dropout": 0.3, "max_steps": 4, "use_gradient_checkpointing": layers > 0, "recomputed_layers": layers})
-                    for layers in (0, 1, 9))
+    one, *others = (
+        runs.run(
+            tmp_path,
+            str(layers),
+            **{
+                **MLX,
+                "lora_dropout": 0.3,
+                "max_steps": 4,
+                "use_gradient_checkpointing": layers > 0,
+                "recomputed_layers": layers,
+            },
+        )
+        for layers in (0, 1, 9)
+    )
     for other in others:
-        np.testing.assert_allclose([m["loss"] for m in runs.metrics(one)], [m["loss"] for m in runs.metrics(other)], rtol=1e-5)
+        np.testing.assert_allclose(
+            [m["loss"] for m in runs.metrics(one)], [m["loss"] for m in runs.metrics(other)], rtol=1e-5
+        )
     plain = runs.run(tmp_path, "plain", **{**MLX, "lora_dropout": 0, "max_steps": 4})
     assert abs(runs.metrics(one)[2]["loss"] / runs.metrics(plain)[2]["loss"] - 1) > 1e-4
 
 
 @pytest.mark.slow  # the CPU build compiles with g++
-@pytest.mark.parametrize("more", [{}, {"lora_dropout": 0.2, "use_gradient_checkpointing": True}, {"packing": True}, {"quantizer": "nf4", "train_type": "qlora"}],
-                         ids=["plain", "checkpointed", "packed", "nf4"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"lora_dropout": 0.2, "use_gradient_checkpointing": True},
+        {"packing": True},
+        {"quantizer": "nf4", "train_type": "qlora"},
+    ],
+    ids=["plain", "checkpointed", "packed", "nf4"],
+)
 def test_a_compiled_step_is_the_same(tmp_path, monkeypatch, more):
     """What a GPU runs: the step compiled, for rows of few widths. MLX's CPU build compiles too."""
     settings = {**MLX, "max_steps": 3, "lora_dropout": 0, **more}
     plain = runs.run(tmp_path, "plain", **settings)
     widths = []
     monkeypatch.setattr(Runtime, "compiles", True)
-    monkeypatch.setattr(Runtime, "_loss", lambda self, values, key, factor, ids, *others, traced=Runtime._loss: widths.append(ids.shape[1]) or traced(self, values, key, factor, ids, *others))
+    monkeypatch.setattr(
+        Runtime,
+        "_loss",
+        lambda self, values, key, factor, ids, *others, traced=Runtime._loss: (
+            widths.append(ids.shape[1]) or traced(self, values, key, factor, ids, *others)
+        ),
+    )
     compiled = runs.run(tmp_path, "compiled", **settings)
     near = 1e-6 if not settings["lora_dropout"] else 0.05  # a padded row draws another mask
-    np.testing.assert_allclose([m["loss"] for m in runs.metrics(compiled)], [m["loss"] for m in runs.metrics(plain)], rtol=near)
-    assert set(widths) <= {32, 64, 96} and len(widths) <= 2 * len(set(widths)), "it is traced for each shape, not for each batch"
+    np.testing.assert_allclose(
+        [m["loss"] for m in runs.metrics(compiled)], [m["loss"] for m in runs.metrics(plain)], rtol=near
+    )
+    assert set(widths) <= {32, 64, 96} and len(widths) <= 2 * len(set(widths)), (
+        "it is traced for each shape, not for each batch"
+    )
 
 
 def test_an_adapter_of_another_shape_is_refused_tensor_by_tensor(tmp_path):
@@ -149,7 +231,9 @@ def test_an_adapter_of_another_shape_is_refused_tensor_by_tensor(tmp_path):
     (tmp_path / "run" / "result.json").unlink()
     with pytest.raises(UsageError) as refused:
         runs.run(tmp_path, **{**MLX, "max_steps": 2, "lora_rank": 8, "resume": "force"})
-    assert "42 differ" in str(refused.value) and "layers.2.self_attn.v_proj.lora_B.weight is (64, 4) there, (64, 8) here" in str(refused.value)
+    assert "42 differ" in str(
+        refused.value
+    ) and "layers.2.self_attn.v_proj.lora_B.weight is (64, 4) there, (64, 8) here" in str(refused.value)
 
 
 @pytest.mark.slow
@@ -157,14 +241,32 @@ def test_evaluating_changes_nothing(tmp_path):
     plain = runs.run(tmp_path, "plain", **MLX, lora_dropout=0.1)
     held_out = tmp_path / "rows.jsonl"
     held_out.write_text("".join(tiny_models.TASK.read_text().splitlines(keepends=True)[:6]))
-    often = runs.run(tmp_path, "often", **MLX, lora_dropout=0.1, eval_dataset=str(held_out), eval_steps=2, samples=2, max_new_tokens=4, exact_match=False)
+    often = runs.run(
+        tmp_path,
+        "often",
+        **MLX,
+        lora_dropout=0.1,
+        eval_dataset=str(held_out),
+        eval_steps=2,
+        samples=2,
+        max_new_tokens=4,
+        exact_match=False,
+    )
     assert same(plain, often, ADAPTER) and len(runs.evaluations(often)) == 4
 
 
 def test_an_evaluation_says_what_torchs_says(tmp_path):
     held_out = tmp_path / "rows.jsonl"
     held_out.write_text("".join(tiny_models.TASK.read_text().splitlines(keepends=True)[:12]))
-    settings = {**SMALL, "lora_dropout": 0, "max_steps": 4, "eval_dataset": str(held_out), "samples": 12, "max_new_tokens": 24, "exact_match": True}
+    settings = {
+        **SMALL,
+        "lora_dropout": 0,
+        "max_steps": 4,
+        "eval_dataset": str(held_out),
+        "samples": 12,
+        "max_new_tokens": 24,
+        "exact_match": True,
+    }
     ours, theirs = (runs.run(tmp_path, name, **{**settings, "backend": name}) for name in ("mlx", "cpu"))
     for one, other in zip(runs.evaluations(ours), runs.evaluations(theirs), strict=True):
         near = 1e-5 if one["step"] else 1e-6  # adapters that were trained differ by up to 1e-4 of the way they moved
@@ -185,10 +287,15 @@ def test_special_tokens_are_part_of_an_answer():
 PRECISIONS = {"bf16": ("bf16", 0.02), "fp16": ("fp16_autocast", 0.02), "bf16_autocast": ("bf16", 0.02)}
 
 
-@pytest.mark.parametrize("asked", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "bf16_autocast"))])
+@pytest.mark.parametrize(
+    "asked", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "bf16_autocast"))]
+)
 def test_sixteen_bits_learn_like_thirty_two(tmp_path, asked):
     planned, near = PRECISIONS[asked]
-    whole, half = (runs.run(tmp_path, name, **{**MLX, "precision": name, "lora_dropout": 0, "max_steps": 6}) for name in ("fp32", asked))
+    whole, half = (
+        runs.run(tmp_path, name, **{**MLX, "precision": name, "lora_dropout": 0, "max_steps": 6})
+        for name in ("fp32", asked)
+    )
     assert runs.result(half)["adjustments"] == [] or asked == "bf16_autocast"
     assert [m for m in runs.metrics(half) if not m["skipped"]], "every step overflowed"
     assert runs.metrics(half)[0]["loss"] == pytest.approx(runs.metrics(whole)[0]["loss"], rel=near)
@@ -202,7 +309,10 @@ def test_sixteen_bits_learn_like_thirty_two(tmp_path, asked):
 def test_full_fine_tuning_writes_a_model_that_transformers_loads(tmp_path, precision):
     settings = {name: value for name, value in MLX.items() if not name.startswith("lora_")}
     run = runs.run(tmp_path, **{**settings, "train_type": "full", "precision": precision, "lr": 1e-4, "max_steps": 3})
-    tuned, base = (load_file(path) for path in (run / "model/model.safetensors", tiny_models.ROOT / "anyqlora/demo/base/model.safetensors"))
+    tuned, base = (
+        load_file(path)
+        for path in (run / "model/model.safetensors", tiny_models.ROOT / "anyqlora/demo/base/model.safetensors")
+    )
     assert tuned.keys() == base.keys() and all(tuned[name].dtype == base[name].dtype for name in base)
     assert any((tuned[name] != base[name]).any() for name in base)
     assert tiny_models.plain(run / "model")(input_ids=torch.arange(5, 20)[None]).logits.isfinite().all()
@@ -219,7 +329,11 @@ QUANTIZERS = [name for name in BackendManager("mlx").found.quantizers if name !=
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_every_quantizer_learns(tmp_path, quantizer, whole_loss):
-    run = runs.run(tmp_path, quantizer, **{**MLX, "train_type": "qlora", "quantizer": quantizer, "lora_dropout": 0, "max_steps": 2, "save_steps": 0})
+    run = runs.run(
+        tmp_path,
+        quantizer,
+        **{**MLX, "train_type": "qlora", "quantizer": quantizer, "lora_dropout": 0, "max_steps": 2, "save_steps": 0},
+    )
     coarse = {"affine2": 1.0, "affine3": 0.3}.get(quantizer, 0.1)
     first = runs.metrics(run)[0]["loss"]
     assert first == pytest.approx(whole_loss, rel=coarse) and first != whole_loss
@@ -236,12 +350,15 @@ def test_the_loss_scale_starts_and_doubles_as_it_is_told(tmp_path):
     settings = {**MLX, "precision": "fp16", "initial_loss_scale": 64, "loss_scale_growth_interval": 3}
     stopped(tmp_path, "run", 2, **settings)
     directory = runs.run(tmp_path, **{**settings, "loss_scale_growth_interval": 2})
-    assert [m["loss_scale"] for m in runs.metrics(directory)] == [64, 64, 64, 64, 128, 128] and not any(m["skipped"] for m in runs.metrics(directory))
+    assert [m["loss_scale"] for m in runs.metrics(directory)] == [64, 64, 64, 64, 128, 128] and not any(
+        m["skipped"] for m in runs.metrics(directory)
+    )
 
 
 OUT_OF_MEMORY = (  # Metal's words (mlx/backend/metal/allocator.cpp, and its command buffers'); the CPU build does not ask whether it got memory
     "[metal::malloc] Attempting to allocate 41943040000 bytes which is greater than the maximum allowed buffer size of 22906503168 bytes.",
-    "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")
+    "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+)
 
 
 def test_out_of_memory_halves_the_micro_batch_and_keeps_the_numbers(tmp_path, monkeypatch):
@@ -259,7 +376,9 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_numbers(tmp_path, mo
 
     monkeypatch.setattr(Runtime, "backward", short_of_memory)
     halved = runs.run(tmp_path, "halved", **settings)
-    np.testing.assert_allclose([m["loss"] for m in runs.metrics(halved)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6)
+    np.testing.assert_allclose(
+        [m["loss"] for m in runs.metrics(halved)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -275,7 +394,9 @@ def test_out_of_memory_halves_the_rows_of_an_evaluation(tmp_path, monkeypatch, c
     monkeypatch.setattr(evaluate, "inputs", short_of_memory)
     halved = runs.run(tmp_path, "halved", **settings)
     assert "in an evaluation: 2 rows at a time from here on" in capfd.readouterr().err
-    np.testing.assert_allclose([e["loss"] for e in runs.evaluations(halved)], [e["loss"] for e in runs.evaluations(whole)], rtol=1e-6)
+    np.testing.assert_allclose(
+        [e["loss"] for e in runs.evaluations(halved)], [e["loss"] for e in runs.evaluations(whole)], rtol=1e-6
+    )
 
 
 def test_more_than_stays_resident_is_told_once_and_limits_are_put_back(tmp_path, monkeypatch, capsys):
@@ -295,26 +416,57 @@ def test_more_than_stays_resident_is_told_once_and_limits_are_put_back(tmp_path,
     assert capsys.readouterr().err.count("1.0 MiB stay resident for the GPU") == 1
 
 
-@pytest.mark.parametrize("more", [{"lora_dropout": 0}, {"precision": "bf16", "train_type": "qlora", "quantizer": "affine4"},
-                                  pytest.param({"use_gradient_checkpointing": True}, marks=pytest.mark.slow),
-                                  pytest.param({"adapter": "dora"}, marks=pytest.mark.slow)], ids=["fp32", "affine4", "checkpointed", "dora"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lora_dropout": 0},
+        {"precision": "bf16", "train_type": "qlora", "quantizer": "affine4"},
+        pytest.param({"use_gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param({"adapter": "dora"}, marks=pytest.mark.slow),
+    ],
+    ids=["fp32", "affine4", "checkpointed", "dora"],
+)
 def test_memory_is_predicted_and_measured(tmp_path, more):
     """Of rows that fill the context, as the plan takes them to."""
     base = tiny_models.make(tmp_path / "base", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
-    run = runs.run(tmp_path, **{**MLX, "model_name": str(base), "context_length": 48, "batch_size": 8, "max_steps": 1,
-                                "gradient_accumulation_steps": 1, **more})
+    run = runs.run(
+        tmp_path,
+        **{
+            **MLX,
+            "model_name": str(base),
+            "context_length": 48,
+            "batch_size": 8,
+            "max_steps": 1,
+            "gradient_accumulation_steps": 1,
+            **more,
+        },
+    )
     result = runs.result(run)
-    print("planned", memory.shown(result["planned_memory_bytes"]), "measured", memory.shown(result["peak_memory_bytes"]))
+    print(
+        "planned", memory.shown(result["planned_memory_bytes"]), "measured", memory.shown(result["peak_memory_bytes"])
+    )
     assert 0.8 < result["peak_memory_bytes"] / result["planned_memory_bytes"] < 1.25
 
 
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"strategy": "fsdp"}, "fsdp"), ({"strategy": "deepspeed"}, "deepspeed"), ({"strategy": "tp"}, "tp"),
-    ({"quantizer": "int8", "train_type": "qlora"}, "backend mlx has no int8"), ({"quantizer": "fp4", "train_type": "qlora"}, "backend mlx has no fp4"),
-    ({"adapter": "pissa"}, "backend mlx has no pissa"), ({"optimizer": "adamw_8bit"}, "backend mlx has no adamw_8bit"),
-    ({"profile": True}, "profile has no effect"), ({"reentrant_checkpointing": True, "use_gradient_checkpointing": True}, "reentrant_checkpointing has no effect"),
-    ({"quantizer": "affine4", "train_type": "qlora", "affine_group_size": 48}, "affine_group_size"), ({"affine_group_size": 32}, "only affine quantizers"),
-])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"strategy": "fsdp"}, "fsdp"),
+        ({"strategy": "deepspeed"}, "deepspeed"),
+        ({"strategy": "tp"}, "tp"),
+        ({"quantizer": "int8", "train_type": "qlora"}, "backend mlx has no int8"),
+        ({"quantizer": "fp4", "train_type": "qlora"}, "backend mlx has no fp4"),
+        ({"adapter": "pissa"}, "backend mlx has no pissa"),
+        ({"optimizer": "adamw_8bit"}, "backend mlx has no adamw_8bit"),
+        ({"profile": True}, "profile has no effect"),
+        (
+            {"reentrant_checkpointing": True, "use_gradient_checkpointing": True},
+            "reentrant_checkpointing has no effect",
+        ),
+        ({"quantizer": "affine4", "train_type": "qlora", "affine_group_size": 48}, "affine_group_size"),
+        ({"affine_group_size": 32}, "only affine quantizers"),
+    ],
+)
 def test_what_mlx_does_not_do_is_refused_before_weights_are_read(tmp_path, settings, said):
     with pytest.raises((UsageError, NotBuilt)) as refused:
         runs.run(tmp_path, **{**MLX, **settings})

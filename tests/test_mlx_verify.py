@@ -30,12 +30,18 @@ def test_backends_that_differ_are_told(capsys, monkeypatch):
     monkeypatch.setattr(parity, "read", lambda run: {"cpu": good, "mlx": other}[run.name])
     assert main(["verify", "--parity", "--backends", "cpu,mlx"]) == 1
     assert "THEY DO NOT AGREE" in capsys.readouterr().out
-    assert parity.differences(good, (steps, {name: value + np.float32(0.2) for name, value in start.items()}))["adapter"] == pytest.approx(1)
+    assert parity.differences(good, (steps, {name: value + np.float32(0.2) for name, value in start.items()}))[
+        "adapter"
+    ] == pytest.approx(1)
 
 
 @pytest.mark.slow
 def test_what_it_refuses(capsys):
-    for argv, said in ((["--backends", "cpu"], "two backends or more"), (["--backends", "cpu,cpu"], "each once"), (["--backends", "cpu,cuda"], "'cuda' is not available"),
-                       (["--quantizer", "int8"], "no int8")):
+    for argv, said in (
+        (["--backends", "cpu"], "two backends or more"),
+        (["--backends", "cpu,cpu"], "each once"),
+        (["--backends", "cpu,cuda"], "'cuda' is not available"),
+        (["--quantizer", "int8"], "no int8"),
+    ):
         assert main(["verify", "--parity", *argv]) == 2
         assert said in capsys.readouterr().err

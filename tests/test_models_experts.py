@@ -11,20 +11,73 @@ from anyqlora.on_torch.quantizers.bnb import Int8, Nf4
 from anyqlora.on_torch.quantizers.experts import PackedExperts
 
 OTHERS = {  # architectures whose experts are written otherwise than in the matrix
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [0], "head_dim": 16},
-    "deepseek_v3": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
-                    "n_group": 1, "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-                    "num_key_value_heads": 4},
-    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 80, "intermediate_size": 48, "head_dim": 16,
-                    "interleave_moe_layer_step": 1},
-    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16, "num_key_value_heads": 4, "intermediate_size": 48},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0],
+        "head_dim": 16,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 80,
+        "intermediate_size": 48,
+        "head_dim": 16,
+        "interleave_moe_layer_step": 1,
+    },
+    "jetmoe": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "kv_channels": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 48,
+    },
 }
 REFUSED = {
-    "zamba": ({"mamba_d_state": 4, "attention_head_dim": 32, "pad_token_id": 0, "layer_types": ["linear_attention"] * 2}, r"x_proj_weight \[2, 12, 64\].* would stay unquantized"),
-    "deepseek_v4": ({"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32, "q_lora_rank": 24, "o_groups": 2,
-                     "o_lora_rank": 16, "pad_token_id": 0}, "would stay unquantized"),
-    "inkling_text": ({"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "pad_token_id": 0, "head_dim": 16},
-                     "cannot run with quantized experts"),
+    "zamba": (
+        {"mamba_d_state": 4, "attention_head_dim": 32, "pad_token_id": 0, "layer_types": ["linear_attention"] * 2},
+        r"x_proj_weight \[2, 12, 64\].* would stay unquantized",
+    ),
+    "deepseek_v4": (
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "head_dim": 32,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "pad_token_id": 0,
+        },
+        "would stay unquantized",
+    ),
+    "inkling_text": (
+        {
+            "n_routed_experts": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "pad_token_id": 0,
+            "head_dim": 16,
+        },
+        "cannot run with quantized experts",
+    ),
 }
 
 
@@ -40,7 +93,11 @@ def test_products_and_gradients_are_those_of_the_dequantized_weights(kind, way):
     """The reference is the same product with a plain weight."""
     torch.manual_seed(0)
     experts = packed(kind(torch.float32), torch.randn(3, 40, 96))
-    forms = {"linear": lambda x, w: F.linear(x, w, torch.ones(40)), "matmul": lambda x, w: x @ w, "transposed": lambda x, w: x @ w.T}
+    forms = {
+        "linear": lambda x, w: F.linear(x, w, torch.ones(40)),
+        "matmul": lambda x, w: x @ w,
+        "transposed": lambda x, w: x @ w.T,
+    }
     for expert in torch.arange(3):
         plain = experts.dequantize(int(expert))
         x = torch.randn(5, 40 if way == "matmul" else 96, requires_grad=True)
@@ -54,7 +111,9 @@ def test_products_and_gradients_are_those_of_the_dequantized_weights(kind, way):
 
 
 def test_each_expert_is_quantized_by_itself():
-    weights = torch.randn(3, 40, 96, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1.0, 1e3]).reshape(3, 1, 1)
+    weights = torch.randn(3, 40, 96, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [1e-3, 1.0, 1e3]
+    ).reshape(3, 1, 1)
     experts = packed(Nf4(torch.float32), weights)
     for number in range(3):
         assert (experts.dequantize(number) - weights[number]).norm() < 0.1 * weights[number].norm()
@@ -68,7 +127,9 @@ def test_nothing_dequantized_is_kept_for_backward(tmp_path):
     shapes = {tuple(value.shape[-2:]) for name, value in started.held().items()}
     shapes |= {shape[::-1] for shape in shapes}
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor
+    ):
         started.loss(started.run.stream[0][0])
     assert len(kept) > 50
     assert not shapes & set(kept)
@@ -107,7 +168,9 @@ def test_an_expert_that_no_token_chooses(quantizer, tmp_path):
     ids = torch.arange(5, 35).reshape(2, 15) * 7 % 500
     with torch.no_grad():
         theirs = reference(input_ids=ids).logits
-    torch.testing.assert_close(started.logits(ids, training=quantizer == "int8"), theirs, rtol=1e-4, atol=2e-5 * float(theirs.abs().max()))
+    torch.testing.assert_close(
+        started.logits(ids, training=quantizer == "int8"), theirs, rtol=1e-4, atol=2e-5 * float(theirs.abs().max())
+    )
 
 
 @pytest.mark.parametrize("architecture", OTHERS)
@@ -128,7 +191,12 @@ def test_adapters_never_go_on_experts(tmp_path):
     directory = tiny_models.make(tmp_path / "base", "mixtral")
     for quantizer in ("nf4", "none"):
         started = tiny_models.Started(tmp_path / quantizer, directory, quantizer=quantizer)
-        assert {name.split(".lora_")[0].rpartition(".")[2] for name in started.built.trainable} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert {name.split(".lora_")[0].rpartition(".")[2] for name in started.built.trainable} == {
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+        }
         assert not started.built.adapter.describe()["target_parameters"]
 
 

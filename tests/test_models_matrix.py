@@ -7,7 +7,14 @@ import torch
 from anyqlora import data
 from anyqlora.errors import RunError
 
-QUANTIZERS = {"phi3": "fp4", "qwen2": "int8", "gpt_neox": "int8", "olmo2": "none", "gpt2": "nf4", "olmoe": "int8"}  # nf4 for the rest
+QUANTIZERS = {
+    "phi3": "fp4",
+    "qwen2": "int8",
+    "gpt_neox": "int8",
+    "olmo2": "none",
+    "gpt2": "nf4",
+    "olmoe": "int8",
+}  # nf4 for the rest
 LEAKY = ("gpt_oss",)  # transformers 5.23 does not keep its packed documents apart
 
 
@@ -16,8 +23,12 @@ def started(request, tmp_path_factory):
     """One step on the architecture's tiny model, packing planned where it can be."""
     architecture = request.param
     directory = tiny_models.make(tmp_path_factory.mktemp("base"), architecture)
-    start = tiny_models.Started(tmp_path_factory.mktemp("runs"), directory, quantizer=QUANTIZERS.get(architecture, "nf4"),
-                                packing=architecture not in LEAKY)
+    start = tiny_models.Started(
+        tmp_path_factory.mktemp("runs"),
+        directory,
+        quantizer=QUANTIZERS.get(architecture, "nf4"),
+        packing=architecture not in LEAKY,
+    )
     start.architecture, start.directory = architecture, directory
     start.first_loss = start.step()
     return start
@@ -80,10 +91,22 @@ def test_what_makes_the_architecture_different_matters(started, tmp_path):
 
 
 SWITCHED_OFF = {
-    "mistral": {"sliding_window": None}, "qwen2": {"layer_types": ["full_attention"] * 2}, "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {"layer_types": ["full_attention"] * 2}, "phi3": {"sliding_window": None}, "starcoder2": {"sliding_window": None},
-    "granite": {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 0.25, "logits_scaling": 1.0},
-    "smollm3": {"no_rope_layers": [1, 1]}, "llama": {"attention_bias": False},
-    "gpt_neox": {"use_parallel_residual": False}, "gpt_oss": {"layer_types": ["full_attention"] * 2}, "granitemoe": {"residual_multiplier": 1.0},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"layer_types": ["full_attention"] * 2},
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {"layer_types": ["full_attention"] * 2},
+    "phi3": {"sliding_window": None},
+    "starcoder2": {"sliding_window": None},
+    "granite": {
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 1.0,
+    },
+    "smollm3": {"no_rope_layers": [1, 1]},
+    "llama": {"attention_bias": False},
+    "gpt_neox": {"use_parallel_residual": False},
+    "gpt_oss": {"layer_types": ["full_attention"] * 2},
+    "granitemoe": {"residual_multiplier": 1.0},
     **{mixture: {"num_experts_per_tok": 1} for mixture in ("mixtral", "qwen2_moe", "olmoe")},
 }

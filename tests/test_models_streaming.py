@@ -12,10 +12,25 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ALLOWED = 1.25  # times (what stays resident + the largest tensor in float32)
 LARGE = {  # more than 300 million parameters each, in bf16
-    "llama": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 18, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 16384,
-              "tie_word_embeddings": False, "attention_bias": False},
-    "mixtral": {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 8192,
-                "num_local_experts": 8},
+    "llama": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 16384,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    },
+    "mixtral": {
+        "hidden_size": 768,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+        "num_local_experts": 8,
+    },
 }
 CHILD = """
 import json, sys, threading, time
@@ -91,10 +106,14 @@ def saved_names(model):
             experts, width, hidden = parameter.shape
             for number in range(experts):
                 for part in ("w1", "w3"):
-                    shapes[name.replace("mlp.experts.gate_up_proj", f"block_sparse_moe.experts.{number}.{part}.weight")] = (width // 2, hidden)
+                    shapes[
+                        name.replace("mlp.experts.gate_up_proj", f"block_sparse_moe.experts.{number}.{part}.weight")
+                    ] = (width // 2, hidden)
         elif name.endswith("experts.down_proj"):
             for number in range(parameter.shape[0]):
-                shapes[name.replace("mlp.experts.down_proj", f"block_sparse_moe.experts.{number}.w2.weight")] = parameter.shape[1:]
+                shapes[name.replace("mlp.experts.down_proj", f"block_sparse_moe.experts.{number}.w2.weight")] = (
+                    parameter.shape[1:]
+                )
         else:
             shapes[name.replace("mlp.gate.", "block_sparse_moe.gate.")] = parameter.shape
     return shapes
@@ -107,9 +126,26 @@ def test_the_full_precision_model_is_never_resident(architecture, tmp_path):
     largest = write(tmp_path, architecture)
     tiny = tiny_models.make(tmp_path / "tiny", architecture)
     for quantizer, precision in (("nf4", "bf16"), ("nf4", "fp32"), ("fp4", "bf16"), ("int8", "bf16"), ("none", "bf16")):
-        out = subprocess.run([sys.executable, "-c", CHILD, tiny_models.ROOT, tiny_models.ROOT / "tests", tmp_path, quantizer, tiny, precision], capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                CHILD,
+                tiny_models.ROOT,
+                tiny_models.ROOT / "tests",
+                tmp_path,
+                quantizer,
+                tiny,
+                precision,
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         found = json.loads(out.stdout.splitlines()[-1])
         allowed = found["tensors"] + 4 * largest
-        print(f"{architecture} {quantizer} {precision}: rise {found['rise'] / 1e6:.0f} MB, after {found['after'] / 1e6:.0f} MB, tensors {found['tensors'] / 1e6:.0f} MB, "
-              f"largest {4 * largest / 1e6:.0f} MB: {found['rise'] / allowed:.2f} of what is resident and the largest")
+        print(
+            f"{architecture} {quantizer} {precision}: rise {found['rise'] / 1e6:.0f} MB, after {found['after'] / 1e6:.0f} MB, tensors {found['tensors'] / 1e6:.0f} MB, "
+            f"largest {4 * largest / 1e6:.0f} MB: {found['rise'] / allowed:.2f} of what is resident and the largest"
+        )
         assert found["rise"] <= ALLOWED * allowed

@@ -23,8 +23,12 @@ from anyqlora.on_torch.kernels.products import NativeInt8, NativeWhole
 from anyqlora.on_torch.strategies.single import Strategy
 from backend_manager import BackendManager
 
-pytestmark = pytest.mark.skipif("native" not in BackendManager("cpu").found.kernels, reason="no C compiler, or no AVX512-BF16, is here")
-ROUNDING = 2**-9  # half a unit in the last place of bf16's numbers below 1; of a number, one rounding is off by twice that at most
+pytestmark = pytest.mark.skipif(
+    "native" not in BackendManager("cpu").found.kernels, reason="no C compiler, or no AVX512-BF16, is here"
+)
+ROUNDING = (
+    2**-9
+)  # half a unit in the last place of bf16's numbers below 1; of a number, one rounding is off by twice that at most
 
 
 def drawn(*shape, seed=0, scale=1.0):
@@ -57,8 +61,18 @@ def test_modules_kernels_are_their_definitions(case):
     inputs = [drawn(*shape, seed=seed, scale=3.0) for seed, shape in enumerate(shapes)]
     learned, fixed = (inputs, []) if case == "gate" else (inputs[:1], inputs[1:])
     weight = drawn(*shapes[0], seed=9)
-    of = {name: with_gradients(lambda *x, kernels=kernels, to=to: compute(kernels, *x, *(f.to(to) for f in fixed)), [x.to(to) for x in learned], weight)
-          for name, kernels, to in (("ours", native, torch.bfloat16), ("torch", defined, torch.bfloat16), ("exact", exactly, torch.float64))}
+    of = {
+        name: with_gradients(
+            lambda *x, kernels=kernels, to=to: compute(kernels, *x, *(f.to(to) for f in fixed)),
+            [x.to(to) for x in learned],
+            weight,
+        )
+        for name, kernels, to in (
+            ("ours", native, torch.bfloat16),
+            ("torch", defined, torch.bfloat16),
+            ("exact", exactly, torch.float64),
+        )
+    }
     as_near_as_torch(of["ours"], of["torch"], of["exact"])
 
 
@@ -74,8 +88,16 @@ class exactly:
 
 @pytest.mark.parametrize("turns", [2, 1], ids=["positions of each row", "one for all rows"])
 def test_rotation_has_the_bits_of_its_definition(turns):
-    x, cos, sin, weight = drawn(2, 7, 3, 16), drawn(turns, 7, 16, seed=1), drawn(turns, 7, 16, seed=2), drawn(2, 7, 3, 16, seed=3)
-    ours, theirs = (with_gradients(lambda x, kernels=kernels: kernels.rotate(x, cos, sin), [x], weight) for kernels in (native, defined))
+    x, cos, sin, weight = (
+        drawn(2, 7, 3, 16),
+        drawn(turns, 7, 16, seed=1),
+        drawn(turns, 7, 16, seed=2),
+        drawn(2, 7, 3, 16, seed=3),
+    )
+    ours, theirs = (
+        with_gradients(lambda x, kernels=kernels: kernels.rotate(x, cos, sin), [x], weight)
+        for kernels in (native, defined)
+    )
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
@@ -83,11 +105,16 @@ def test_rotation_has_the_bits_of_its_definition(turns):
 def test_rotation_by_float32_angles_is_rounded_once(turns):
     x, weight = drawn(2, 7, 3, 16), drawn(2, 7, 3, 16, seed=3)
     cos, sin = (drawn(turns, 7, 16, seed=seed).float() + 1e-3 for seed in (1, 2))
-    ours, theirs = (with_gradients(lambda x, kernels=kernels: kernels.rotate(x, cos, sin), [x], weight) for kernels in (native, defined))
+    ours, theirs = (
+        with_gradients(lambda x, kernels=kernels: kernels.rotate(x, cos, sin), [x], weight)
+        for kernels in (native, defined)
+    )
     exact = with_gradients(lambda x: defined.rotate(x, cos.double(), sin.double()), [x.double()], weight)
     for mine, other, true in zip(ours, theirs, exact, strict=True):
         assert mine.dtype == other.dtype == torch.bfloat16 and true.dtype == torch.float64
-        assert all(bool(((made.double() - true).abs() <= 2.001 * ROUNDING * true.abs() + 1e-6).all()) for made in (mine, other))
+        assert all(
+            bool(((made.double() - true).abs() <= 2.001 * ROUNDING * true.abs() + 1e-6).all()) for made in (mine, other)
+        )
 
 
 @pytest.mark.parametrize("width", [8, 20])
@@ -99,15 +126,27 @@ def test_a_rotation_of_another_width_is_refused_and_not_read_past_its_end(width)
 
 def attended(inputs, weight, **options):
     """Output and gradients of C kernels, of portable ones, and of the definition in float64."""
-    return [with_gradients(lambda *x, compute=compute, more=more: compute(*x, **options, **more), [x.to(to) for x in inputs], weight)
-            for compute, more, to in ((attention.attention, {"is_native": True}, torch.bfloat16), (attention.attention, {}, torch.bfloat16),
-                                      (attention.defined, {}, torch.float64))]
+    return [
+        with_gradients(
+            lambda *x, compute=compute, more=more: compute(*x, **options, **more), [x.to(to) for x in inputs], weight
+        )
+        for compute, more, to in (
+            (attention.attention, {"is_native": True}, torch.bfloat16),
+            (attention.attention, {}, torch.bfloat16),
+            (attention.defined, {}, torch.float64),
+        )
+    ]
 
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("length, queries, keys, width", [(40, 6, 2, 16), (300, 4, 4, 16), (129, 9, 3, 64), (1, 2, 1, 16), (200, 4, 1, 80), (130, 2, 2, 40)])
-def test_attention_is_as_near_to_float64_as_the_portable_one(length, queries, keys, width, documents, window, monkeypatch):
+@pytest.mark.parametrize(
+    "length, queries, keys, width",
+    [(40, 6, 2, 16), (300, 4, 4, 16), (129, 9, 3, 64), (1, 2, 1, 16), (200, 4, 1, 80), (130, 2, 2, 40)],
+)
+def test_attention_is_as_near_to_float64_as_the_portable_one(
+    length, queries, keys, width, documents, window, monkeypatch
+):
     monkeypatch.setattr(attention, "SCORES", 1 << 14)  # several groups of heads in the portable one
     inputs = [drawn(2, count, length, width, seed=seed, scale=2.0) for seed, count in enumerate((queries, keys, keys))]
     weight = drawn(2, length, queries, width, seed=9)
@@ -134,11 +173,21 @@ def test_no_token_sees_another_document_or_padding():
     for x in changed:
         x[:, :, :70], x[:, :, 170:] = float("nan"), 7.0
     (out, *of_inputs), (others_out, *of_others) = (
-        with_gradients(lambda *x: attention.attention(*x, scale=0.2, documents=numbers.clone(), is_native=True), x, weight) for x in (inputs, changed))
-    assert torch.equal(out[:, 70:], others_out[:, 70:]) and (out[:, 170:] == 0).all() and (out[:, :170] != 0).any(-1).all()
+        with_gradients(
+            lambda *x: attention.attention(*x, scale=0.2, documents=numbers.clone(), is_native=True), x, weight
+        )
+        for x in (inputs, changed)
+    )
+    assert (
+        torch.equal(out[:, 70:], others_out[:, 70:]) and (out[:, 170:] == 0).all() and (out[:, :170] != 0).any(-1).all()
+    )
     assert others_out[:, :70].isnan().all()  # a number that is not one is not lost
     for mine, other in zip(of_inputs, of_others, strict=True):
-        assert torch.equal(mine[:, :, 70:], other[:, :, 70:]) and (mine[:, :, 170:] == 0).all() and (mine[:, :, 70:170] != 0).any()
+        assert (
+            torch.equal(mine[:, :, 70:], other[:, :, 70:])
+            and (mine[:, :, 170:] == 0).all()
+            and (mine[:, :, 70:170] != 0).any()
+        )
 
 
 def test_attention_has_the_same_bits_on_any_number_of_threads():
@@ -170,9 +219,16 @@ def test_the_loss_is_its_definition(after, rows):
     assert max(offs[:2]) <= 1.1 * offs[2]
 
 
-needs_head = pytest.mark.skipif(not native.has("head"), reason="no C compiler or no AVX512-BF16 is here, or AMX is and oneDNN's products are used")
+needs_head = pytest.mark.skipif(
+    not native.has("head"), reason="no C compiler or no AVX512-BF16 is here, or AMX is and oneDNN's products are used"
+)
 HEADS = {  # tokens, hidden size, words
-    "one part": (7, 40, 131), "parts": (61, 66, 2301), "rows half a page apart": (30, 512, 1500), "fewer words than lanes": (5, 32, 7), "one token": (1, 2, 300)}
+    "one part": (7, 40, 131),
+    "parts": (61, 66, 2301),
+    "rows half a page apart": (30, 512, 1500),
+    "fewer words than lanes": (5, 32, 7),
+    "one token": (1, 2, 300),
+}
 
 
 def head_and_exact(tokens, width, words, scale=1.0, rows=25, grow=0.0, has_bias=False):
@@ -194,7 +250,9 @@ def head_and_exact(tokens, width, words, scale=1.0, rows=25, grow=0.0, has_bias=
 @pytest.mark.parametrize("case", HEADS)
 def test_the_head_is_exact_but_for_probabilities_and_gradients_in_bf16(case, grow):
     """Logits are not rounded, and of growing ones many are larger than all before."""
-    (losses, of_hidden), (expected, of_exact) = head_and_exact(*HEADS[case], scale=0.5, grow=grow, has_bias=case == "parts")
+    (losses, of_hidden), (expected, of_exact) = head_and_exact(
+        *HEADS[case], scale=0.5, grow=grow, has_bias=case == "parts"
+    )
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=2e-5)
     off = (of_hidden.double() - of_exact).norm(dim=1) / of_exact.norm(dim=1)
     assert off.median() < 2**-8 and off.max() < 2**-7, off
@@ -211,7 +269,9 @@ def test_what_is_left_to_learn_of_a_certain_token_is_not_rounded_away():
     losses = torch.nn.functional.cross_entropy(4.0 * exact @ weight.double().T, sure, reduction="none")
     (of_exact,) = torch.autograd.grad(losses.sum(), exact)
     assert losses.median() < 0.01
-    off = ((of_hidden.double() - of_exact).norm(dim=1) / of_exact.norm(dim=1))[losses > 1e-12]  # below, float64's own difference is rounded
+    off = ((of_hidden.double() - of_exact).norm(dim=1) / of_exact.norm(dim=1))[
+        losses > 1e-12
+    ]  # below, float64's own difference is rounded
     assert off.max() < 2**-8, off
 
 
@@ -231,7 +291,9 @@ def test_the_head_has_the_same_bits_on_any_number_of_threads_and_however_tokens_
 @needs_head
 def test_losses_alone_are_those_with_a_gradient():
     hidden, weight, targets = drawn(30, 64), drawn(1000, 64, seed=1), torch.arange(30)
-    alone, both = (native.head(hidden, weight, None, targets, 1.0, 16, of_hidden) for of_hidden in (None, torch.empty_like(hidden)))
+    alone, both = (
+        native.head(hidden, weight, None, targets, 1.0, 16, of_hidden) for of_hidden in (None, torch.empty_like(hidden))
+    )
     assert torch.equal(alone, both)
 
 
@@ -245,7 +307,10 @@ def test_the_plan_counts_what_the_head_asks_for(words, width, learns):
     room = native.library().head_room(512, width, words, learns)
     packed = 2 * 2 * 128 * width  # of one thread
     assert memory.head_room(shapes, config, 512, learns) - packed == pytest.approx(room, rel=0.03, abs=512 * 192)
-    assert memory.head_room(shapes, config.with_(threads=8), 512, learns) - memory.head_room(shapes, config, 512, learns) == 7 * packed
+    assert (
+        memory.head_room(shapes, config.with_(threads=8), 512, learns) - memory.head_room(shapes, config, 512, learns)
+        == 7 * packed
+    )
 
 
 @needs_head
@@ -256,8 +321,10 @@ def test_a_head_that_learns_and_one_of_odd_width_get_gradients_all_the_same(lear
     exact = [x.double() for x in inputs]
     wanted = [0] if learns == "nothing else" else [0, 1 if learns == "weight" else 2]
     found = []
-    for (hidden, weight, bias), compute in ((inputs, lambda *x: cross_entropy(*x, torch.arange(9), rows=4, is_native=True, is_fused=True)),
-                                            (exact, lambda *x: defined_loss(*x, torch.arange(9)))):
+    for (hidden, weight, bias), compute in (
+        (inputs, lambda *x: cross_entropy(*x, torch.arange(9), rows=4, is_native=True, is_fused=True)),
+        (exact, lambda *x: defined_loss(*x, torch.arange(9))),
+    ):
         given = [x.requires_grad_(number in wanted) for number, x in enumerate((hidden, weight, bias))]
         found.append(torch.autograd.grad(compute(*given), [given[number] for number in wanted]))
     for ours, true in zip(*found, strict=True):
@@ -272,7 +339,9 @@ def test_a_wider_head_input_is_rounded_to_the_weights_dtype(is_fused):
     found = []
     for x in (hidden, hidden.bfloat16()):
         with torch.autocast("cpu", torch.bfloat16):
-            total = cross_entropy(x.requires_grad_(), weight, None, torch.arange(9), rows=4, is_native=True, is_fused=is_fused)
+            total = cross_entropy(
+                x.requires_grad_(), weight, None, torch.arange(9), rows=4, is_native=True, is_fused=is_fused
+            )
         found.append((total.detach(), torch.autograd.grad(total, x)[0]))
     (total, gradient), (expected, of_rounded) = found
     assert total == expected and gradient.dtype == torch.float32 and torch.equal(gradient, of_rounded.float())
@@ -282,7 +351,11 @@ def test_a_wider_head_input_is_rounded_to_the_weights_dtype(is_fused):
 @pytest.mark.parametrize("asked", [{}, {"loss_rows": 40}])
 def test_where_the_kernels_turn_out_not_to_run_logits_are_few_at_a_time(asked, tmp_path):
     """The plan took more, since there were to be none; a number that was asked for stays."""
-    plan = BackendManager("cpu").plan(resolve({"model_name": str(tiny_models.make(tmp_path)), "dataset": "none", "precision": "bf16", **asked}, environ={}))
+    plan = BackendManager("cpu").plan(
+        resolve(
+            {"model_name": str(tiny_models.make(tmp_path)), "dataset": "none", "precision": "bf16", **asked}, environ={}
+        )
+    )
     model, strategy = AutoModelForCausalLM.from_pretrained(tmp_path), Strategy(plan)
     ours, left = (loss_for(model, plan.config, strategy, kernels)[0] for kernels in ("native", "portable"))
     assert ours.is_fused and not left.is_fused
@@ -318,8 +391,13 @@ def test_what_is_not_finite_stays_so(bad, is_fused):
 
 
 REPLACED = {  # gemma's gate is another; OLMo 2 norms queries and keys whole; GPT-2 has none of them
-    "llama": {"Norm", "GatedMlp", "Attention"}, "qwen3": {"Norm", "GatedMlp", "Attention"}, "gemma3_text": {"Norm", "Attention"},
-    "olmo2": {"Norm", "GatedMlp"}, "mixtral": {"Norm", "Attention"}, "gpt2": set()}
+    "llama": {"Norm", "GatedMlp", "Attention"},
+    "qwen3": {"Norm", "GatedMlp", "Attention"},
+    "gemma3_text": {"Norm", "Attention"},
+    "olmo2": {"Norm", "GatedMlp"},
+    "mixtral": {"Norm", "Attention"},
+    "gpt2": set(),
+}
 
 
 @pytest.mark.parametrize("architecture", REPLACED)
@@ -332,13 +410,20 @@ def test_models_learn_what_they_learn_on_portable_kernels(architecture, tmp_path
         for name, parameter in started.built.trainable.items():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(len(name)))
-        assert isinstance(started.runtime.loss, loss.TrainedTokenLoss) and started.runtime.loss.is_native == (kernels == "native")
+        assert isinstance(started.runtime.loss, loss.TrainedTokenLoss) and started.runtime.loss.is_native == (
+            kernels == "native"
+        )
         replaced = [type(module).__name__ for module in started.model.modules() if isinstance(module, modules._InPlace)]
         names = {started.model.get_base_model().config._attn_implementation}
-        assert (set(replaced), names) == ((REPLACED[architecture], {flat.NATIVE}) if kernels == "native" else (set(), {flat.NAME}))
+        assert (set(replaced), names) == (
+            (REPLACED[architecture], {flat.NATIVE}) if kernels == "native" else (set(), {flat.NAME})
+        )
         (batch,) = started.run.stream[0]
         value = started.runtime.loss(started.model, batch, torch.device("cpu"))
-        found[kernels] = value.item(), torch.cat([g.flatten() for g in torch.autograd.grad(value, list(started.built.trainable.values()))])
+        found[kernels] = (
+            value.item(),
+            torch.cat([g.flatten() for g in torch.autograd.grad(value, list(started.built.trainable.values()))]),
+        )
     (ours, of_ours), (theirs, of_theirs) = found["native"], found["portable"]
     assert ours == pytest.approx(theirs, rel=2e-3)
     assert torch.nn.functional.cosine_similarity(of_ours, of_theirs, 0) > 0.999
@@ -352,12 +437,23 @@ def test_they_are_planned_where_they_are_of_use():
     with pytest.raises(UsageError, match="kernels native: they are for precision bf16, and this is fp32"):
         kernels(precision="fp32", kernels="native")
     assert kernels(precision="fp32") == "portable" and kernels(precision="bf16", kernels="portable") == "portable"
-    assert kernels(precision="bf16", strategy="ddp", world_size=2) == "native" and kernels(precision="bf16", strategy="fsdp", world_size=2) == "portable"
+    assert (
+        kernels(precision="bf16", strategy="ddp", world_size=2) == "native"
+        and kernels(precision="bf16", strategy="fsdp", world_size=2) == "portable"
+    )
 
 
 def test_modules_are_asked_what_they_do_without_their_weights():
     """Reading all weights of a model at each start takes longer than training a step of it; and they are back afterwards."""
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)).bfloat16().eval()
+    model = (
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+            )
+        )
+        .bfloat16()
+        .eval()
+    )
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     read = []
     for name, module in linears.items():
@@ -379,7 +475,9 @@ def test_positions_are_turned_by_float32_angles(architecture, tmp_path):
     layers = [module for module in started.model.modules() if isinstance(module, modules.Attention)]
     seen = {module.layer_idx: [] for module in layers}
     for module in layers:
-        module.rotate = lambda x, cos, sin, to=seen[module.layer_idx]: to.append((cos, sin)) or native.rotate(x, cos, sin)
+        module.rotate = lambda x, cos, sin, to=seen[module.layer_idx]: (
+            to.append((cos, sin)) or native.rotate(x, cos, sin)
+        )
     (batch,) = started.run.stream[0]
     started.runtime.loss(started.model, batch, torch.device("cpu")).backward()
 
@@ -388,12 +486,19 @@ def test_positions_are_turned_by_float32_angles(architecture, tmp_path):
     expected = {}
     for module in whole.modules():
         if type(module).__name__.endswith("Attention"):
-            module.register_forward_pre_hook(lambda module, _, options: expected.update({module.layer_idx: options["position_embeddings"]}), with_kwargs=True)
+            module.register_forward_pre_hook(
+                lambda module, _, options: expected.update({module.layer_idx: options["position_embeddings"]}),
+                with_kwargs=True,
+            )
     whole(given["input_ids"], position_ids=given["position_ids"])
     assert len(layers) == len(expected) == 2
     for layer, angles in seen.items():
         assert len(angles) == 4  # q and k, and both again
-        assert all(a.dtype == torch.float32 and torch.equal(a, b) for both in angles for a, b in zip(both, expected[layer], strict=True))
+        assert all(
+            a.dtype == torch.float32 and torch.equal(a, b)
+            for both in angles
+            for a, b in zip(both, expected[layer], strict=True)
+        )
 
 
 class Turns(torch.nn.Module):
@@ -414,21 +519,35 @@ Turns.__name__ = "TurnsRotaryEmbedding"
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_angles_are_made_twice_only_where_they_are_rounded(dtype):
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)).bfloat16().eval()
+    model = (
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+            )
+        )
+        .bfloat16()
+        .eval()
+    )
     rotary = model.model.rotary_emb = Turns(dtype)
     assert modules.install(model, "native") == []
     rotary.calls = 0
     x, positions = torch.zeros(1, 3, 64).bfloat16(), torch.arange(3)[None]
     for cos, sin in (rotary(x, positions), rotary(x, position_ids=positions), rotary(x=x, position_ids=positions)):
         exact = [angles if dtype else angles.exact for angles in (cos, sin)]
-        assert all(angles.dtype == torch.float32 for angles in exact) and torch.equal(exact[0], positions[..., None].float().cos().expand(1, 3, 32))
+        assert all(angles.dtype == torch.float32 for angles in exact) and torch.equal(
+            exact[0], positions[..., None].float().cos().expand(1, 3, 32)
+        )
     assert rotary.calls == (3 if dtype else 6)
 
 
 def test_a_kernel_that_turns_wrongly_by_float32_angles_is_not_used(monkeypatch):
     assert native.broken() == ""
     right = native._turned
-    monkeypatch.setattr(native, "_turned", lambda x, cos, sin, *, is_back: right(x, cos, cos if cos.dtype == torch.float32 else sin, is_back=is_back))
+    monkeypatch.setattr(
+        native,
+        "_turned",
+        lambda x, cos, sin, *, is_back: right(x, cos, cos if cos.dtype == torch.float32 else sin, is_back=is_back),
+    )
     assert "other numbers" in native.broken()
 
 
@@ -438,11 +557,25 @@ def test_no_product_of_a_layer_is_torchs_under_dropout(products):
     if not native.has("product"):
         pytest.skip("here oneDNN's are faster")
     x, weights = drawn(1, 40, 64).requires_grad_(), [drawn(96, 64, seed=1), drawn(32, 64, seed=2)]
-    layers = [lora.Linear(lambda w=w: products.weight(w), None, torch.nn.Parameter(drawn(6, 64, seed=3).float()), torch.nn.Parameter(drawn(len(w), 6, seed=4).float()), 0.5)
-              for w in weights]
+    layers = [
+        lora.Linear(
+            lambda w=w: products.weight(w),
+            None,
+            torch.nn.Parameter(drawn(6, 64, seed=3).float()),
+            torch.nn.Parameter(drawn(len(w), 6, seed=4).float()),
+            0.5,
+        )
+        for w in weights
+    ]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         sum(y.sum() for y in lora.linears(x, layers, 0.1, products)).backward()
-    assert x.grad.isfinite().all() and not {event.key for event in seen.key_averages()} & {"aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::_int_mm"}
+    assert x.grad.isfinite().all() and not {event.key for event in seen.key_averages()} & {
+        "aten::mm",
+        "aten::addmm",
+        "aten::linear",
+        "aten::matmul",
+        "aten::_int_mm",
+    }
 
 
 def test_angles_that_are_more_than_rounded_stay_as_they_are():
@@ -451,21 +584,40 @@ def test_angles_that_are_more_than_rounded_stay_as_they_are():
             cos = (position_ids[..., None] * torch.ones(32)).float().cos()
             return cos.to(x.dtype) + (0.0 if x.dtype == torch.float32 else 0.25), cos.to(x.dtype)
 
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)).bfloat16().eval()
+    model = (
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+            )
+        )
+        .bfloat16()
+        .eval()
+    )
     model.model.rotary_emb = OwnRotaryEmbedding()
-    assert modules.install(model, "native") == ["OwnRotaryEmbedding gives no float32 angles: it is no rotation that is known here (1 modules)"]
+    assert modules.install(model, "native") == [
+        "OwnRotaryEmbedding gives no float32 angles: it is no rotation that is known here (1 modules)"
+    ]
     cos, _ = model.model.rotary_emb(torch.zeros(1, 3, 64).bfloat16(), torch.arange(3)[None])
     assert cos.dtype == torch.bfloat16 and not hasattr(cos, "exact")
 
 
-HALF = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "pad_token_id": 0}
-PARTLY_ROTATED = {"nemotron": HALF, "glm4_moe": {**HALF, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2}}
+HALF = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "pad_token_id": 0,
+}
+PARTLY_ROTATED = {
+    "nemotron": HALF,
+    "glm4_moe": {**HALF, "moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2},
+}
 
 
 @pytest.mark.parametrize("architecture", PARTLY_ROTATED)
 def test_attention_that_rotates_a_part_of_each_head_stays_its_own(architecture, tmp_path):
     """Given cos as wide as a head it computes what ours does; the model gives it half as much."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_models.make(tmp_path, architecture, dtype=torch.bfloat16, **PARTLY_ROTATED[architecture])).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_models.make(tmp_path, architecture, dtype=torch.bfloat16, **PARTLY_ROTATED[architecture])
+    ).eval()
     ids = torch.arange(3, 15)[None]
     theirs = model(ids).logits.float()
     left = modules.install(model, "native")
@@ -476,10 +628,25 @@ def test_attention_that_rotates_a_part_of_each_head_stays_its_own(architecture, 
 
 
 def run_with(compiler: Path | str, tmp_path, *flags) -> subprocess.CompletedProcess:
-    command = [sys.executable, "train.py", f"--output_dir={tmp_path}", "--run_name=run", "--backend=cpu", "--precision=bf16", "--max_steps=1", "--eval_dataset=",
-               "--samples=0", *flags]
-    return subprocess.run(command, env={**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}, capture_output=True, text=True,
-                          cwd=Path(__file__).resolve().parent.parent)
+    command = [
+        sys.executable,
+        "train.py",
+        f"--output_dir={tmp_path}",
+        "--run_name=run",
+        "--backend=cpu",
+        "--precision=bf16",
+        "--max_steps=1",
+        "--eval_dataset=",
+        "--samples=0",
+        *flags,
+    ]
+    return subprocess.run(
+        command,
+        env={**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parent.parent,
+    )
 
 
 @pytest.mark.slow
@@ -489,9 +656,17 @@ def test_a_compiler_that_does_not_work_is_said(tmp_path):
     broken.write_text("#!/bin/sh\necho this one is out of order >&2\nexit 1\n")
     broken.chmod(0o755)
     done = run_with(broken, tmp_path)
-    assert done.returncode == 0 and "portable kernels instead of native ones: the C compiler refuses them: this one is out of order" in done.stdout + done.stderr
+    assert (
+        done.returncode == 0
+        and "portable kernels instead of native ones: the C compiler refuses them: this one is out of order"
+        in done.stdout + done.stderr
+    )
     asked = run_with(broken, tmp_path / "asked", "--kernels=native")
-    assert asked.returncode == RunError.exit_code and "kernels native cannot be used on cpu" in asked.stderr and "--kernels portable" in asked.stderr
+    assert (
+        asked.returncode == RunError.exit_code
+        and "kernels native cannot be used on cpu" in asked.stderr
+        and "--kernels portable" in asked.stderr
+    )
 
 
 @pytest.mark.slow
@@ -506,7 +681,11 @@ def test_the_library_is_made_once_and_by_whoever_needs_it(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = native.compiled()
     made = first.stat().st_mtime_ns
-    assert native.compiled() == first and first.stat().st_mtime_ns == made and [path.name for path in first.parent.iterdir()] == [first.name]
+    assert (
+        native.compiled() == first
+        and first.stat().st_mtime_ns == made
+        and [path.name for path in first.parent.iterdir()] == [first.name]
+    )
     monkeypatch.setattr(native, "OPTIONS", (*native.OPTIONS, "-DOTHER"))
     other = native.compiled()
     assert other != first

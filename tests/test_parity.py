@@ -13,8 +13,19 @@ from anyqlora.layouts import DEMO_BASE
 from anyqlora.on_torch.quantizers.bnb import Nf4
 
 STEPS, LR = 20, 2e-4
-SETTINGS = {"dataset": "demo", "lora_dropout": 0, "max_steps": STEPS, "lr": LR, "precision": "fp32", "context_length": 128, "wd": 0.01,
-            "lora_rank": 8, "lora_alpha": 16, "warmup_steps": 3, "save_steps": 0}
+SETTINGS = {
+    "dataset": "demo",
+    "lora_dropout": 0,
+    "max_steps": STEPS,
+    "lr": LR,
+    "precision": "fp32",
+    "context_length": 128,
+    "wd": 0.01,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+    "warmup_steps": 3,
+    "save_steps": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +34,16 @@ def base(tmp_path_factory):
     directory = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     words = tokenizer.load("demo")
-    config = LlamaConfig(vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
     words.save_pretrained(directory)
     return directory
@@ -34,8 +53,17 @@ def reference(base, settings, *, packing, weights=None):
     """The reference's losses, norms, adapter and start on the rows of each step of our stream."""
     config = resolve({**settings, "model_name": str(base)}, environ={}, said="test")
     words = tokenizer.load(str(base))
-    stream = data.Stream(data.prepare(config, words).train, batch_size=config.batch_size, num_epochs=1, max_steps=STEPS, seed=config.seed,
-                         gradient_accumulation_steps=config.gradient_accumulation_steps, packing=packing, context_length=128, pad_id=0)
+    stream = data.Stream(
+        data.prepare(config, words).train,
+        batch_size=config.batch_size,
+        num_epochs=1,
+        max_steps=STEPS,
+        seed=config.seed,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        packing=packing,
+        context_length=128,
+        pad_id=0,
+    )
     by_name = {e.where: (e.ids, e.trained) for e in data.prepare(config, words).train}
     steps = [[by_name[row] for batch in stream[step] for row in batch.rows] for step in range(STEPS)]
     model = reference_loop.peft_model(base, rank=8, alpha=16, seed=config.seed, weights=weights)
@@ -48,9 +76,14 @@ def compare(directory, expected, *, loss, norm, adapter):
     losses, norms, reference_adapter, start = expected
     ours = runs.metrics(directory)
     assert len(ours) == STEPS
-    print("loss", max(abs(m["loss"] / other - 1) for m, other in zip(ours, losses, strict=True)),
-          "norm", max(abs(m["grad_norm"] / other - 1) for m, other in zip(ours, norms, strict=True)),
-          "adapter", runs.distance(reference_adapter, runs.adapter(directory), start))
+    print(
+        "loss",
+        max(abs(m["loss"] / other - 1) for m, other in zip(ours, losses, strict=True)),
+        "norm",
+        max(abs(m["grad_norm"] / other - 1) for m, other in zip(ours, norms, strict=True)),
+        "adapter",
+        runs.distance(reference_adapter, runs.adapter(directory), start),
+    )
     np.testing.assert_allclose([m["loss"] for m in ours], losses, rtol=loss)
     np.testing.assert_allclose([m["grad_norm"] for m in ours], norms, rtol=norm)
     assert runs.distance(reference_adapter, runs.adapter(directory), start) < adapter
@@ -69,19 +102,38 @@ def test_nf4_equals_the_hand_written_loop_on_the_dequantized_weights(base, tmp_p
     directory = runs.run(tmp_path, model_name=str(base), **settings)
     quantizer = Nf4(torch.float32)
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
-    weights = {name: quantizer.unpack(*quantizer.pack(module.weight)) for name, module in model.named_modules()
-               if isinstance(module, torch.nn.Linear) and name != "lm_head"}
+    weights = {
+        name: quantizer.unpack(*quantizer.pack(module.weight))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
     compare(directory, reference(base, settings, packing=False, weights=weights), loss=1e-5, norm=1e-5, adapter=1e-4)
 
 
 def test_the_reference_would_see_a_wrong_normalisation(tmp_path):
     """The comparison can fail: the mean of micro-batch means, which other tools take, is far outside the bound."""
-    settings = {**SETTINGS, "batch_size": 1, "gradient_accumulation_steps": 4, "train_type": "lora", "max_steps": 1, "model_name": "demo"}
+    settings = {
+        **SETTINGS,
+        "batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "train_type": "lora",
+        "max_steps": 1,
+        "model_name": "demo",
+    }
     ours = runs.metrics(runs.run(tmp_path, **settings))
     config = resolve(settings, environ={}, said="test")
     rows = data.prepare(config, tokenizer.load("demo")).train
-    stream = data.Stream(rows, batch_size=1, gradient_accumulation_steps=4, num_epochs=1, max_steps=1, seed=config.seed, packing=False,
-                         context_length=128, pad_id=0)
+    stream = data.Stream(
+        rows,
+        batch_size=1,
+        gradient_accumulation_steps=4,
+        num_epochs=1,
+        max_steps=1,
+        seed=config.seed,
+        packing=False,
+        context_length=128,
+        pad_id=0,
+    )
     by_name = {e.where: (e.ids, e.trained) for e in rows}
     model = reference_loop.peft_model(DEMO_BASE, rank=8, alpha=16, seed=config.seed)
     step = [by_name[b.rows[0]] for b in stream[0]]
@@ -101,7 +153,9 @@ def test_equals_hugging_face_trainer_in_float32(tmp_path):
 @pytest.mark.slow
 def test_equals_hugging_face_trainer_in_bfloat16(tmp_path):
     ours, theirs = against_trainer(tmp_path, "bf16_autocast")
-    print("largest difference", np.abs(ours / theirs - 1).max(), "means differ by", abs(ours.mean() / theirs.mean() - 1))
+    print(
+        "largest difference", np.abs(ours / theirs - 1).max(), "means differ by", abs(ours.mean() / theirs.mean() - 1)
+    )
     assert theirs[-5:].mean() < theirs[0] / 2
     np.testing.assert_allclose(ours, theirs, rtol=0.02)
     assert abs(ours.mean() / theirs.mean() - 1) < 1e-3
@@ -110,14 +164,38 @@ def test_equals_hugging_face_trainer_in_bfloat16(tmp_path):
 def against_trainer(tmp_path, precision) -> tuple[np.ndarray, np.ndarray]:
     """Losses of 50 steps of ours and of transformers' Trainer on the embedded base and task: same rows, order, start, AdamW."""
     steps, batch, lr = 50, 8, 1e-3
-    settings = {"model_name": "demo", "dataset": "demo", "train_type": "lora", "precision": precision, "batch_size": batch, "max_steps": steps,
-                "gradient_accumulation_steps": 2, "lr": lr, "lora_dropout": 0, "wd": 0.01, "lr_scheduler": "linear", "warmup_steps": 0,
-                "context_length": 128, "lora_rank": 8, "lora_alpha": 16, "save_steps": 0}
+    settings = {
+        "model_name": "demo",
+        "dataset": "demo",
+        "train_type": "lora",
+        "precision": precision,
+        "batch_size": batch,
+        "max_steps": steps,
+        "gradient_accumulation_steps": 2,
+        "lr": lr,
+        "lora_dropout": 0,
+        "wd": 0.01,
+        "lr_scheduler": "linear",
+        "warmup_steps": 0,
+        "context_length": 128,
+        "lora_rank": 8,
+        "lora_alpha": 16,
+        "save_steps": 0,
+    }
     ours = np.array([m["loss"] for m in runs.metrics(runs.run(tmp_path, **settings))])
     config = resolve(settings, environ={}, said="test")
     rows = data.prepare(config, tokenizer.load("demo")).train
-    stream = data.Stream(rows, batch_size=batch, gradient_accumulation_steps=2, num_epochs=1, max_steps=steps, seed=config.seed,
-                         packing=False, context_length=128, pad_id=0)
+    stream = data.Stream(
+        rows,
+        batch_size=batch,
+        gradient_accumulation_steps=2,
+        num_epochs=1,
+        max_steps=steps,
+        seed=config.seed,
+        packing=False,
+        context_length=128,
+        pad_id=0,
+    )
     by_name = {e.where: e for e in rows}
     ordered = [by_name[row] for step in range(steps) for b in stream[step] for row in b.rows]
 
@@ -137,10 +215,28 @@ def against_trainer(tmp_path, precision) -> tuple[np.ndarray, np.ndarray]:
 
     model = reference_loop.peft_model(DEMO_BASE, rank=8, alpha=16, seed=config.seed)
     arguments = TrainingArguments(
-        str(tmp_path / "trainer"), max_steps=steps, per_device_train_batch_size=batch, gradient_accumulation_steps=2, learning_rate=lr,
-        lr_scheduler_type="linear", warmup_steps=0, weight_decay=0.01, max_grad_norm=1.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8,
-        logging_steps=1, logging_nan_inf_filter=False, report_to=[], save_strategy="no", use_cpu=True, bf16=precision != "fp32",
-        remove_unused_columns=False, disable_tqdm=True, optim="adamw_torch")
+        str(tmp_path / "trainer"),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=2,
+        learning_rate=lr,
+        lr_scheduler_type="linear",
+        warmup_steps=0,
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=precision != "fp32",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        optim="adamw_torch",
+    )
     trainer = InOrder(model=model, args=arguments, train_dataset=ordered, data_collator=collate)
     trainer.train()
     theirs = np.array([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

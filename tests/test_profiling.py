@@ -18,12 +18,32 @@ from anyqlora.on_torch.device import Memory, own_pages
 from anyqlora.on_torch.profiling import Unwatched, action, plain_timeline
 
 HELD_OUT = Path(__file__).resolve().parent.parent / "anyqlora" / "demo" / "task" / "heldout.jsonl"
-SMALL = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 2, "precision": "fp32",
-         "max_steps": 6, "lr": 3e-3, "lora_rank": 4, "lora_dropout": 0.1, "log_to": "none"}
+SMALL = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "context_length": 128,
+    "batch_size": 2,
+    "precision": "fp32",
+    "max_steps": 6,
+    "lr": 3e-3,
+    "lora_rank": 4,
+    "lora_dropout": 0.1,
+    "log_to": "none",
+}
 PROFILED = {"profile": True, "profiling_frequency": 3, "wait_steps": 1, "active_steps": 1}
 BARE = {**PROFILED, "export_trace": False}
-FULL = {**PROFILED, "wait_steps": 0, "repeat": 1, "with_stack": True, "with_shapes": True, "export_memory_timeline": True,
-        "profile_memory": True, "eval_steps": 3, "exact_match": False, "eval_batch_size": 64}
+FULL = {
+    **PROFILED,
+    "wait_steps": 0,
+    "repeat": 1,
+    "with_stack": True,
+    "with_shapes": True,
+    "export_memory_timeline": True,
+    "profile_memory": True,
+    "eval_steps": 3,
+    "exact_match": False,
+    "eval_batch_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +79,9 @@ def test_everything_that_is_asked_for_is_written(profiled):
     names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
     counted = {name: names.count(f"anyqlora::{name}") for name in ("forward", "backward", "step", "load", "evaluate")}
     assert counted == {"forward": 1, "backward": 1, "step": 1, "load": 0, "evaluate": 0}
-    assert any("Input Dims" in event.get("args", {}) for event in events) and any(event.get("cat") == "python_function" for event in events)
+    assert any("Input Dims" in event.get("args", {}) for event in events) and any(
+        event.get("cat") == "python_function" for event in events
+    )
     assert "aten::mm" in (place / "operators.txt").read_text()
     times, sizes = json.loads((place / "memory_timeline.json").read_text())
     assert len(times) == len(sizes) > 100
@@ -84,7 +106,9 @@ def test_a_timeline_without_categories():
 def test_each_cycle_is_written_and_only_what_is_asked_for(tmp_path):
     directory = runs.run(tmp_path, **{**SMALL, **BARE, "profiling_output": "looked"})
     assert sorted(str(path.relative_to(directory)) for path in (directory / "looked").rglob("*.*")) == [
-        "looked/step-000002/operators.txt", "looked/step-000005/operators.txt"]
+        "looked/step-000002/operators.txt",
+        "looked/step-000005/operators.txt",
+    ]
     assert "Input Shapes" not in (directory / "looked/step-000005/operators.txt").read_text()
 
 
@@ -98,23 +122,40 @@ def test_profiles_that_are_there_are_kept_or_made_anew(tmp_path):
 
 
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
-    directory = runs.run(tmp_path, during=lambda step: (tmp_path / "run" / "profiles").touch(), **{**SMALL, **BARE, "max_steps": 3})
+    directory = runs.run(
+        tmp_path, during=lambda step: (tmp_path / "run" / "profiles").touch(), **{**SMALL, **BARE, "max_steps": 3}
+    )
     assert runs.result(directory)["steps"] == 3
     assert "profiles/step-000002 is not whole: NotADirectoryError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("wait", "warmup", "active", "repeat"), [(0, 0, 2, 0), (3, 1, 2, 0), (1, 2, 1, 2), (0, 1, 3, 1)])
+@pytest.mark.parametrize(
+    ("wait", "warmup", "active", "repeat"), [(0, 0, 2, 0), (3, 1, 2, 0), (1, 2, 1, 2), (0, 1, 3, 1)]
+)
 def test_the_schedule_is_that_of_torch(wait, warmup, active, repeat):
     """The reference is torch.profiler.schedule, whose cycle is as long as profiling_frequency when it is wait + warm-up + active."""
-    config = resolve({"profile": True, "wait_steps": wait, "profiler_warmup_steps": warmup, "active_steps": active, "repeat": repeat,
-                      "profiling_frequency": wait + warmup + active}, environ={})
+    config = resolve(
+        {
+            "profile": True,
+            "wait_steps": wait,
+            "profiler_warmup_steps": warmup,
+            "active_steps": active,
+            "repeat": repeat,
+            "profiling_frequency": wait + warmup + active,
+        },
+        environ={},
+    )
     reference = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
     assert [action(config, step, 1000) for step in range(50)] == [reference(step) for step in range(50)]
 
 
 def test_the_last_step_of_a_run_ends_a_recording():
     config = resolve({"profile": True, "active_steps": 3, "profiling_frequency": 5}, environ={})
-    assert [action(config, step, 7) for step in (5, 6, 7)] == [ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE, ProfilerAction.NONE]
+    assert [action(config, step, 7) for step in (5, 6, 7)] == [
+        ProfilerAction.RECORD,
+        ProfilerAction.RECORD_AND_SAVE,
+        ProfilerAction.NONE,
+    ]
 
 
 def test_flags_that_would_do_nothing_are_refused():
@@ -137,7 +178,10 @@ def test_memory_json_has_every_phase(profiled):
     assert seen == expected
     assert all(isinstance(entry["bytes"], int) and entry["bytes"] > 0 for entry in entries)
     assert runs.result(profiled)["peak_memory_bytes"] >= max(entry["bytes"] for entry in entries)
-    assert runs.result(profiled)["planned_memory_bytes"] == json.loads((profiled / "plan.json").read_text())["memory"]["total"]
+    assert (
+        runs.result(profiled)["planned_memory_bytes"]
+        == json.loads((profiled / "plan.json").read_text())["memory"]["total"]
+    )
 
 
 def test_memory_json_goes_on_where_a_resumed_run_does(tmp_path):

@@ -26,7 +26,15 @@ from anyqlora.on_torch.quantizers.affine import Affine4
 from anyqlora.on_torch.quantizers.bnb import Nf4, _FourBit
 from backend_manager import BackendManager
 
-RUN = {"dataset": "demo", "context_length": 96, "batch_size": 4, "max_steps": 2, "lr": 2e-3, "save_steps": 0, "log_to": "stdout"}
+RUN = {
+    "dataset": "demo",
+    "context_length": 96,
+    "batch_size": 4,
+    "max_steps": 2,
+    "lr": 2e-3,
+    "save_steps": 0,
+    "log_to": "stdout",
+}
 MODELS = Path(__file__).parent / "models"
 
 
@@ -38,9 +46,15 @@ def base(tmp_path_factory):
 @pytest.fixture
 def kept(base, tmp_path):
     """kept(**settings): a cache under tmp_path, as a run with these settings has it."""
+
     def make(**settings):
-        config = resolve({"model_name": str(base), **RUN, "quantized_cache": str(tmp_path / "kept"), **settings}, environ={}, said="test")
+        config = resolve(
+            {"model_name": str(base), **RUN, "quantized_cache": str(tmp_path / "kept"), **settings},
+            environ={},
+            said="test",
+        )
         return QuantizedCache(config, Path(config.model_name), torch.device("cpu"))
+
     return make
 
 
@@ -65,8 +79,16 @@ def quantized():
 # ------------------------------------------------------------------------------------------------------- the same bytes
 
 
-@pytest.mark.parametrize("settings", [{"quantizer": "nf4", "precision": "bf16"}, {"quantizer": "nf4", "precision": "fp32", "adapter": "dora"},
-                                      {"quantizer": "fp4", "double_quant": False, "precision": "fp16"}, {"quantizer": "affine4", "precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantizer": "nf4", "precision": "bf16"},
+        {"quantizer": "nf4", "precision": "fp32", "adapter": "dora"},
+        {"quantizer": "fp4", "double_quant": False, "precision": "fp16"},
+        {"quantizer": "affine4", "precision": "bf16"},
+    ],
+    ids=str,
+)
 def test_a_run_has_the_same_bytes_with_and_without(settings, base, tmp_path):
     common = {"model_name": str(base), **settings}
     with quantized() as weights:
@@ -79,20 +101,28 @@ def test_a_run_has_the_same_bytes_with_and_without(settings, base, tmp_path):
     assert without == first == second
 
 
-@pytest.mark.parametrize("architecture, dtype", [("gemma2", torch.float32), ("phi3", torch.float16), ("gpt_neox", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "architecture, dtype", [("gemma2", torch.float32), ("phi3", torch.float16), ("gpt_neox", torch.bfloat16)], ids=str
+)
 def test_every_tensor_is_the_one_that_is_made_without(architecture, dtype, tmp_path):
     """Codes, scales, and all that is not quantized, in value and in type; rows that end inside a block, too."""
     directory = tiny_models.make(tmp_path / "base", architecture, dtype=dtype)
     found = []
     for name, cache in (("without", False), ("first", str(tmp_path / "kept")), ("second", str(tmp_path / "kept"))):
         started = tiny_models.Started(tmp_path / name, directory, precision="bf16", quantized_cache=cache)
-        states = {f"{key} {part}": value for key, module in started.model.named_modules() if hasattr(module, "quant_state")
-                  for part, value in Nf4.state_tensors(module.quant_state).items()}
+        states = {
+            f"{key} {part}": value
+            for key, module in started.model.named_modules()
+            if hasattr(module, "quant_state")
+            for part, value in Nf4.state_tensors(module.quant_state).items()
+        }
         found.append({**dict(started.model.named_parameters()), **dict(started.model.named_buffers()), **states})
         assert states
     for other in found[1:]:
         assert other.keys() == found[0].keys()
-        assert all(value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in found[0].items())
+        assert all(
+            value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in found[0].items()
+        )
 
 
 def test_an_entry_is_what_quantize_writes(base, kept, tmp_path):
@@ -113,8 +143,20 @@ def test_the_run_says_where_its_weights_come_from(base, tmp_path, capsys):
 
     said = []
     for name in ("first", "second"):
-        train.train(resolve({**RUN, "model_name": str(base), "backend": "cpu", "output_dir": str(tmp_path), "run_name": name, "quantized_cache": str(tmp_path / "kept")},
-                            environ={}, said="test"))
+        train.train(
+            resolve(
+                {
+                    **RUN,
+                    "model_name": str(base),
+                    "backend": "cpu",
+                    "output_dir": str(tmp_path),
+                    "run_name": name,
+                    "quantized_cache": str(tmp_path / "kept"),
+                },
+                environ={},
+                said="test",
+            )
+        )
         said.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("quantized weights")])
     assert [len(lines) for lines in said] == [1, 1]
     assert " are kept in " in said[0][0] and " come from " in said[1][0] and str(tmp_path / "kept") in said[1][0]
@@ -123,10 +165,17 @@ def test_the_run_says_where_its_weights_come_from(base, tmp_path, capsys):
 def test_other_weights_and_other_settings_are_other_entries(base, kept, tmp_path):
     shutil.copytree(base, tmp_path / "base")
     same, other = kept(), kept(model_name=str(tmp_path / "base"))
-    ways = [kept(double_quant=False), kept(quantizer="fp4"), kept(quantizer="affine4"), kept(quantizer="affine4", affine_group_size=32)]
+    ways = [
+        kept(double_quant=False),
+        kept(quantizer="fp4"),
+        kept(quantizer="affine4"),
+        kept(quantizer="affine4", affine_group_size=32),
+    ]
     assert kept(precision="fp32", lora_rank=4, lr=1e-5).path == same.path
     assert len({cache.path for cache in (same, *ways)}) == 5
-    assert other.path.name.rpartition("-")[2] == same.path.name.rpartition("-")[2]  # the same weights, wherever they lie
+    assert (
+        other.path.name.rpartition("-")[2] == same.path.name.rpartition("-")[2]
+    )  # the same weights, wherever they lie
     file, about = tmp_path / "base" / "model.safetensors", (tmp_path / "base" / "model.safetensors").stat()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -160,10 +209,15 @@ DAMAGE = {
     "model.safetensors: its sha256": flipped,
     "config.json: its sha256": lambda entry: (entry / "config.json").write_text("{}"),
     "tokenizer.json: missing, or not of it": lambda entry: (entry / "tokenizer.json").unlink(),
-    "other.safetensors: missing, or not of it": lambda entry: shutil.copy(entry / "model.safetensors", entry / "other.safetensors"),
-    "manifest.json: its own hash": lambda entry: (entry / MANIFEST).write_text((entry / MANIFEST).read_text().replace('"nf4"', '"fp4"')),
+    "other.safetensors: missing, or not of it": lambda entry: shutil.copy(
+        entry / "model.safetensors", entry / "other.safetensors"
+    ),
+    "manifest.json: its own hash": lambda entry: (entry / MANIFEST).write_text(
+        (entry / MANIFEST).read_text().replace('"nf4"', '"fp4"')
+    ),
     "manifest.json: [Errno 2]": lambda entry: (entry / MANIFEST).unlink(),
-    "manifest.json: Expecting value": lambda entry: (entry / MANIFEST).write_text("")}
+    "manifest.json: Expecting value": lambda entry: (entry / MANIFEST).write_text(""),
+}
 
 
 @pytest.mark.parametrize("said", DAMAGE)
@@ -207,7 +261,9 @@ def test_a_full_disk_leaves_nothing_and_says_so(kept, tmp_path):
         cache = kept()
         cache.disk = Full(room)
         assert cache.entry() is None and list((tmp_path / "kept").iterdir()) == []
-        assert len(cache.notes) == 1 and "are not kept" in cache.notes[0] and "No space left on device" in cache.notes[0]
+        assert (
+            len(cache.notes) == 1 and "are not kept" in cache.notes[0] and "No space left on device" in cache.notes[0]
+        )
     enough = kept()
     enough.disk = Full(files)
     assert enough.entry() and not enough.notes
@@ -248,17 +304,30 @@ def test_two_processes_may_write_one_entry_at_once(kept):
 
 
 def test_the_limit_is_kept_by_removing_what_was_not_used_for_longest(kept, tmp_path):
-    entries = [kept(double_quant=double, quantizer=kind).entry() for kind, double in (("nf4", True), ("nf4", False), ("fp4", True))]
+    entries = [
+        kept(double_quant=double, quantizer=kind).entry()
+        for kind, double in (("nf4", True), ("nf4", False), ("fp4", True))
+    ]
     foreign = [tmp_path / "kept" / name for name in ("mine", "step-000120", "base-int8-0123456789abcdef")]
-    left, recent = (entries[0].with_name(f"{entries[0].name}.0123456{n}{suffix}") for n, suffix in ((0, ".staged"), (1, "")))
+    left, recent = (
+        entries[0].with_name(f"{entries[0].name}.0123456{n}{suffix}") for n, suffix in ((0, ".staged"), (1, ""))
+    )
     for path in (*foreign, left, recent):
         path.mkdir()
     sizes = [sum(path.stat().st_size for path in entry.iterdir()) for entry in entries]
-    for age, path in ((7200, entries[0]), (3600, entries[1]), (60, entries[2]), (2 * 86400, left), *((2 * 86400, path) for path in foreign)):
+    for age, path in (
+        (7200, entries[0]),
+        (3600, entries[1]),
+        (60, entries[2]),
+        (2 * 86400, left),
+        *((2 * 86400, path) for path in foreign),
+    ):
         os.utime(path, (time.time() - age,) * 2)
     room = {"quantized_cache_limit": (sum(sizes) - 1) / 2**30}
     assert kept(quantizer="nf4", **room).entry() == entries[0]  # used, so that the second one is the oldest now
-    assert {path.name for path in (tmp_path / "kept").iterdir()} == {path.name for path in (entries[0], entries[2], recent, *foreign)}
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {
+        path.name for path in (entries[0], entries[2], recent, *foreign)
+    }
     small = kept(double_quant=False, quantized_cache_limit=1e-6)
     assert small.entry() is None and "quantized_cache_limit is" in small.notes[0]
     assert kept(quantized_cache_limit=1e-6).entry() == entries[0] and entries[2].exists()  # it may be read just now
@@ -268,22 +337,35 @@ def test_the_limit_is_kept_by_removing_what_was_not_used_for_longest(kept, tmp_p
 
 
 def planned(model, **settings):
-    return BackendManager("cpu").plan(resolve({"model_name": str(model), "dataset": "demo", "backend": "cpu", **settings}, environ={}, said="test"))
+    return BackendManager("cpu").plan(
+        resolve({"model_name": str(model), "dataset": "demo", "backend": "cpu", **settings}, environ={}, said="test")
+    )
 
 
 def test_large_models_are_kept_unless_somebody_says_otherwise(base):
     large = planned(MODELS / "llama-3-8b")
     assert large.config.quantized_cache is True and "quantized weights kept on disk" in "\n".join(large.explain())
     assert BackendManager("cpu").plan(large.config).config == large.config
-    assert planned(base).config.quantized_cache is False and planned(MODELS / "llama-3-8b", quantized_cache=False).config.quantized_cache is False
+    assert (
+        planned(base).config.quantized_cache is False
+        and planned(MODELS / "llama-3-8b", quantized_cache=False).config.quantized_cache is False
+    )
     assert planned(base, quantized_cache=True).config.quantized_cache is True
 
 
-@pytest.mark.parametrize("settings, why", [
-    ({"adapter": "pissa"}, "adapter pissa needs the full-precision weights"), ({"adapter": "loftq"}, "adapter loftq needs the full-precision weights"),
-    ({"quantizer": "int8"}, "quantizer int8 writes no files"), ({"train_type": "lora"}, "quantizer none writes no files"),
-    ({"world_size": 2, "strategy": "tp"}, "strategy tp may quantize slices"), ({"trust_remote_code": True}, "code of its own"),
-    ({}, "experts of a mixture")], ids=str)
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"adapter": "pissa"}, "adapter pissa needs the full-precision weights"),
+        ({"adapter": "loftq"}, "adapter loftq needs the full-precision weights"),
+        ({"quantizer": "int8"}, "quantizer int8 writes no files"),
+        ({"train_type": "lora"}, "quantizer none writes no files"),
+        ({"world_size": 2, "strategy": "tp"}, "strategy tp may quantize slices"),
+        ({"trust_remote_code": True}, "code of its own"),
+        ({}, "experts of a mixture"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_kept_is_not_and_refused_when_asked_for(settings, why, tmp_path):
     model = MODELS / "llama-3-8b" if settings else tiny_models.make(tmp_path, "mixtral")
     assert planned(model, **settings).config.quantized_cache is False

@@ -77,7 +77,9 @@ def test_forward_and_backward_are_those_of_the_dequantized_weight(name, dtype):
     made, module = filled(name, weight, bias, dtype)
     assert isinstance(module, made.module_type)
     packed = made.packed(module)
-    assert packed.numel() * packed.element_size() * 8 == weight.numel() * (made.bits if made.bits < 16 else 8 * dtype.itemsize)
+    assert packed.numel() * packed.element_size() * 8 == weight.numel() * (
+        made.bits if made.bits < 16 else 8 * dtype.itemsize
+    )
     before = made.dequantize(module)
     assert before.dtype == dtype
     assert (before.float() - weight).norm() < 0.15 * weight.norm()
@@ -96,7 +98,9 @@ def test_forward_and_backward_are_those_of_the_dequantized_weight(name, dtype):
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_module_equals_bitsandbytes_own(kind):
-    weight = torch.randn(40, 128, generator=torch.Generator().manual_seed(2))  # rows of whole blocks: see test_compat for others
+    weight = torch.randn(
+        40, 128, generator=torch.Generator().manual_seed(2)
+    )  # rows of whole blocks: see test_compat for others
     _, ours = filled(kind, weight)
     theirs = bnb.nn.Linear4bit(128, 40, bias=False, compute_dtype=torch.float32, quant_type=kind)
     theirs.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type=kind, module=theirs)
@@ -108,21 +112,46 @@ def test_module_equals_bitsandbytes_own(kind):
 def test_codes_do_not_depend_on_the_precision():
     weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
     for name in ("nf4", "fp4", "int8"):
-        codes = {dtype: quantizer(name, dtype).pack(weight.float())[0] for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+        codes = {
+            dtype: quantizer(name, dtype).pack(weight.float())[0]
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        }
         assert all(torch.equal(c, codes[torch.float32]) for c in codes.values())
 
 
-@pytest.mark.parametrize("name, options", [
-    ("nf4", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}),
-    ("fp4", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}),
-    ("int8", {"load_in_8bit": True})])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        (
+            "nf4",
+            {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": True,
+                "bnb_4bit_compute_dtype": torch.float32,
+            },
+        ),
+        (
+            "fp4",
+            {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "fp4",
+                "bnb_4bit_use_double_quant": True,
+                "bnb_4bit_compute_dtype": torch.float32,
+            },
+        ),
+        ("int8", {"load_in_8bit": True}),
+    ],
+)
 def test_the_whole_model_equals_bitsandbytes_own_load(name, options, tmp_path):
     """The reference is transformers' load_in_4bit and load_in_8bit of the same directory, with the adapter read by PEFT."""
     directory = tiny_models.make(tmp_path / "base", "qwen2", intermediate_size=128)
     started = tiny_models.Started(tmp_path, directory, quantizer=name, max_steps=1)
     started.step()
     ids = torch.arange(5, 35).reshape(2, 15) * 7 % 500
-    reference = tiny_models.plain(directory, adapter=started.finish(), quantization_config=BitsAndBytesConfig(**options))
+    reference = tiny_models.plain(
+        directory, adapter=started.finish(), quantization_config=BitsAndBytesConfig(**options)
+    )
     for module in reference.modules():
         keep_weights_as_packed(module)  # else the reference computes in bf16 where the CPU has AVX512-BF16
     with torch.no_grad():
@@ -144,9 +173,16 @@ def test_quantize_says_how_many_tensors_are_as_they_were(kind, tmp_path, capsys)
     """The reference are the tensors that have the same bytes in both files."""
     assert main(["quantize", "demo", "--to", kind, "--out", str(tmp_path / "out")]) == 0
     before, after = load_file(DEMO_BASE / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    same = [name for name, value in before.items() if name in after and torch.equal(value, after[name].to(value.dtype)) and after[name].dtype == value.dtype]
+    same = [
+        name
+        for name, value in before.items()
+        if name in after and torch.equal(value, after[name].to(value.dtype)) and after[name].dtype == value.dtype
+    ]
     assert 0 < len(same) < len(before)
-    assert f"{len(before) - len(same)} linear weights in {kind}, {len(same)} other tensors as they were" in capsys.readouterr().out
+    assert (
+        f"{len(before) - len(same)} linear weights in {kind}, {len(same)} other tensors as they were"
+        in capsys.readouterr().out
+    )
 
 
 in_c = pytest.mark.skipif(not native.has("quantize_4bit"), reason="no C compiler is here")
@@ -160,10 +196,15 @@ def test_codes_are_bitsandbytes_own_to_the_bit(kind, dtype, is_native, threads, 
     """Random weights of every size, and all borders between codes with their neighbours on either side; the reference is bitsandbytes'."""
     monkeypatch.setattr(quantize, "PIECE", 1 << 12)
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(1 << 16, generator=generator) * torch.logspace(-30, 30, 1 << 16)[torch.randperm(1 << 16, generator=generator)]
+    weight = (
+        torch.randn(1 << 16, generator=generator)
+        * torch.logspace(-30, 30, 1 << 16)[torch.randperm(1 << 16, generator=generator)]
+    )
     values = F.get_4bit_type(kind, device="cpu").sort().values
     borders = (values[1:] + values[:-1]) / 2
-    special = torch.stack([borders, borders.nextafter(torch.tensor(2.0)), borders.nextafter(torch.tensor(-2.0))]).flatten()
+    special = torch.stack(
+        [borders, borders.nextafter(torch.tensor(2.0)), borders.nextafter(torch.tensor(-2.0))]
+    ).flatten()
     special = torch.cat([special, values, torch.tensor([1.0, 0.0, -0.0])])  # the largest is 1, so that the scale is
     blocks = torch.cat([weight, torch.nn.functional.pad(special, (0, 64)), torch.zeros(64)]).to(dtype)
     blocks = blocks[: len(blocks) // 64 * 64]
@@ -184,7 +225,10 @@ def test_who_runs_on_native_kernels_quantizes_by_them(monkeypatch):
     codes, state = made.pack(weight)
     expected, theirs = F.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
     assert torch.equal(codes, expected) and torch.equal(state.absmax, theirs.absmax)
-    for config in (TrainConfig(model_name="m", dataset="d", quantizer="nf4"), TrainConfig(model_name="m", dataset="d", quantizer="nf4", kernels="portable")):
+    for config in (
+        TrainConfig(model_name="m", dataset="d", quantizer="nf4"),
+        TrainConfig(model_name="m", dataset="d", quantizer="nf4", kernels="portable"),
+    ):
         assert packed_files.packing(config).is_native == (config.kernels != "portable")
 
 

@@ -24,26 +24,39 @@ LINES = [line.strip() for line in README.splitlines() if line.startswith("    ")
 SETUP = [line for line in LINES if line.startswith("python3 -m venv")]
 COMMANDS = [line for line in LINES if line.startswith(("python train.py", "python -m anyqlora"))]
 INLINE = sorted(set(re.findall(r"`(python -m anyqlora [^`.]*)`", README)))
-SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "train.py", ROOT / "backend_manager.py", *(ROOT / "anyqlora").rglob("*.py")])
+SOURCES = "\n".join(
+    path.read_text(encoding="utf-8")
+    for path in [ROOT / "train.py", ROOT / "backend_manager.py", *(ROOT / "anyqlora").rglob("*.py")]
+)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A directory in which a newcomer stands: rows, the configurations, and a small model in place of each that is named."""
     place = tmp_path_factory.mktemp("newcomer")
-    rows = [{"prompt": f"{name} bought {n} lamps. Repeat:", "completion": f"{name} bought {n} lamps."} for n in range(6) for name in ("Bren", "Tam")]
+    rows = [
+        {"prompt": f"{name} bought {n} lamps. Repeat:", "completion": f"{name} bought {n} lamps."}
+        for n in range(6)
+        for name in ("Bren", "Tam")
+    ]
     write(place / "my.jsonl", *rows)
     write(place / "other.jsonl", *rows[:3])
     (place / "configs").mkdir()
     for path in configs_directory().glob("*.yaml"):
-        (place / "configs" / path.name).write_text(re.sub(r"^(model_name: )[\w.-]+/[\w.-]+$", rf"\g<1>{place / 'model'}", path.read_text(), flags=re.MULTILINE))
+        (place / "configs" / path.name).write_text(
+            re.sub(r"^(model_name: )[\w.-]+/[\w.-]+$", rf"\g<1>{place / 'model'}", path.read_text(), flags=re.MULTILINE)
+        )
     shutil.copytree(DEMO_BASE, place / "model")
     return place
 
 
 def arguments(command, place):
     """The words after `python -m anyqlora` (or, for train.py, after its verb there), on the stand-ins."""
-    words = shlex.split(re.sub(r"meta-llama/[\w.-]+", str(place / "model"), command).replace("runs/NAME", "runs/one").replace('"..."', "'Bren bought 2 lamps. Repeat:'"))
+    words = shlex.split(
+        re.sub(r"meta-llama/[\w.-]+", str(place / "model"), command)
+        .replace("runs/NAME", "runs/one")
+        .replace('"..."', "'Bren bought 2 lamps. Repeat:'")
+    )
     return ["train", *words[2:]] if words[1] == "train.py" else words[3:]
 
 
@@ -77,16 +90,23 @@ def test_the_two_commands_are_those_that_ci_runs():
     script = (ROOT / ".ci" / "run").read_text()
     function = re.search(r"^commands\(\).*$", script, re.MULTILINE)[0]
     out = subprocess.run(["bash", "-c", f"{function}; commands"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert out.stdout.splitlines() == SETUP == [
-        "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py",
-        "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && .venv/bin/python -m pytest"]
+    assert (
+        out.stdout.splitlines()
+        == SETUP
+        == [
+            "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py",
+            "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && .venv/bin/python -m pytest",
+        ]
+    )
     assert '(eval "$first")' in script and '(eval "$second")' in script
 
 
 def test_the_table_of_backends_is_the_programs(capsys):
     program.main(["backends", "--markdown"])
     shown = re.search(r"<!-- backends -->\n(.*?)\n<!-- /backends -->", README, re.DOTALL)[1]
-    assert shown == capsys.readouterr().out.strip(), "put what `python -m anyqlora backends --markdown` prints between the markers"
+    assert shown == capsys.readouterr().out.strip(), (
+        "put what `python -m anyqlora backends --markdown` prints between the markers"
+    )
 
 
 def test_the_table_of_speed_is_that_of_the_results(monkeypatch):
@@ -99,7 +119,9 @@ def test_the_table_of_speed_is_that_of_the_results(monkeypatch):
 
 def test_links_lead_to_files():
     links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert len(links) >= 4 and [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+    assert (
+        len(links) >= 4 and [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+    )
 
 
 def test_versions_and_indexes_are_those_of_requirements_and_doctor():
@@ -111,12 +133,14 @@ def test_versions_and_indexes_are_those_of_requirements_and_doctor():
 
 
 def test_exit_codes_are_those_of_the_source():
-    stated = {int(code) for code in re.findall(r"\b(\d+) [a-z]", re.search(r"Exit codes: (.*?)\.\n", README, re.DOTALL)[1])}
+    stated = {
+        int(code) for code in re.findall(r"\b(\d+) [a-z]", re.search(r"Exit codes: (.*?)\.\n", README, re.DOTALL)[1])
+    }
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RunError)]
     assert stated == {0, 130, *(kind.exit_code for kind in kinds)} and "130 if" in SOURCES
 
 
-ROWS = re.findall(r"^\| (.+?) \| ", README[README.index("## When something is wrong"):], re.MULTILINE)[1:]
+ROWS = re.findall(r"^\| (.+?) \| ", README[README.index("## When something is wrong") :], re.MULTILINE)[1:]
 
 
 @pytest.mark.parametrize("quoted", [row for row in ROWS if not set(row) <= set("-|")])
@@ -130,5 +154,10 @@ def test_messages_of_the_troubleshooting_table_are_in_the_source(quoted):
 
 def test_the_settings_that_the_text_names_exist():
     from anyqlora.config import SETTINGS
-    named = {name.replace("-", "_") for text in (*COMMANDS, *re.findall(r"`(--[^`]+)`", README)) for name in re.findall(r"--([a-z_-]+)", text)}
+
+    named = {
+        name.replace("-", "_")
+        for text in (*COMMANDS, *re.findall(r"`(--[^`]+)`", README))
+        for name in re.findall(r"--([a-z_-]+)", text)
+    }
     assert named - set(SETTINGS) <= {"prompt", "file", "parity", "to", "out"} and len(named) > 20

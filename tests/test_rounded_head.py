@@ -15,11 +15,18 @@ from anyqlora.on_torch.kernels.products import spread
 from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.settings import TrainConfig
 
-pytestmark = pytest.mark.skipif(not native.has("head"), reason="no C compiler or no AVX512-BF16 is here, or AMX is and oneDNN's products are used")
+pytestmark = pytest.mark.skipif(
+    not native.has("head"), reason="no C compiler or no AVX512-BF16 is here, or AMX is and oneDNN's products are used"
+)
 TOGETHER = 128  # words of a token that share a step
 HEADS = {  # tokens, hidden size, words
-    "one part": (7, 40, 132), "parts": (61, 66, 2300), "rows half a page apart": (30, 512, 1500), "fewer words than lanes": (5, 32, 8), "one token": (1, 2, 300),
-    "words that come by no fours": (20, 48, 4229)}
+    "one part": (7, 40, 132),
+    "parts": (61, 66, 2300),
+    "rows half a page apart": (30, 512, 1500),
+    "fewer words than lanes": (5, 32, 8),
+    "one token": (1, 2, 300),
+    "words that come by no fours": (20, 48, 4229),
+}
 
 
 def drawn(*shape, seed=0, scale=1.0):
@@ -35,14 +42,20 @@ def in_8_bits(hidden, weight, targets, bias=None, scale=1.0, rows=25):
 def whole(hidden, weight, targets, bias=None, scale=1.0):
     """The same in float64."""
     exact = hidden.double().requires_grad_()
-    losses = nn.functional.cross_entropy(scale * nn.functional.linear(exact, weight.double(), None if bias is None else bias.double()), targets, reduction="none")
+    losses = nn.functional.cross_entropy(
+        scale * nn.functional.linear(exact, weight.double(), None if bias is None else bias.double()),
+        targets,
+        reduction="none",
+    )
     return losses.detach(), *torch.autograd.grad(losses.sum(), exact)
 
 
 def defined(hidden, weight, targets, bias=None, scale=1.0):
     """Its gradient, in float64: of the codes of the weights without their mean, and of those of the other words' probabilities times the scales of their words."""
     packed, scales, mean = (x.double() for x in native.rounded_head(weight))
-    codes = packed.permute(0, 2, 4, 1, 3).reshape(-1, packed.shape[1] * packed.shape[3])[: len(weight), : weight.shape[1]]
+    codes = packed.permute(0, 2, 4, 1, 3).reshape(-1, packed.shape[1] * packed.shape[3])[
+        : len(weight), : weight.shape[1]
+    ]
     logits = scale * nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     others = logits.softmax(1).scatter(1, targets[:, None], 0)
     made = torch.zeros(hidden.shape, dtype=torch.float64)
@@ -62,7 +75,10 @@ def off(ours, exact):
 def test_it_is_its_definition_and_the_loss_is_not_rounded(case, grow):
     tokens, width, words = HEADS[case]
     hidden, weight, targets = drawn(tokens, width), drawn(words, width, seed=1), torch.arange(tokens) * 37 % words
-    hidden[:, 0], weight[:, 0] = 1.0, torch.linspace(0, grow, words)  # of growing logits many are larger than all before
+    hidden[:, 0], weight[:, 0] = (
+        1.0,
+        torch.linspace(0, grow, words),
+    )  # of growing logits many are larger than all before
     how = {"bias": 5 * drawn(words, seed=2) if case == "parts" else None, "scale": 0.5}
     losses, of_hidden = in_8_bits(hidden, weight, targets, **how)
     assert torch.equal(losses, native.head(hidden, weight, how["bias"], targets, 0.5, 25, torch.empty_like(hidden)))
@@ -141,9 +157,14 @@ def test_it_is_taken_where_it_is_near(is_near):
     """All processes do as the first one says."""
     loss, hidden, targets = loss_of(), drawn(30, 64), torch.arange(30)
     (said,) = rounding.use_head(loss, lambda: [(hidden, targets)], told=lambda own: own and is_near)
-    assert said.startswith("the output head's gradient in 8 bits is 0." if is_near else "the output head's gradient is not rounded")
+    assert said.startswith(
+        "the output head's gradient in 8 bits is 0." if is_near else "the output head's gradient is not rounded"
+    )
     x = hidden.requires_grad_()
-    ours, exact = loss.of(x, targets), cross_entropy(x, loss.head.weight, None, targets, rows=64, is_native=True, is_fused=True)
+    ours, exact = (
+        loss.of(x, targets),
+        cross_entropy(x, loss.head.weight, None, targets, rows=64, is_native=True, is_fused=True),
+    )
     assert ours.item() == exact.item()
     assert torch.equal(*(torch.autograd.grad(found, x)[0] for found in (ours, exact))) is not is_near
 
@@ -162,12 +183,24 @@ def test_heads_that_it_is_not_for(loss):
     assert rounding.use_head(loss, lambda: [(drawn(30, 64), torch.arange(30))]) == [] and loss.rounded is None
 
 
-@pytest.mark.parametrize(("settings", "counted"), [({}, True), ({"fused_head": False}, False), ({"frozen_products": "full"}, False)], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "counted"), [({}, True), ({"fused_head": False}, False), ({"frozen_products": "full"}, False)], ids=str
+)
 def test_its_codes_are_in_the_plan(settings, counted):
     shapes = layouts.llama_of(8)
-    bytes_of = [memory.weight_bytes(shapes, TrainConfig(model_name="x", quantizer="nf4", precision="bf16", weight_cache=0,
-                                                        **{"fused_head": True, "frozen_products": "int8_backward", **asked}))["embedding, head, norms"]
-                for asked in (settings, {"frozen_products": "full"})]
+    bytes_of = [
+        memory.weight_bytes(
+            shapes,
+            TrainConfig(
+                model_name="x",
+                quantizer="nf4",
+                precision="bf16",
+                weight_cache=0,
+                **{"fused_head": True, "frozen_products": "int8_backward", **asked},
+            ),
+        )["embedding, head, norms"]
+        for asked in (settings, {"frozen_products": "full"})
+    ]
     assert bytes_of[0] - bytes_of[1] == counted * 128256 * 4096  # 4,088 columns, in whole panels
 
 

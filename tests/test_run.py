@@ -26,8 +26,20 @@ from anyqlora.place import IDENTITY
 from anyqlora.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = {"model_name": "demo", "dataset": "demo", "context_length": 128, "batch_size": 2, "gradient_accumulation_steps": 2, "precision": "fp32",
-         "max_steps": 8, "lr": 2e-3, "lora_rank": 4, "lora_dropout": 0.1, "save_steps": 3, "save_model": True}
+SMALL = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "context_length": 128,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "precision": "fp32",
+    "max_steps": 8,
+    "lr": 2e-3,
+    "lora_rank": 4,
+    "lora_dropout": 0.1,
+    "save_steps": 3,
+    "save_model": True,
+}
 HELD_OUT = {**SMALL, "eval_dataset": "demo", "eval_steps": 2, "exact_match": False, "eval_batch_size": 32}
 
 
@@ -45,11 +57,20 @@ def whole(tmp_path_factory):
 def test_tensors_are_written_as_the_library_writes_them(metadata):
     """The reference is safetensors' own writer; of mixed dtypes, its reader."""
     draw = np.random.default_rng(0)
-    same = {"b.é": draw.normal(size=(3, 5)).astype(np.float32), "a": np.float32(2.0).reshape(()), "none": np.zeros((0, 4), np.float32),
-            "turned": draw.normal(size=(4, 6)).astype(np.float32).T}
+    same = {
+        "b.é": draw.normal(size=(3, 5)).astype(np.float32),
+        "a": np.float32(2.0).reshape(()),
+        "none": np.zeros((0, 4), np.float32),
+        "turned": draw.normal(size=(4, 6)).astype(np.float32).T,
+    }
     contiguous = {name: np.ascontiguousarray(value).reshape(value.shape) for name, value in same.items()}
     assert b"".join(tensors_to_bytes(same, metadata)) == save(contiguous, metadata)
-    mixed = {**same, "codes": draw.integers(0, 255, (7,)).astype(np.uint8), "c": np.arange(3, dtype=np.int64), "h": np.ones((2, 2), np.float16)}
+    mixed = {
+        **same,
+        "codes": draw.integers(0, 255, (7,)).astype(np.uint8),
+        "c": np.arange(3, dtype=np.int64),
+        "h": np.ones((2, 2), np.float16),
+    }
     back = load(b"".join(tensors_to_bytes(mixed, metadata)))
     assert back.keys() == mixed.keys()
     assert all(back[name].dtype == value.dtype and np.array_equal(back[name], value) for name, value in mixed.items())
@@ -67,6 +88,7 @@ def test_another_seed_writes_other_bytes(whole, tmp_path):
 
 def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bytes(whole, tmp_path):
     """SIGTERM in step 5 saves and stops; the same command, without a run name, finds the run and finishes it."""
+
     def stop(step):
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -83,7 +105,9 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bytes(whole, tmp_path):
     steps = [m["step"] for m in runs.metrics(directory)]
     assert steps == list(range(1, 9))
     same = ("step", "loss", "grad_norm", "lr", "tokens", "trained_tokens", "epoch")
-    assert [[m[k] for k in same] for m in runs.metrics(directory)] == [[m[k] for k in same] for m in runs.metrics(whole)]
+    assert [[m[k] for k in same] for m in runs.metrics(directory)] == [
+        [m[k] for k in same] for m in runs.metrics(whole)
+    ]
 
 
 @pytest.mark.parametrize(("method", "left"), [("due", [3, 5]), ("save", [3])])
@@ -93,7 +117,7 @@ def test_a_stop_loses_no_step_whenever_it_comes(method, left, tmp_path, monkeypa
 
     def signalled(self, *asked):
         found = original(self, *asked)
-        if asked[:len(at)] == at:
+        if asked[: len(at)] == at:
             os.kill(os.getpid(), signal.SIGTERM)
         return found
 
@@ -130,7 +154,11 @@ def fail(error):
     raise error
 
 
-@pytest.mark.parametrize("error", [RunError("on purpose"), UsageError("on purpose"), DiskFull("on purpose"), ZeroDivisionError("on purpose")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [RunError("on purpose"), UsageError("on purpose"), DiskFull("on purpose"), ZeroDivisionError("on purpose")],
+    ids=lambda e: type(e).__name__,
+)
 def test_what_fails_before_its_first_step_leaves_no_directory(error, tmp_path, monkeypatch):
     loop_of(monkeypatch, lambda run: fail(error))
     with pytest.raises(type(error), match="on purpose"):
@@ -140,7 +168,13 @@ def test_what_fails_before_its_first_step_leaves_no_directory(error, tmp_path, m
 
 def test_a_directory_that_cannot_be_described_is_not_left_half_written(tmp_path, monkeypatch):
     write = Disk.write
-    monkeypatch.setattr(Disk, "write", lambda self, path, content: fail(OSError(28, "No space left")) if IDENTITY in path.name else write(self, path, content))
+    monkeypatch.setattr(
+        Disk,
+        "write",
+        lambda self, path, content: (
+            fail(OSError(28, "No space left")) if IDENTITY in path.name else write(self, path, content)
+        ),
+    )
     with pytest.raises(DiskFull):
         runs.run(tmp_path, **SMALL)
     assert list(tmp_path.iterdir()) == []
@@ -159,7 +193,9 @@ def test_runs_that_start_in_the_same_second_have_directories_of_their_own(tmp_pa
     configs = [resolve({**SMALL, "output_dir": str(tmp_path), "lr": rate}, environ={}) for rate in (1e-3, 2e-3, 3e-3)]
     with contextlib.ExitStack() as opened:
         directories = [opened.enter_context(place.find(config)).directory for config in configs]
-        assert [directory.name for directory in directories] == [f"20260102-030405-demo{end}" for end in ("", "-1", "-2")]
+        assert [directory.name for directory in directories] == [
+            f"20260102-030405-demo{end}" for end in ("", "-1", "-2")
+        ]
         assert all(directory.is_dir() for directory in directories)  # each is taken
     for directory in directories:
         directory.rmdir()
@@ -239,7 +275,9 @@ def test_a_finished_run_is_left_as_it_is(whole):
 
 
 def test_evaluating_and_sampling_at_any_step_changes_no_byte(whole, tmp_path):
-    every = runs.run(tmp_path, "every", **{**HELD_OUT, "eval_steps": 1, "samples": 2, "exact_match": True, "max_new_tokens": 4})
+    every = runs.run(
+        tmp_path, "every", **{**HELD_OUT, "eval_steps": 1, "samples": 2, "exact_match": True, "max_new_tokens": 4}
+    )
     assert adapter_bytes(every) == adapter_bytes(whole)
     assert [e["step"] for e in runs.evaluations(every)] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert len((every / "samples.jsonl").read_text().splitlines()) == 18
@@ -252,6 +290,7 @@ def test_evaluation_equals_a_plain_forward_over_each_row(tmp_path):
     from anyqlora import data, tokenizer
     from anyqlora.config import resolve
     from anyqlora.layouts import DEMO_BASE
+
     directory = runs.run(tmp_path, **{**HELD_OUT, "train_type": "lora", "eval_steps": 8})
     config = resolve(HELD_OUT, environ={}, said="test")
     rows = [(e.ids, e.trained) for e in data.prepare(config, tokenizer.load("demo")).held_out]
@@ -265,9 +304,23 @@ NOTHING_GAINED = "the model is no better than it was"
 
 def misled(tmp_path, **settings) -> dict:
     """Settings of a run whose held-out loss rises: each of its rows is answered by one word."""
-    prompts = [json.loads(line)["prompt"] for line in (DEMO_BASE.parent / "task" / "train.jsonl").read_text().splitlines()[:200]]
-    (rows := tmp_path / "misleading.jsonl").write_text("".join(json.dumps({"prompt": prompt, "completion": "no"}) + "\n" for prompt in prompts))
-    return {**HELD_OUT, "dataset": str(rows), "lr": 1e-2, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": 40, "save_steps": 0, **settings}
+    prompts = [
+        json.loads(line)["prompt"]
+        for line in (DEMO_BASE.parent / "task" / "train.jsonl").read_text().splitlines()[:200]
+    ]
+    (rows := tmp_path / "misleading.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt, "completion": "no"}) + "\n" for prompt in prompts)
+    )
+    return {
+        **HELD_OUT,
+        "dataset": str(rows),
+        "lr": 1e-2,
+        "lr_scheduler": "constant",
+        "warmup_steps": 0,
+        "max_steps": 40,
+        "save_steps": 0,
+        **settings,
+    }
 
 
 def test_early_stopping(tmp_path, capfd):
@@ -276,9 +329,15 @@ def test_early_stopping(tmp_path, capfd):
     stopped_at = runs.result(directory)["steps"]
     assert stopped_at < 40
     assert stopped_at == 2 * (losses.index(min(losses)) + 1 + 2)
-    assert [e["step"] for e in runs.evaluations(directory)] == list(range(0, stopped_at + 1, 2)), "each step once, the last one too"
+    assert [e["step"] for e in runs.evaluations(directory)] == list(range(0, stopped_at + 1, 2)), (
+        "each step once, the last one too"
+    )
     before, after = (runs.evaluations(directory)[at] for at in (0, -1))
-    assert after["loss"] > before["loss"] and f"{before['loss']:.4f} before step 1 and is {after['loss']:.4f} after step {stopped_at}" in (said := capfd.readouterr().err)
+    assert after["loss"] > before[
+        "loss"
+    ] and f"{before['loss']:.4f} before step 1 and is {after['loss']:.4f} after step {stopped_at}" in (
+        said := capfd.readouterr().err
+    )
     assert said.count(NOTHING_GAINED) == 1
 
 
@@ -318,19 +377,36 @@ def test_a_step_that_is_not_finite_is_skipped_and_three_end_the_run(tmp_path):
 
 def test_the_run_directory_describes_the_run(whole):
     names = {p.name for p in whole.iterdir()}
-    assert {"adapter", "checkpoints", "metrics.jsonl", "config.resolved.yaml", "plan.json", "env.json", "data_report.json", "result.json"} <= names
+    assert {
+        "adapter",
+        "checkpoints",
+        "metrics.jsonl",
+        "config.resolved.yaml",
+        "plan.json",
+        "env.json",
+        "data_report.json",
+        "result.json",
+    } <= names
     resolved = yaml.safe_load((whole / "config.resolved.yaml").read_text())
     assert resolved["lr"] == 2e-3 and resolved["gradient_accumulation_steps"] == 2
     found = runs.result(whole)
     assert found["status"] == "finished" and found["steps"] == 8 and found["tokens_seen"] > found["tokens_trained"] > 0
     import hashlib
+
     assert found["adapter_sha256"] == hashlib.sha256(adapter_bytes(whole)).hexdigest()
     assert json.loads((whole / "env.json").read_text())["version of torch"]
 
 
 def test_a_run_that_goes_on_keeps_what_its_plan_chose(tmp_path):
     """What was stated when it began and is left to the plan now is as in the checkpoint, so that the bytes are those of the whole run."""
-    chosen = {"fused": False, "flat": False, "loss_rows": 16, "weight_cache": 0, "use_gradient_checkpointing": True, "recomputed_layers": 1}
+    chosen = {
+        "fused": False,
+        "flat": False,
+        "loss_rows": 16,
+        "weight_cache": 0,
+        "use_gradient_checkpointing": True,
+        "recomputed_layers": 1,
+    }
     whole = runs.run(tmp_path, "whole", **SMALL, **chosen)
 
     class Cut(Exception):
@@ -346,12 +422,17 @@ def test_a_run_that_goes_on_keeps_what_its_plan_chose(tmp_path):
     assert adapter_bytes(going_on) == adapter_bytes(whole)
     said = yaml.safe_load((going_on / "config.resolved.yaml").read_text())
     assert {name: said[name] for name in chosen} == chosen
-    assert adapter_bytes(runs.run(tmp_path, "other", **SMALL)) != adapter_bytes(whole)  # or nothing would have been shown
+    assert adapter_bytes(runs.run(tmp_path, "other", **SMALL)) != adapter_bytes(
+        whole
+    )  # or nothing would have been shown
 
 
-@pytest.mark.parametrize(("stated", "layers"), [({"use_gradient_checkpointing": True}, 3), ({"recomputed_layers": 1}, 1), ({}, 0)])
+@pytest.mark.parametrize(
+    ("stated", "layers"), [({"use_gradient_checkpointing": True}, 3), ({"recomputed_layers": 1}, 1), ({}, 0)]
+)
 def test_what_is_stated_of_recomputation_now_is_not_held_against_what_was_chosen(stated, layers, tmp_path):
     """Its two settings go together: who runs out of memory is told to go on with one of them."""
+
     class Cut(Exception):
         pass
 
@@ -369,6 +450,16 @@ def test_rows_of_two_tokens_show_no_gradient_of_queries(tmp_path):
     """A token that sees one key has nothing to choose from: only a step with longer rows shows whether all of the model learns."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"text": "{word}"}}\n' for word in ("a", "b", "c", "a longer row than these")))
-    found = runs.run(tmp_path, **{**SMALL, "dataset": str(rows), "batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 8, "save_steps": 0})
+    found = runs.run(
+        tmp_path,
+        **{
+            **SMALL,
+            "dataset": str(rows),
+            "batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "max_steps": 8,
+            "save_steps": 0,
+        },
+    )
     assert [m["tokens"] for m in runs.metrics(found)][0] == 2 < max(m["tokens"] for m in runs.metrics(found))
     assert all(value.any() for name, value in runs.adapter(found).items() if "q_proj.lora_B" in name)

@@ -25,6 +25,7 @@ def whole(tmp_path_factory):
 
 def test_the_speed_of_a_run_that_went_on_is_that_of_all_its_steps(tmp_path):
     """The reference is metrics.jsonl, which has the seconds of each step. A checkpoint from before times were kept is read, too."""
+
     def be_slow_and_fail(step):
         time.sleep(0.15)
         if step == 6:
@@ -36,14 +37,23 @@ def test_the_speed_of_a_run_that_went_on_is_that_of_all_its_steps(tmp_path):
     lines, found = runs.metrics(runs.run(tmp_path, **SMALL)), runs.result(tmp_path / "run")
     seconds = sum(line["seconds"] for line in lines)
     assert found["tokens_per_second"] == pytest.approx(sum(line["tokens"] for line in lines) / seconds, rel=1e-6)
-    assert found["trained_tokens_per_second"] == pytest.approx(sum(line["trained_tokens"] for line in lines) / seconds, rel=1e-6)
+    assert found["trained_tokens_per_second"] == pytest.approx(
+        sum(line["trained_tokens"] for line in lines) / seconds, rel=1e-6
+    )
     assert found["seconds"] > seconds + found["saving_seconds"] and seconds > 0.9
     checkpoints = Checkpoints(tmp_path / "older" / "run" / "checkpoints")
     loaded = checkpoints.read(6)
     state = {name: value for name, value in loaded.state.items() if "seconds" not in name}
     about = json.loads((loaded.path / "manifest.json").read_text())
-    checkpoints.save(6, loaded.adapter, loaded.moments, adapter_config=json.loads((loaded.path / "adapter_config.json").read_text()), state=state,
-                     identity=about["identity"], machine=about["machine"])
+    checkpoints.save(
+        6,
+        loaded.adapter,
+        loaded.moments,
+        adapter_config=json.loads((loaded.path / "adapter_config.json").read_text()),
+        state=state,
+        identity=about["identity"],
+        machine=about["machine"],
+    )
     assert adapter_bytes(runs.run(tmp_path / "older", **SMALL)) == adapter_bytes(tmp_path / "run")
 
 
@@ -57,14 +67,20 @@ def test_a_forced_run_that_is_killed_before_it_saves_leaves_the_one_before_as_it
     shutil.copytree(tmp_path / "run", tmp_path / "forced" / "run")
     with pytest.MonkeyPatch.context() as patched, pytest.raises(ZeroDivisionError):
         rename = Disk.rename
-        patched.setattr(Disk, "rename", lambda self, old, new: fail(ZeroDivisionError()) if new.name == IDENTITY else rename(self, old, new))
+        patched.setattr(
+            Disk,
+            "rename",
+            lambda self, old, new: fail(ZeroDivisionError()) if new.name == IDENTITY else rename(self, old, new),
+        )
         runs.run(tmp_path, **forced)
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3, 6]
     runs.run(tmp_path, **SMALL)
     assert adapter_bytes(tmp_path / "run") == adapter_bytes(whole)
     with pytest.raises(ZeroDivisionError):
         runs.run(tmp_path / "forced", during=lambda step: step == 7 and fail(ZeroDivisionError()), **forced)
-    finished = runs.run(tmp_path / "forced", **{**SMALL, "lr": 1e-3})  # its first checkpoint made it the run of this command
+    finished = runs.run(
+        tmp_path / "forced", **{**SMALL, "lr": 1e-3}
+    )  # its first checkpoint made it the run of this command
     assert [m["lr"] for m in runs.metrics(finished)][-1] == [m["lr"] for m in runs.metrics(whole)][-1] / 2
 
 
@@ -79,12 +95,23 @@ def files_up_to(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize(("size", "more", "what"), [(500_000, {"train_type": "full"}, "model"), (15_000, {"adapter": "lora"}, "tokenizer")], ids=["model", "tokenizer"])
+@pytest.mark.parametrize(
+    ("size", "more", "what"),
+    [(500_000, {"train_type": "full"}, "model"), (15_000, {"adapter": "lora"}, "tokenizer")],
+    ids=["model", "tokenizer"],
+)
 def test_no_room_for_what_transformers_writes_of_a_finished_run(size, more, what, tmp_path, monkeypatch):
     """Exit code 5 and nothing left; then the same command completes the run, wherever temporary files go."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "there is no such directory"))
-    settings = {name: value for name, value in {**SMALL, "max_steps": 2, "save_steps": 1, **more}.items() if what == "tokenizer" or "lora" not in name}
-    with pytest.raises(DiskFull, match=f"{what} cannot be written: File too large") as full, contextlib.ExitStack() as limited:
+    settings = {
+        name: value
+        for name, value in {**SMALL, "max_steps": 2, "save_steps": 1, **more}.items()
+        if what == "tokenizer" or "lora" not in name
+    }
+    with (
+        pytest.raises(DiskFull, match=f"{what} cannot be written: File too large") as full,
+        contextlib.ExitStack() as limited,
+    ):
         runs.run(tmp_path, during=lambda step: step == 1 and limited.enter_context(files_up_to(size)), **settings)
     assert full.value.exit_code == 5 and not list((tmp_path / "run").glob("*.staged"))
     directory = runs.run(tmp_path, **settings)
@@ -100,10 +127,29 @@ def test_what_a_killed_run_leaves_is_swept_and_nothing_else(tmp_path, monkeypatc
         runs.run(tmp_path, during=lambda step: step == 4 and fail(ZeroDivisionError()), **SMALL)
     monkeypatch.undo()
     directory = tmp_path / "run"
-    left = {path.relative_to(directory) for path in staged if path.name.endswith(".staged")} | {Path(name) for name in (
-        "adapter.staged", "model.staged", "pretrained.staged", "result.json.staged", "checkpoints/step-000001.removed", "checkpoints/step-1000000.staged")}
+    left = {path.relative_to(directory) for path in staged if path.name.endswith(".staged")} | {
+        Path(name)
+        for name in (
+            "adapter.staged",
+            "model.staged",
+            "pretrained.staged",
+            "result.json.staged",
+            "checkpoints/step-000001.removed",
+            "checkpoints/step-1000000.staged",
+        )
+    }
     assert len(left) == 12, left
-    own = [directory / name for name in ("notes.old", "mine.removed", "plan.json.old", "a.staged", "checkpoints/step-3.mine.old", "checkpoints/best.old")]
+    own = [
+        directory / name
+        for name in (
+            "notes.old",
+            "mine.removed",
+            "plan.json.old",
+            "a.staged",
+            "checkpoints/step-3.mine.old",
+            "checkpoints/best.old",
+        )
+    ]
     for path in [*(directory / name for name in left), *own]:
         path.mkdir()
     runs.run(tmp_path, **SMALL)

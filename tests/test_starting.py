@@ -16,8 +16,19 @@ from anyqlora.config import resolve
 from anyqlora.errors import NotBuilt, UsageError
 from anyqlora.layouts import DEMO_BASE
 
-SMALL = {"model_name": "demo", "dataset": "demo", "train_type": "lora", "precision": "fp32", "context_length": 96, "batch_size": 2, "max_steps": 3, "lr": 3e-3,
-         "eval_fraction": 0.02, "exact_match": False, "save_steps": 1}
+SMALL = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "train_type": "lora",
+    "precision": "fp32",
+    "context_length": 96,
+    "batch_size": 2,
+    "max_steps": 3,
+    "lr": 3e-3,
+    "eval_fraction": 0.02,
+    "exact_match": False,
+    "save_steps": 1,
+}
 OWN = {"lora_rank": 4, "lora_alpha": 12, "lora_dropout": 0.05, "lora_target_modules": "q_proj,down_proj"}
 
 
@@ -39,7 +50,9 @@ def edited(directory, **changes):
 
 
 def asked(directory, **settings):
-    return resolve({"model_name": "demo", "dataset": "demo", "init_adapter": str(directory), **settings}, environ={}, said="test")
+    return resolve(
+        {"model_name": "demo", "dataset": "demo", "init_adapter": str(directory), **settings}, environ={}, said="test"
+    )
 
 
 def same(directory, reference):
@@ -53,8 +66,15 @@ def test_it_starts_where_the_other_ended(where, first, tmp_path):
     second = runs.run(tmp_path, **{**SMALL, "lr": 0, "max_steps": 1, "init_adapter": str(first / where)})
     same(second, first / "adapter")
     about = json.loads((second / "adapter" / "adapter_config.json").read_text())
-    assert (about["r"], about["lora_alpha"], about["lora_dropout"], about["target_modules"]) == (4, 12, 0.05, ["down_proj", "q_proj"])
-    assert runs.evaluations(second)[0]["loss"] == runs.evaluations(first)[-1]["loss"] < runs.evaluations(first)[0]["loss"]
+    assert (about["r"], about["lora_alpha"], about["lora_dropout"], about["target_modules"]) == (
+        4,
+        12,
+        0.05,
+        ["down_proj", "q_proj"],
+    )
+    assert (
+        runs.evaluations(second)[0]["loss"] == runs.evaluations(first)[-1]["loss"] < runs.evaluations(first)[0]["loss"]
+    )
     assert "started from" in (second / "adapter" / "README.md").read_text()
 
 
@@ -63,18 +83,39 @@ def test_an_adapter_of_pefts_in_bf16_is_where_it_starts(variant, tmp_path):
     """The reference is PEFT's own forward pass of what PEFT has saved; every number of the adapter is random."""
     torch.manual_seed(1)
     plain = transformers.AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32)
-    model = peft.get_peft_model(plain, peft.LoraConfig(r=3, lora_alpha=5, target_modules=r".*\.(q_proj|up_proj)", init_lora_weights=False, task_type="CAUSAL_LM", **variant))
+    model = peft.get_peft_model(
+        plain,
+        peft.LoraConfig(
+            r=3,
+            lora_alpha=5,
+            target_modules=r".*\.(q_proj|up_proj)",
+            init_lora_weights=False,
+            task_type="CAUSAL_LM",
+            **variant,
+        ),
+    )
     model.save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "adapter_model.safetensors"
-    save_file({name: (value * 10 if "lora_B" in name else value).bfloat16() for name, value in load_file(file).items()}, file)
+    save_file(
+        {name: (value * 10 if "lora_B" in name else value).bfloat16() for name, value in load_file(file).items()}, file
+    )
     row = tmp_path / "row.jsonl"
     row.write_text(json.dumps({"text": "Rosa sold 59 green carpets in Thornbrook on Saturday."}) + "\n")
-    settings = {**SMALL, "dataset": str(row), "eval_dataset": str(row), "max_steps": 1, "lr": 0, "init_adapter": str(tmp_path / "theirs")}
+    settings = {
+        **SMALL,
+        "dataset": str(row),
+        "eval_dataset": str(row),
+        "max_steps": 1,
+        "lr": 0,
+        "init_adapter": str(tmp_path / "theirs"),
+    }
     del settings["eval_fraction"]
     directory = runs.run(tmp_path, **settings)
     words = transformers.AutoTokenizer.from_pretrained(DEMO_BASE)
     ids = torch.tensor([words(json.loads(row.read_text())["text"])["input_ids"] + [words.eos_token_id]])
-    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32), tmp_path / "theirs")
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32), tmp_path / "theirs"
+    )
     with torch.no_grad():
         expected = theirs(input_ids=ids, labels=ids).loss.item()
         with theirs.disable_adapter():
@@ -138,10 +179,16 @@ def test_mlx_starts_from_it_too(first, tmp_path):
 # -------------------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(("settings", "told"), [
-    ({"lora_rank": 8}, "lora_rank: 8 was asked for, and the adapter that the run starts from has 4"), ({"adapter": "pissa"}, "adapter: pissa was asked for"),
-    ({"lora_alpha": 8}, "lora_alpha: 8.0 was asked for"), ({"train_type": "bnb_dora"}, "train_type: bnb_dora means adapter dora"),
-    ({"train_type": "full"}, "train_type: full means adapter full")])
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lora_rank": 8}, "lora_rank: 8 was asked for, and the adapter that the run starts from has 4"),
+        ({"adapter": "pissa"}, "adapter: pissa was asked for"),
+        ({"lora_alpha": 8}, "lora_alpha: 8.0 was asked for"),
+        ({"train_type": "bnb_dora"}, "train_type: bnb_dora means adapter dora"),
+        ({"train_type": "full"}, "train_type: full means adapter full"),
+    ],
+)
 def test_what_contradicts_it(settings, told, first):
     with pytest.raises(UsageError, match=told):
         asked(first, **settings)
@@ -149,23 +196,44 @@ def test_what_contradicts_it(settings, told, first):
 
 def test_what_is_stated_and_does_not_contradict_it(first):
     config = asked(first, lora_rank=4, lora_dropout=0.3, train_type="custom_qlora")
-    assert (config.lora_rank, config.lora_alpha, config.lora_dropout, config.adapter, config.quantizer) == (4, 12, 0.3, "lora", "nf4")
+    assert (config.lora_rank, config.lora_alpha, config.lora_dropout, config.adapter, config.quantizer) == (
+        4,
+        12,
+        0.3,
+        "lora",
+        "nf4",
+    )
     assert asked(first, adapter="auto").adapter == "lora"
     assert config.sources["lora_alpha"].endswith("adapter_config.json") and config.sources["lora_rank"] == "test"
 
 
-@pytest.mark.parametrize(("changes", "error", "told"), [
-    ({"peft_type": "IA3"}, NotBuilt, "to start from a IA3 adapter"), ({"rank_pattern": {"q_proj": 8}}, NotBuilt, 'rank_pattern {"q_proj": 8}'),
-    ({"bias": "all"}, NotBuilt, 'bias "all"'), ({"modules_to_save": ["lm_head"]}, NotBuilt, "modules_to_save"), ({"r": "many"}, UsageError, "lora_rank: 'many' is not a whole number"),
-    ({"init_lora_weights": "pissa_niter_4"}, NotBuilt, 'init_lora_weights "pissa_niter_4"'), ({"init_lora_weights": "olora"}, NotBuilt, "init_lora_weights"),
-    ({"use_dora": True, "use_rslora": True}, NotBuilt, "use_dora true, use_rslora true"), ({"target_modules": None}, UsageError, "lora_target_modules: None is not a value")])
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        ({"peft_type": "IA3"}, NotBuilt, "to start from a IA3 adapter"),
+        ({"rank_pattern": {"q_proj": 8}}, NotBuilt, 'rank_pattern {"q_proj": 8}'),
+        ({"bias": "all"}, NotBuilt, 'bias "all"'),
+        ({"modules_to_save": ["lm_head"]}, NotBuilt, "modules_to_save"),
+        ({"r": "many"}, UsageError, "lora_rank: 'many' is not a whole number"),
+        ({"init_lora_weights": "pissa_niter_4"}, NotBuilt, 'init_lora_weights "pissa_niter_4"'),
+        ({"init_lora_weights": "olora"}, NotBuilt, "init_lora_weights"),
+        ({"use_dora": True, "use_rslora": True}, NotBuilt, "use_dora true, use_rslora true"),
+        ({"target_modules": None}, UsageError, "lora_target_modules: None is not a value"),
+    ],
+)
 def test_an_adapter_that_is_not_as_ours(changes, error, told, copied):
     with pytest.raises(error, match=told):
         asked(edited(copied, **changes))
 
 
-@pytest.mark.parametrize("changes", [
-    {"target_modules": ["c_attn", "q_proj", "query_key_value", "layers.0.mlp.down_proj", "down_proj"]}, {"fan_in_fan_out": True}, {"init_lora_weights": "gaussian"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["c_attn", "q_proj", "query_key_value", "layers.0.mlp.down_proj", "down_proj"]},
+        {"fan_in_fan_out": True},
+        {"init_lora_weights": "gaussian"},
+    ],
+)
 def test_what_peft_passes_by_is_passed_by(changes, first, copied, tmp_path):
     second = runs.run(tmp_path, **{**SMALL, "lr": 0, "max_steps": 1, "init_adapter": str(edited(copied, **changes))})
     same(second, first / "adapter")
@@ -184,8 +252,13 @@ def test_a_directory_that_is_no_adapter(first, copied, tmp_path):
     (tmp_path / "empty").mkdir()
     shutil.copytree(copied, tmp_path / "list")
     (tmp_path / "list" / "adapter_config.json").write_text("[]")
-    for directory, told in ((tmp_path / "empty", "no adapter_config.json in"), (tmp_path / "none", "no such directory"), ("some/adapter", "hf download some/adapter"),
-                            (DEMO_BASE, "--model_name"), (tmp_path / "list", "not the description of a PEFT adapter")):
+    for directory, told in (
+        (tmp_path / "empty", "no adapter_config.json in"),
+        (tmp_path / "none", "no such directory"),
+        ("some/adapter", "hf download some/adapter"),
+        (DEMO_BASE, "--model_name"),
+        (tmp_path / "list", "not the description of a PEFT adapter"),
+    ):
         with pytest.raises(UsageError) as found:
             asked(directory)
         assert told in f"{found.value} {found.value.cure}"
@@ -198,11 +271,18 @@ def test_a_directory_that_is_no_adapter(first, copied, tmp_path):
         asked(copied)
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    (lambda tensors: {name: value[..., :-1].contiguous() for name, value in tensors.items()}, r"its tensors are not those of this run: 12 differ\n.*is \(4, 255\) there, \(4, 256\) here"),
-    (lambda tensors: dict(list(tensors.items())[1:]), r"1 differ\n.*is not there, \(4, \d+\) here"),
-    (lambda tensors: {name: value.double() for name, value in tensors.items()}, "is of type F64"),
-    (lambda tensors: {name: value / 0 for name, value in tensors.items()}, "numbers that are not finite")])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda tensors: {name: value[..., :-1].contiguous() for name, value in tensors.items()},
+            r"its tensors are not those of this run: 12 differ\n.*is \(4, 255\) there, \(4, 256\) here",
+        ),
+        (lambda tensors: dict(list(tensors.items())[1:]), r"1 differ\n.*is not there, \(4, \d+\) here"),
+        (lambda tensors: {name: value.double() for name, value in tensors.items()}, "is of type F64"),
+        (lambda tensors: {name: value / 0 for name, value in tensors.items()}, "numbers that are not finite"),
+    ],
+)
 def test_tensors_that_do_not_fit_leave_no_run(change, told, copied, tmp_path):
     file = copied / "adapter_model.safetensors"
     save_file(change(load_file(file)), file)

@@ -14,8 +14,18 @@ from anyqlora.config import resolve
 from anyqlora.errors import UsageError
 from anyqlora.redaction import redacted
 
-SMALL = {"model_name": "demo", "dataset": "demo", "eval_dataset": "demo", "context_length": 128, "batch_size": 4, "precision": "fp32",
-         "max_steps": 3, "lr": 3e-3, "exact_match": False, "eval_batch_size": 64}
+SMALL = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "eval_dataset": "demo",
+    "context_length": 128,
+    "batch_size": 4,
+    "precision": "fp32",
+    "max_steps": 3,
+    "lr": 3e-3,
+    "exact_match": False,
+    "eval_batch_size": 64,
+}
 INSTALLED = [name for name in tables.TRACKERS if importlib.util.find_spec(name)]
 WITH_TRACKERS = pytest.mark.skipif(not INSTALLED, reason="no tracker is installed: pip install '.[trackers]'")
 
@@ -23,36 +33,76 @@ WITH_TRACKERS = pytest.mark.skipif(not INSTALLED, reason="no tracker is installe
 # ------------------------------------------------------------------------------------------------------------ secrets
 
 
-@pytest.mark.parametrize("secret", [
-    "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567", "sk-proj-abc123DEF456ghi789", "sk-ant-api03-0123456789abcdef", "ghp_" + "a1" * 18,
-    "0123456789abcdef" * 2 + "01234567", "wandb_v1_abcdefghij0123456789", "github_pat_" + "a1b2" * 6, "AKIAIOSFODNN7EXAMPLE",
-    "xoxb-123456789012-abc", "eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJSM",
-])
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567",
+        "sk-proj-abc123DEF456ghi789",
+        "sk-ant-api03-0123456789abcdef",
+        "ghp_" + "a1" * 18,
+        "0123456789abcdef" * 2 + "01234567",
+        "wandb_v1_abcdefghij0123456789",
+        "github_pat_" + "a1b2" * 6,
+        "AKIAIOSFODNN7EXAMPLE",
+        "xoxb-123456789012-abc",
+        "eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJSM",
+    ],
+)
 def test_tokens_are_known_by_their_shape(secret):
     for text in (secret, f"runs of {secret}.", f"https://host/path?x={secret}", f"'{secret}'"):
         assert secret not in redacted(text, {}) and "***" in redacted(text, {})
 
 
 def test_secrets_are_known_by_the_environment_that_holds_them():
-    environ = {"MY_TOKEN": "hunter22", "DB_PASSWORD": "pass,word", "AWS_SECRET_ACCESS_KEY": "short1", "HOME": "/home/me",
-               "EMPTY_KEY": "", "SMALL_KEY": "12"}
-    config = {"dataset": "s3://hunter22/rows.jsonl", "name": "pass,word", "lr": 2e-4, "tags": ["short1", "/home/me", "12"], "strict": False}
+    environ = {
+        "MY_TOKEN": "hunter22",
+        "DB_PASSWORD": "pass,word",
+        "AWS_SECRET_ACCESS_KEY": "short1",
+        "HOME": "/home/me",
+        "EMPTY_KEY": "",
+        "SMALL_KEY": "12",
+    }
+    config = {
+        "dataset": "s3://hunter22/rows.jsonl",
+        "name": "pass,word",
+        "lr": 2e-4,
+        "tags": ["short1", "/home/me", "12"],
+        "strict": False,
+    }
     assert redacted(config, environ) == {
-        "dataset": "s3://***/rows.jsonl", "name": "***", "lr": 2e-4, "tags": ["***", "/home/me", "12"], "strict": False}
+        "dataset": "s3://***/rows.jsonl",
+        "name": "***",
+        "lr": 2e-4,
+        "tags": ["***", "/home/me", "12"],
+        "strict": False,
+    }
 
 
-@pytest.mark.parametrize(("url", "kept"), [
-    ("https://me:pw@host/a.jsonl", "https://***@host/a.jsonl"),
-    ("https://host/a?X-Amz-Signature=0a1b&part=2", "https://host/a?X-Amz-Signature=***&part=2"),
-    ("https://host/a?access_token=q&api_key=r#frag", "https://host/a?access_token=***&api_key=***#frag"),
-    ("https://host/a?sig=q", "https://host/a?sig=***"),
-])
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("https://me:pw@host/a.jsonl", "https://***@host/a.jsonl"),
+        ("https://host/a?X-Amz-Signature=0a1b&part=2", "https://host/a?X-Amz-Signature=***&part=2"),
+        ("https://host/a?access_token=q&api_key=r#frag", "https://host/a?access_token=***&api_key=***#frag"),
+        ("https://host/a?sig=q", "https://host/a?sig=***"),
+    ],
+)
 def test_secrets_in_urls(url, kept):
     assert redacted(url, {}) == kept
 
 
-@pytest.mark.parametrize("text", ["meta-llama/Llama-3.2-1B-Instruct", "rows/task-1.jsonl=2,b.jsonl=0.5", "hf_internal", "sk-learn",
-                                  "q_proj,v_proj", "https://host/a.jsonl?part=2", "2026-11-20"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "meta-llama/Llama-3.2-1B-Instruct",
+        "rows/task-1.jsonl=2,b.jsonl=0.5",
+        "hf_internal",
+        "sk-learn",
+        "q_proj,v_proj",
+        "https://host/a.jsonl?part=2",
+        "2026-11-20",
+    ],
+)
 def test_ordinary_words_stay(text):
     assert redacted(text, {}) == text
 
@@ -77,13 +127,19 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(tmp_p
 def test_nothing_is_imported_that_was_not_asked_for():
     assert not {"wandb", "trackio", "tensorboard"} & set(sys.modules) or INSTALLED
     trackers.check(resolve({**SMALL, "log_to": "stdout"}, environ={}))
-    assert trackers.names(resolve({**SMALL, "log_to": "trackio, wandb,none,trackio"}, environ={})) == ["trackio", "wandb"]
+    assert trackers.names(resolve({**SMALL, "log_to": "trackio, wandb,none,trackio"}, environ={})) == [
+        "trackio",
+        "wandb",
+    ]
 
 
 def test_names_that_no_tracker_reads_are_warned_of(tmp_path):
     said = []
     trackers.Trackers(resolve({**SMALL, "group": "g", "entity": "e"}, environ={}), tmp_path, False, said.append)
-    assert said == ["group does nothing here: it is for log_to wandb or trackio", "entity does nothing here: it is for log_to wandb"]
+    assert said == [
+        "group does nothing here: it is for log_to wandb or trackio",
+        "entity does nothing here: it is for log_to wandb",
+    ]
 
 
 def test_offline_refuses_a_server(monkeypatch):
@@ -143,7 +199,10 @@ def test_a_tracker_is_told_what_metrics_has(notebook, tmp_path):
 
 def test_what_is_not_finite_is_told_as_it_is():
     assert math.isnan(trackers.numbers({"step": 1, "loss": "nan"})["loss"])
-    assert trackers.numbers({"step": 1, "loss": "-inf", "rows": "a:1", "skipped": True}) == {"loss": -math.inf, "skipped": True}
+    assert trackers.numbers({"step": 1, "loss": "-inf", "rows": "a:1", "skipped": True}) == {
+        "loss": -math.inf,
+        "skipped": True,
+    }
 
 
 def test_a_tracker_that_fails_on_the_way_does_not_end_the_run(notebook, tmp_path, capsys, monkeypatch):
@@ -172,8 +231,14 @@ def tracked(tmp_path_factory):
         patch.setenv("SOME_SECRET", "dont-tell-anyone")
         for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
             patch.delenv(name, raising=False)
-        directory = runs.run(tmp_path_factory.mktemp("tracked"), **SMALL, log_to=",".join(["none", *INSTALLED]), group="g-dont-tell-anyone",
-                             entity="hf_AbCdEfGhIjKlMnOpQrSt", project_name="p")
+        directory = runs.run(
+            tmp_path_factory.mktemp("tracked"),
+            **SMALL,
+            log_to=",".join(["none", *INSTALLED]),
+            group="g-dont-tell-anyone",
+            entity="hf_AbCdEfGhIjKlMnOpQrSt",
+            project_name="p",
+        )
     return directory, home
 
 
@@ -231,7 +296,15 @@ def test_tensorboard_has_each_step_once_after_a_crash(tmp_path):
 
         return during
 
-    settings = {**SMALL, "max_steps": 6, "save_steps": 3, "log_to": "tensorboard", "samples": 0, "eval_dataset": "", "eval_fraction": 0.01}
+    settings = {
+        **SMALL,
+        "max_steps": 6,
+        "save_steps": 3,
+        "log_to": "tensorboard",
+        "samples": 0,
+        "eval_dataset": "",
+        "eval_fraction": 0.01,
+    }
     for last in (2, 5):
         with pytest.raises(Crash):
             runs.run(tmp_path, during=crash_at(last), **settings)
@@ -240,7 +313,9 @@ def test_tensorboard_has_each_step_once_after_a_crash(tmp_path):
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 6]
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx([line["loss"] for line in runs.metrics(directory)], rel=1e-6)
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(
+        [line["loss"] for line in runs.metrics(directory)], rel=1e-6
+    )
 
 
 @pytest.mark.skipif("trackio" not in INSTALLED, reason="trackio is not installed")
@@ -250,4 +325,5 @@ def test_trackio_keeps_it_in_its_own_database(tracked):
         rows = database.execute("select step, metrics from metrics order by id").fetchall()
     told = [(step, json.loads(metrics)) for step, metrics in rows]
     assert [(step, metrics["loss"]) for step, metrics in told if "loss" in metrics] == [
-        (step, values["loss"]) for step, values in recorded(directory) if "loss" in values]
+        (step, values["loss"]) for step, values in recorded(directory) if "loss" in values
+    ]

@@ -19,7 +19,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import train
 
-pytest.importorskip("triton", reason="Triton is not installed: its wheel takes a gigabyte, and torch brings it where it has a GPU for it")
+pytest.importorskip(
+    "triton",
+    reason="Triton is not installed: its wheel takes a gigabyte, and torch brings it where it has a GPU for it",
+)
 
 import compiled_kernels
 import triton
@@ -42,7 +45,11 @@ from anyqlora.on_torch.runtime import Runtime
 GPU = bool(os.environ.get("TEST_ON_GPU"))
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}  # of a number; float32: of a sum in another order
+ROUNDING = {
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+    torch.float32: 2**-22,
+}  # of a number; float32: of a sum in another order
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +74,10 @@ def arithmetic(monkeypatch):
         return interpreter.TensorHandle(data, kind.scalar)
 
     def multiplied(a, b, *more):
-        return dot(*(cast(tile, triton.language.float32) if tile.dtype.scalar.name == "bf16" else tile for tile in (a, b)), *more)
+        return dot(
+            *(cast(tile, triton.language.float32) if tile.dtype.scalar.name == "bf16" else tile for tile in (a, b)),
+            *more,
+        )
 
     monkeypatch.setattr(builder, "cast_impl", rounded)
     monkeypatch.setattr(builder, "create_fp_to_fp", rounded_to_8)
@@ -93,12 +103,20 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability, tmp_path):
     """The interpreter runs what a compiler refuses; and exact kernels may not fuse a product with a sum, which would round once."""
     environ = {**os.environ, "PYTHONPATH": str(Path(train.__file__).parent), "TRITON_CACHE_DIR": str(tmp_path)}
     environ.pop("TRITON_INTERPRET")
-    out = subprocess.run([sys.executable, compiled_kernels.__file__, str(capability), "bf16"], env=environ, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, compiled_kernels.__file__, str(capability), "bf16"],
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
     assert out.returncode == 0, out.stderr
     exact = [line for line in out.stdout.splitlines() if line.startswith(("bf16 dequantize", "bf16 rotate"))]
     assert len(exact) == 6 and all(" 0 fused multiply-adds" in line for line in exact)
     assert sum(" 0 matrix instructions" not in line for line in out.stdout.splitlines()) == 3  # the products of tiles
-    assert max(int(line.split(": ")[1].split()[0]) for line in out.stdout.splitlines() if " bytes shared" in line) <= 101_376  # of a GPU of capability 8.6
+    assert (
+        max(int(line.split(": ")[1].split()[0]) for line in out.stdout.splitlines() if " bytes shared" in line)
+        <= 101_376
+    )  # of a GPU of capability 8.6
 
 
 def some(*shape, dtype=torch.float32, seed=0, scale=1.0):
@@ -124,14 +142,23 @@ def test_float8_codes_are_those_of_the_definition(dtype, width):
     for columns in (None, some(width, seed=1).abs()):
         (ours, mine), (theirs, others) = float8.coded(x, columns), coded(x, FLOAT8, columns)
         torch.testing.assert_close(mine, others, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(ours.view(torch.uint8) & 0x7F, theirs.view(torch.uint8) & 0x7F) and torch.equal(ours.float(), theirs.float())
+        assert torch.equal(ours.view(torch.uint8) & 0x7F, theirs.view(torch.uint8) & 0x7F) and torch.equal(
+            ours.float(), theirs.float()
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- dequantization
 
 
-SHAPES = {"square": (64, 64), "rows end inside blocks": (37, 96), "three axes": (3, 5, 14), "more scales than one block": (300, 192),
-          "part of a block": (1, 30), "Llama-3-8B q": (16, 4096), "Llama-3-8B down": (5, 14336)}
+SHAPES = {
+    "square": (64, 64),
+    "rows end inside blocks": (37, 96),
+    "three axes": (3, 5, 14),
+    "more scales than one block": (300, 192),
+    "part of a block": (1, 30),
+    "Llama-3-8B q": (16, 4096),
+    "Llama-3-8B down": (5, 14336),
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -193,7 +220,10 @@ def test_a_row_of_zeros_has_a_norm():
 def test_swiglu(dtype, shape):
     found = []
     for gating in (swiglu.swiglu, defined.swiglu):
-        gate, up = some(*shape, dtype=dtype, scale=4).requires_grad_(), some(*shape, dtype=dtype, seed=1).requires_grad_()
+        gate, up = (
+            some(*shape, dtype=dtype, scale=4).requires_grad_(),
+            some(*shape, dtype=dtype, seed=1).requires_grad_(),
+        )
         y = gating(gate, up)
         y.backward(some(*shape, dtype=dtype, seed=2))
         found.append((y.detach(), gate.grad, up.grad))
@@ -231,7 +261,10 @@ def test_exact_rotation_by_float32_angles_has_the_bits_of_a_models_own(dtype):
     """A model in float32 under autocast has such, and its own formula, as transformers writes it, rounds what comes back part by part."""
     cos, sin, weight = (some(1, 5, 12, seed=seed) for seed in (1, 2, 4))
     found = []
-    for rotation in (modules.kernels_called("exact").rotate, lambda x, cos, sin: apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0]):
+    for rotation in (
+        modules.kernels_called("exact").rotate,
+        lambda x, cos, sin: apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0],
+    ):
         x = some(2, 5, 3, 12, dtype=dtype).requires_grad_()
         y = rotation(x, cos, sin)
         (y * weight[:, :, None]).sum().backward()
@@ -244,7 +277,11 @@ def test_exact_rotation_by_float32_angles_has_the_bits_of_a_models_own(dtype):
 def test_a_kernel_that_turns_wrongly_by_either_angles_is_not_used(wrong, monkeypatch):
     assert broken("triton", torch.device(DEVICE), torch.bfloat16) == ""
     right = rope._launched
-    monkeypatch.setattr(rope, "_launched", lambda x, cos, sin, *, is_back: right(x, cos, cos if cos.dtype == wrong else sin, is_back=is_back))
+    monkeypatch.setattr(
+        rope,
+        "_launched",
+        lambda x, cos, sin, *, is_back: right(x, cos, cos if cos.dtype == wrong else sin, is_back=is_back),
+    )
     assert "other numbers" in broken("triton", torch.device(DEVICE), torch.bfloat16)
 
 
@@ -253,21 +290,37 @@ def test_a_kernel_that_turns_wrongly_by_either_angles_is_not_used(wrong, monkeyp
 
 def test_philox_is_the_published_one():
     """The first known answer of its authors' library, Random123."""
-    assert [int(word) for word in philox(0, torch.zeros(1, dtype=torch.long))] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(word) for word in philox(0, torch.zeros(1, dtype=torch.long))] == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]
 
 
-@pytest.mark.parametrize("sizes", [(70, 96, 5), (64, 64, 16), (33, 50, 20), (130, 200, 48), (1, 8, 1), (40, 72, 200)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(70, 96, 5), (64, 64, 16), (33, 50, 20), (130, 200, 48), (1, 8, 1), (40, 72, 200)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.9])
 def test_products_drop_what_the_definition_drops(rate, dtype, sizes):
     """In each of the three the same; the reference is float64 with Philox in plain torch."""
     (m, k, r), drop = sizes, Dropout(987654321, rate)
-    x, a, middle, to = some(m, k, dtype=dtype), some(r, k, dtype=dtype, seed=1), some(m, r, dtype=dtype, seed=2), some(m, k, dtype=dtype, seed=3)
+    x, a, middle, to = (
+        some(m, k, dtype=dtype),
+        some(r, k, dtype=dtype, seed=1),
+        some(m, r, dtype=dtype, seed=2),
+        some(m, k, dtype=dtype, seed=3),
+    )
     kept = drop.kept(m, k).to(DEVICE)
     seen = x.double() * kept
     expected = to.double() + middle.double() @ a.double() * kept
     within = 2 * ROUNDING[dtype]
-    for ours, theirs in ((drop.into(x, a), seen @ a.double().T), (drop.outer(middle, x), middle.double().T @ seen), (drop.add_back(to, middle, a), expected)):
+    for ours, theirs in (
+        (drop.into(x, a), seen @ a.double().T),
+        (drop.outer(middle, x), middle.double().T @ seen),
+        (drop.add_back(to, middle, a), expected),
+    ):
         assert (ours.double() - theirs).norm() <= within * theirs.norm()
     assert drop.add_back(to, middle, a).data_ptr() == to.data_ptr()
 
@@ -276,7 +329,9 @@ def test_as_much_is_dropped_as_asked_and_another_seed_drops_others():
     one, other = (Dropout(seed, 0.1).kept(300, 1000) for seed in (1, 2))
     for kept in (one, other):
         assert kept.float().mean().item() == pytest.approx(0.9, abs=3e-3)
-        assert kept.float().mean(0).std() < 0.03 and kept.float().mean(1).std() < 0.02  # no column and no row is favoured
+        assert (
+            kept.float().mean(0).std() < 0.03 and kept.float().mean(1).std() < 0.02
+        )  # no column and no row is favoured
     assert (one & other).float().mean().item() == pytest.approx(0.81, abs=5e-3)
 
 
@@ -287,14 +342,21 @@ def test_fused_lora_with_dropout_and_its_gradients(dtype):
     seed = int(torch.randint(1 << 31, ()))
     x, ranks, widths = some(2, 35, 48, dtype=dtype), (3, 4, 3), (32, 16, 17)
     weights = [some(width, 48, seed=width, scale=0.1, dtype=dtype) for width in widths]
-    factors = [some(*shape, seed=sum(shape)) for rank, width in zip(ranks, widths, strict=True) for shape in ((rank, 48), (width, rank))]
+    factors = [
+        some(*shape, seed=sum(shape))
+        for rank, width in zip(ranks, widths, strict=True)
+        for shape in ((rank, 48), (width, rank))
+    ]
     gradients = [some(2, 35, width, seed=width + 1, dtype=dtype) for width in widths]
     mask = Dropout(seed, 0.25).kept(70, 48).view(x.shape).to(DEVICE)
 
     def run(product, kind, factor_kind):
         learned = [factor.to(factor_kind).requires_grad_() for factor in (x.to(kind), *factors)]
         learned[0] = x.to(kind).requires_grad_()
-        layers = [lora.Linear(lambda w=w: w.to(kind), None, a, b, 2.0) for w, a, b in zip(weights, learned[1::2], learned[2::2], strict=True)]
+        layers = [
+            lora.Linear(lambda w=w: w.to(kind), None, a, b, 2.0)
+            for w, a, b in zip(weights, learned[1::2], learned[2::2], strict=True)
+        ]
         out = product(learned[0], layers)
         return [*out, *torch.autograd.grad(out, learned, [g.to(kind) for g in gradients])]
 
@@ -329,7 +391,10 @@ def test_attention_within_documents_in_one_launch(window):
     documents = torch.tensor([[1] * 9 + [2] * 30 + [3] * 25, [1] * 50 + [-1] * 14], device=DEVICE, dtype=torch.int32)
     found = []
     for product in (varlen.attention, attention.defined):
-        q, k, v = (some(2, heads, 64, 32, seed=seed, dtype=torch.bfloat16).requires_grad_() for seed, heads in ((0, 4), (1, 2), (2, 2)))
+        q, k, v = (
+            some(2, heads, 64, 32, seed=seed, dtype=torch.bfloat16).requires_grad_()
+            for seed, heads in ((0, 4), (1, 2), (2, 2))
+        )
         y = product(q, k, v, scale=0.2, documents=documents, window=window)
         y.backward(some(2, 64, 4, 32, seed=3, dtype=torch.bfloat16))
         found.append((y, q.grad, k.grad, v.grad))
@@ -340,16 +405,37 @@ def test_attention_within_documents_in_one_launch(window):
 def test_without_it_documents_run_one_by_one_and_that_is_said(tmp_path):
     """On a CPU, which has no attention of variable lengths; with float32 nobody asks for it."""
     directory = tiny_models.make(tmp_path / "base", "llama", dtype=torch.bfloat16)
-    notes = {precision: tiny_models.Started(tmp_path / precision, directory, train_type="lora", kernels="triton", precision=precision, flat=True,
-                                            backend=TINY["backend"]).built.notes for precision in ("bf16", "fp32")}
-    assert notes["fp32"] == [] and (GPU or [line.partition(":")[0] for line in notes["bf16"]] == ["attention runs a document at a time"])
+    notes = {
+        precision: tiny_models.Started(
+            tmp_path / precision,
+            directory,
+            train_type="lora",
+            kernels="triton",
+            precision=precision,
+            flat=True,
+            backend=TINY["backend"],
+        ).built.notes
+        for precision in ("bf16", "fp32")
+    }
+    assert notes["fp32"] == [] and (
+        GPU or [line.partition(":")[0] for line in notes["bf16"]] == ["attention runs a document at a time"]
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ whole runs
 
 
-TINY = {"model_name": "demo", "dataset": "demo", "context_length": 56, "batch_size": 1, "max_steps": 2, "lr": 2e-3, "lora_dropout": 0.1, "save_steps": 0,
-        "backend": "cuda" if GPU else "cpu"}
+TINY = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "context_length": 56,
+    "batch_size": 1,
+    "max_steps": 2,
+    "lr": 2e-3,
+    "lora_dropout": 0.1,
+    "save_steps": 0,
+    "backend": "cuda" if GPU else "cpu",
+}
 
 
 SMALL = {"batch_size": 1, "context_length": 56, "backend": TINY["backend"]}
@@ -363,7 +449,9 @@ def everywhere(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("bf16_autocast", marks=pytest.mark.slow)])
 def test_a_run_on_exact_kernels_writes_the_same_bytes(precision, tmp_path, everywhere):
-    portable, exact = (runs.run(tmp_path, kernels, **TINY, precision=precision, kernels=kernels) for kernels in ("portable", "exact"))
+    portable, exact = (
+        runs.run(tmp_path, kernels, **TINY, precision=precision, kernels=kernels) for kernels in ("portable", "exact")
+    )
     assert json.loads((exact / "plan.json").read_text())["kernels"] == "exact"
     assert runs.result(exact)["adapter_sha256"] == runs.result(portable)["adapter_sha256"]
 
@@ -372,7 +460,10 @@ def test_a_run_on_exact_kernels_writes_the_same_bytes(precision, tmp_path, every
 def test_a_run_on_all_kernels_is_the_same_within_rounding(precision, tmp_path, everywhere):
     """In bf16 of float32's run: ours turn positions by float32 angles, portable ones do not."""
     settings = {**TINY, "lora_dropout": 0, "lr": 2e-4}
-    portable, ours = (runs.run(tmp_path, kernels, **settings, precision=kind, kernels=kernels) for kernels, kind in (("portable", "fp32"), ("triton", precision)))
+    portable, ours = (
+        runs.run(tmp_path, kernels, **settings, precision=kind, kernels=kernels)
+        for kernels, kind in (("portable", "fp32"), ("triton", precision))
+    )
     for key, within in (("loss", {"fp32": 1e-6, "bf16": 3e-3}), ("grad_norm", {"fp32": 1e-5, "bf16": 3e-2})):
         theirs, found = ([m[key] for m in runs.metrics(directory)] for directory in (portable, ours))
         assert found == pytest.approx(theirs, rel=within[precision])
@@ -380,28 +471,58 @@ def test_a_run_on_all_kernels_is_the_same_within_rounding(precision, tmp_path, e
 
 
 REPLACED = {  # architecture -> how many of our attentions, gates and norms its two blocks and last norm take
-    "llama": (2, 2, 5), "mistral": (2, 2, 5), "qwen2": (2, 2, 5), "qwen3": (2, 2, 9), "gemma2": (0, 0, 9), "gemma3_text": (2, 0, 13), "phi3": (0, 0, 5),
-    "olmo2": (0, 2, 9), "granite": (2, 2, 5), "smollm3": (1, 2, 5), "mixtral": (2, 0, 5), "qwen2_moe": (2, 2, 5), "olmoe": (0, 0, 9), "gpt_oss": (0, 0, 5),
-    "granitemoe": (2, 0, 5), "gpt_neox": (0, 0, 0), "starcoder2": (2, 0, 0), "gpt2": (0, 0, 0)}
+    "llama": (2, 2, 5),
+    "mistral": (2, 2, 5),
+    "qwen2": (2, 2, 5),
+    "qwen3": (2, 2, 9),
+    "gemma2": (0, 0, 9),
+    "gemma3_text": (2, 0, 13),
+    "phi3": (0, 0, 5),
+    "olmo2": (0, 2, 9),
+    "granite": (2, 2, 5),
+    "smollm3": (1, 2, 5),
+    "mixtral": (2, 0, 5),
+    "qwen2_moe": (2, 2, 5),
+    "olmoe": (0, 0, 9),
+    "gpt_oss": (0, 0, 5),
+    "granitemoe": (2, 0, 5),
+    "gpt_neox": (0, 0, 0),
+    "starcoder2": (2, 0, 0),
+    "gpt2": (0, 0, 0),
+}
 
 
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
 def test_every_architecture_computes_the_same_with_what_fits_it(architecture, tmp_path):
     """The reference is transformers' own modules on the same weights."""
     directory = tiny_models.make(tmp_path / "base", architecture)
-    theirs, ours = (tiny_models.Started(tmp_path / kernels, directory, train_type="lora", kernels=kernels, backend=TINY["backend"])
-                    for kernels in ("portable", "triton"))
-    found = [sum(isinstance(module, kind) for module in ours.model.modules()) for kind in (modules.Attention, modules.GatedMlp, modules.Norm)]
+    theirs, ours = (
+        tiny_models.Started(tmp_path / kernels, directory, train_type="lora", kernels=kernels, backend=TINY["backend"])
+        for kernels in ("portable", "triton")
+    )
+    found = [
+        sum(isinstance(module, kind) for module in ours.model.modules())
+        for kind in (modules.Attention, modules.GatedMlp, modules.Norm)
+    ]
     assert tuple(found) == REPLACED[architecture]
     left = {line.split()[0] for line in ours.built.notes if " runs as it is: " in line}
-    looks_like_ours = {type(m).__name__ for m in theirs.model.modules() if type(m).__name__.endswith(("RMSNorm", "MLP", "Attention"))}
-    assert left <= looks_like_ours and all(not isinstance(m, modules._InPlace) or m.training for m in ours.model.modules())
-    assert {type(m).__name__ for m in ours.model.modules()} & looks_like_ours == left  # nothing stays as it is without being named
+    looks_like_ours = {
+        type(m).__name__ for m in theirs.model.modules() if type(m).__name__.endswith(("RMSNorm", "MLP", "Attention"))
+    }
+    assert left <= looks_like_ours and all(
+        not isinstance(m, modules._InPlace) or m.training for m in ours.model.modules()
+    )
+    assert {
+        type(m).__name__ for m in ours.model.modules()
+    } & looks_like_ours == left  # nothing stays as it is without being named
     assert [*ours.built.trainable] == [*theirs.built.trainable]
     ids = torch.arange(3, 15, device=DEVICE)[None]
     torch.testing.assert_close(ours.logits(ids), theirs.logits(ids), rtol=1e-4, atol=1e-4)
     with evaluating(ours.model), evaluating(theirs.model):
-        written = [one.model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=-1) for one in (ours, theirs)]  # on keys kept from before
+        written = [
+            one.model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=-1)
+            for one in (ours, theirs)
+        ]  # on keys kept from before
     assert torch.equal(*written) and written[0].shape == (1, 16)
 
 
@@ -409,8 +530,12 @@ def test_every_architecture_computes_the_same_with_what_fits_it(architecture, tm
 def test_windows_reach_as_far_back(architecture, tmp_path):
     """Rows are longer than the windows, and lie in one row without padding."""
     directory = tiny_models.make(tmp_path / "base", architecture)
-    theirs, ours = (tiny_models.Started(tmp_path / kernels, directory, train_type="lora", kernels=kernels, flat=True, **{**SMALL, "batch_size": 2})
-                    for kernels in ("portable", "triton"))
+    theirs, ours = (
+        tiny_models.Started(
+            tmp_path / kernels, directory, train_type="lora", kernels=kernels, flat=True, **{**SMALL, "batch_size": 2}
+        )
+        for kernels in ("portable", "triton")
+    )
     (batch,) = ours.run.stream[0]
     assert min(map(len, batch.ids)) > tiny_models.WINDOW
     assert float(ours.loss(batch).detach()) == pytest.approx(float(theirs.loss(batch).detach()), rel=1e-5)
@@ -434,8 +559,10 @@ def test_a_layer_with_work_enough_unpacks_its_weight_by_the_kernel():
 def test_a_norm_whose_weights_learn_learns_the_same(tmp_path):
     """Full fine-tuning: the weights of norms are trained, and saved under their own names."""
     directory = tiny_models.make(tmp_path / "base", "qwen3")
-    theirs, ours = (tiny_models.Started(tmp_path / kernels, directory, train_type="full", kernels=kernels, **SMALL)
-                    for kernels in ("portable", "triton"))
+    theirs, ours = (
+        tiny_models.Started(tmp_path / kernels, directory, train_type="full", kernels=kernels, **SMALL)
+        for kernels in ("portable", "triton")
+    )
     (batch,) = ours.run.stream[0]
     for one in (theirs, ours):
         (one.loss(batch) / batch.trained).backward()
@@ -447,8 +574,18 @@ def test_a_norm_whose_weights_learn_learns_the_same(tmp_path):
 
 def test_recomputed_blocks_give_the_same_gradients(tmp_path):
     directory = tiny_models.make(tmp_path / "base", "llama")
-    kept, recomputed = (tiny_models.Started(tmp_path / str(again), directory, train_type="lora", kernels="triton", lora_dropout=0.3, use_gradient_checkpointing=again,
-                                            **SMALL) for again in (False, True))
+    kept, recomputed = (
+        tiny_models.Started(
+            tmp_path / str(again),
+            directory,
+            train_type="lora",
+            kernels="triton",
+            lora_dropout=0.3,
+            use_gradient_checkpointing=again,
+            **SMALL,
+        )
+        for again in (False, True)
+    )
     (batch,) = kept.run.stream[0]
     for one in (kept, recomputed):
         torch.manual_seed(3)  # the same is dropped, and again when a block is computed again
@@ -459,8 +596,12 @@ def test_recomputed_blocks_give_the_same_gradients(tmp_path):
 
 def test_a_kernel_that_gives_something_else_on_this_device_is_named_and_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(norms, "rms_norm", lambda x, weight, eps, *form: defined.rms_norm(x, weight, 1.0, *form))
-    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", kernels="triton")
-    assert started.built.notes == ["LlamaRMSNorm runs as it is: the kernel for it gives something else on this device (5 modules)"]
+    started = tiny_models.Started(
+        tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", kernels="triton"
+    )
+    assert started.built.notes == [
+        "LlamaRMSNorm runs as it is: the kernel for it gives something else on this device (5 modules)"
+    ]
     assert not any(isinstance(module, modules.Norm) for module in started.model.modules())
 
 
@@ -475,11 +616,16 @@ def test_kernels_that_do_not_run_are_refused_when_asked_for_and_named_when_not(t
     assert refused.value.cure == "--kernels portable"
     plan = tiny_models.Started(tmp_path / "portable", directory, train_type="lora").plan
     chosen = Runtime(dataclasses.replace(plan, config=plan.config.with_(kernels="exact")))
-    assert usable_kernels(chosen) == ("portable", ["portable kernels instead of exact ones: Failed to find C compiler."])
+    assert usable_kernels(chosen) == (
+        "portable",
+        ["portable kernels instead of exact ones: Failed to find C compiler."],
+    )
 
 
 def test_a_dequantization_that_gives_something_else_is_named_and_not_used(monkeypatch):
     monkeypatch.setattr(dequantizing, "dequantize", lambda codes, state: dequantizing.defined(codes, state) * 1.01)
     quantizer = Nf4(torch.float32)
-    assert quantizer.use("exact", torch.device(DEVICE)) == ["bitsandbytes unpacks the weights: the kernel for it gives something else on this device"]
+    assert quantizer.use("exact", torch.device(DEVICE)) == [
+        "bitsandbytes unpacks the weights: the kernel for it gives something else on this device"
+    ]
     assert quantizer.unpack is bnb.unpacked

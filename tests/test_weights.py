@@ -21,8 +21,12 @@ from anyqlora.on_torch.weights import Placing, _Fill, _Stream, _StreamConfig, ex
 
 def nf4(directory, dtype=torch.float32):
     quantizer = Nf4(dtype)
-    return read(str(directory), Placing(quantizer, lambda name, module, weight: quantizer.fill(module, weight), lambda model: None),
-                dtype=dtype, device=torch.device("cpu"))
+    return read(
+        str(directory),
+        Placing(quantizer, lambda name, module, weight: quantizer.fill(module, weight), lambda model: None),
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
 
 
 def codes(model):
@@ -36,7 +40,9 @@ def test_linear_layers_are_packed_and_the_rest_is_not(tied, tmp_path):
     assert type(model.lm_head) is nn.Linear and (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     others = {name: p for name, p in model.named_parameters() if p.dtype != torch.uint8}
     assert {p.dtype for p in others.values()} == {torch.bfloat16}
-    assert all("norm" in name or "bias" in name or name in ("model.embed_tokens.weight", "lm_head.weight") for name in others)
+    assert all(
+        "norm" in name or "bias" in name or name in ("model.embed_tokens.weight", "lm_head.weight") for name in others
+    )
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -55,7 +61,12 @@ def test_codes_depend_on_the_files_alone(stored, tmp_path):
 
 def test_tensors_are_read_in_bf16_only_where_that_is_exact(tmp_path):
     wide, narrow = tiny_models.make(tmp_path / "wide"), tiny_models.make(tmp_path / "narrow", dtype=torch.bfloat16)
-    assert exact_dtype(wide, torch.bfloat16) == exact_dtype(narrow, torch.float32) == exact_dtype(narrow, torch.float16) == torch.float32
+    assert (
+        exact_dtype(wide, torch.bfloat16)
+        == exact_dtype(narrow, torch.float32)
+        == exact_dtype(narrow, torch.float16)
+        == torch.float32
+    )
     assert exact_dtype(narrow, torch.bfloat16) == torch.bfloat16
 
 
@@ -85,7 +96,9 @@ def test_a_weight_of_another_shape_is_refused(tmp_path):
     tensors = load_file(directory / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(64, 112)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UsageError, match=r"up_proj.weight has shape \[64, 112\] in the files and \[112, 64\] in the model"):
+    with pytest.raises(
+        UsageError, match=r"up_proj.weight has shape \[64, 112\] in the files and \[112, 64\] in the model"
+    ):
         nf4(directory)
 
 
@@ -94,7 +107,9 @@ def test_a_gpu_would_reserve_the_packed_size(tmp_path):
     directory = tiny_models.make(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-    stream = _Stream(_StreamConfig(Placing(Nf4(torch.float32), None, lambda model: None), torch.bfloat16), pre_quantized=False)
+    stream = _Stream(
+        _StreamConfig(Placing(Nf4(torch.float32), None, lambda model: None), torch.bfloat16), pre_quantized=False
+    )
     stream._process_model_before_weight_loading(model)
     size = {name: stream.param_element_size(model, name, p) for name, p in model.named_parameters()}
     assert size["model.layers.0.mlp.up_proj.weight"] == 0.5
@@ -104,7 +119,11 @@ def test_a_gpu_would_reserve_the_packed_size(tmp_path):
 def test_what_counts_as_a_linear_layer():
     """A subclass with a forward of its own may compute anything: Llama 4's router returns scores."""
     assert is_linear(nn.Linear(2, 2)) and is_linear(FalconLinear(2, 2))
-    assert not is_linear(Llama4Router(AutoConfig.for_model("llama4_text"))) and not is_linear(nn.Conv1d(2, 2, 1)) and not is_linear(nn.Embedding(2, 2))
+    assert (
+        not is_linear(Llama4Router(AutoConfig.for_model("llama4_text")))
+        and not is_linear(nn.Conv1d(2, 2, 1))
+        and not is_linear(nn.Embedding(2, 2))
+    )
 
 
 def test_falcon_is_quantized(tmp_path):
@@ -117,8 +136,11 @@ def test_falcon_is_quantized(tmp_path):
 def test_towers_of_other_senses_take_no_adapter():
     with torch.device("meta"):
         small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = AutoConfig.for_model("gemma3", text_config={**small, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 32},
-                                      vision_config={**small, "image_size": 28, "patch_size": 14})
+        config = AutoConfig.for_model(
+            "gemma3",
+            text_config={**small, "vocab_size": 64, "num_key_value_heads": 1, "head_dim": 32},
+            vision_config={**small, "image_size": 28, "patch_size": 14},
+        )
         model = AutoModelForCausalLM.from_config(config)
     assert any("vision_tower" in name for name in linears(model))
     assert text_linears(model) and all("language_model" in name for name in text_linears(model))
@@ -126,8 +148,18 @@ def test_towers_of_other_senses_take_no_adapter():
 
 def test_parameters_that_an_architecture_keeps_in_float32():
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **{
-            **tiny_models.SHAPE, "n_routed_experts": 4, "moe_intermediate_size": 48, "first_k_dense_replace": 1, "num_key_value_heads": 4}))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(
+                "deepseek_v3",
+                **{
+                    **tiny_models.SHAPE,
+                    "n_routed_experts": 4,
+                    "moe_intermediate_size": 48,
+                    "first_k_dense_replace": 1,
+                    "num_key_value_heads": 4,
+                },
+            )
+        )
     kept = [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if kept_in_float32(model, name)]
     assert kept and all(name.endswith("e_score_correction_bias") for name in kept)
 
@@ -158,7 +190,9 @@ print(grown(contextlib.nullcontext()), grown(unmapping()))
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_freed_memory_leaves_the_process():
     """Every fourth of many blocks stays: the holes do too without `unmapping`, and not with it."""
-    out = subprocess.run([sys.executable, "-c", HOLES], cwd=tiny_models.ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", HOLES], cwd=tiny_models.ROOT, capture_output=True, text=True, check=True
+    ).stdout
     without, with_it = map(float, out.split())
     assert without > 0.5 > 0.35 > with_it
 

@@ -9,7 +9,14 @@ from anyqlora.errors import UsageError
 from anyqlora.world import World, cores_of_all, device_of, first_host, local_rank, local_size
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-SRUN = {"SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+SRUN = {
+    "SLURM_JOB_ID": "70001",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
 
 
 def config(**given):
@@ -35,7 +42,10 @@ def test_half_a_launcher_is_an_error(missing):
         World.here(config(), environ)
 
 
-@pytest.mark.parametrize(("changed", "reason"), [({"RANK": "4"}, "RANK 4 is not one of WORLD_SIZE 4"), ({"WORLD_SIZE": "four"}, "not a number")])
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [({"RANK": "4"}, "RANK 4 is not one of WORLD_SIZE 4"), ({"WORLD_SIZE": "four"}, "not a number")],
+)
 def test_a_launcher_that_errs(changed, reason):
     with pytest.raises(UsageError, match=reason):
         World.here(config(), TORCHRUN | changed)
@@ -61,7 +71,9 @@ def test_the_batch_script_itself_is_no_task():
     assert World.here(config(world_size=2), environ) == World()  # asked for by name: train.py starts them on this node
 
 
-@pytest.mark.parametrize(("nodes", "first"), [("a1", "a1"), ("node[03-05,9],gpu1", "node03"), ("x,y", "x"), ("rack-2-n[7]", "rack-2-n7")])
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("a1", "a1"), ("node[03-05,9],gpu1", "node03"), ("x,y", "x"), ("rack-2-n[7]", "rack-2-n7")]
+)
 def test_node_lists(nodes, first):
     assert first_host(nodes) == first
 
@@ -116,7 +128,10 @@ def test_how_many_are_on_this_machine(node, size):
     assert local_size({**TORCHRUN, "LOCAL_WORLD_SIZE": "\u00b2"}) == 0
 
 
-@pytest.mark.parametrize(("own", "node", "of_all"), [(2, "8", 8), (1, "4", 4), (8, "8", 8), (4, "8", 4), (2, "7", 2), (2, "", 2), (2, "x", 2)])
+@pytest.mark.parametrize(
+    ("own", "node", "of_all"),
+    [(2, "8", 8), (1, "4", 4), (8, "8", 8), (4, "8", 4), (2, "7", 2), (2, "", 2), (2, "x", 2)],
+)
 def test_cores_to_which_srun_has_bound_a_task_are_its_own(own, node, of_all):
     """Four tasks on a node: each of them sees two of eight cores, or all eight."""
     step = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": node}

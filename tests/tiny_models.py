@@ -28,30 +28,106 @@ WINDOW = 12  # of the models with a sliding window: shorter than every row of th
 
 # What stands beside the common shape (rows that end inside a block of 64, few key heads): what the architecture is known for.
 ARCHITECTURES = {
-    "llama": {"tie_word_embeddings": False, "attention_bias": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
-              "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    "llama": {
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "mistral": {"sliding_window": WINDOW, "tie_word_embeddings": False, "head_dim": 24},
-    "qwen2": {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen2": {
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+    },
     "qwen3": {"tie_word_embeddings": True, "head_dim": 32},
-    "gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 10, "head_dim": 16},
+    "gemma2": {
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 10,
+        "head_dim": 16,
+    },
     "gemma3_text": {"sliding_window": WINDOW, "sliding_window_pattern": 2, "head_dim": 16, "query_pre_attn_scalar": 10},
     "phi3": {"tie_word_embeddings": False, "sliding_window": WINDOW, "partial_rotary_factor": 0.5, "pad_token_id": 0},
     "olmo2": {"tie_word_embeddings": False},
-    "granite": {"tie_word_embeddings": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    "granite": {
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
     "smollm3": {"tie_word_embeddings": True, "no_rope_layers": [1, 0], "pad_token_id": 0},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
-    "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80, "decoder_sparse_step": 1,
-                  "mlp_only_layers": [0], "tie_word_embeddings": False},
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "tie_word_embeddings": False, "pad_token_id": 0},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "sliding_window": WINDOW, "head_dim": 16, "tie_word_embeddings": False,
-                "pad_token_id": 0},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "residual_multiplier": 0.4, "tie_word_embeddings": True},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+        "tie_word_embeddings": False,
+    },
+    "olmoe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "sliding_window": WINDOW,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    },
+    "granitemoe": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "residual_multiplier": 0.4,
+        "tie_word_embeddings": True,
+    },
     "gpt_neox": {"tie_word_embeddings": False, "use_parallel_residual": True, "rotary_pct": 0.5},
-    "starcoder2": {"tie_word_embeddings": True, "sliding_window": WINDOW, "use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "starcoder2": {
+        "tie_word_embeddings": True,
+        "sliding_window": WINDOW,
+        "use_bias": True,
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+    },
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
 }
-SHAPE = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
 MIXTURES = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe")
 
 
@@ -64,7 +140,9 @@ def words():
 def make(directory, architecture="llama", *, seed=0, dtype=torch.float32, max_shard_size="50GB", **changes) -> Path:
     """Write a random model of `architecture` and its tokenizer to `directory`; `changes` go into its configuration."""
     shape = {} if architecture == "gpt2" else SHAPE
-    config = AutoConfig.for_model(architecture, **{**shape, "vocab_size": len(words()), **ARCHITECTURES.get(architecture, {}), **changes})
+    config = AutoConfig.for_model(
+        architecture, **{**shape, "vocab_size": len(words()), **ARCHITECTURES.get(architecture, {}), **changes}
+    )
     model = randomise(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed).to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(directory, max_shard_size=max_shard_size)
@@ -110,13 +188,32 @@ class Started:
 
     def __init__(self, output, model, **settings):
         lora = {} if settings.get("train_type") == "full" else {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0}
-        config = resolve({"output_dir": str(output), "run_name": "run", "backend": "cpu", "model_name": str(model), "dataset": few_rows(output), "precision": "fp32",
-                          "batch_size": 4, "lr": 1e-2, "warmup_steps": 0, "save_steps": 0, "log_to": "none", **lora, **settings}, environ={}, said="test")
+        config = resolve(
+            {
+                "output_dir": str(output),
+                "run_name": "run",
+                "backend": "cpu",
+                "model_name": str(model),
+                "dataset": few_rows(output),
+                "precision": "fp32",
+                "batch_size": 4,
+                "lr": 1e-2,
+                "warmup_steps": 0,
+                "save_steps": 0,
+                "log_to": "none",
+                **lora,
+                **settings,
+            },
+            environ={},
+            said="test",
+        )
         self.run = opened(config)
         self.plan, self.tokenizer = self.run.plan, self.run.tokenizer
         self.runtime = Runtime(self.plan)
         self.built = build(self.plan.config, self.runtime)
-        self.model, _, self.optimizer = self.runtime.prepare(self.built.model, self.built.trainable, optimizer_factory(self.plan.config))
+        self.model, _, self.optimizer = self.runtime.prepare(
+            self.built.model, self.built.trainable, optimizer_factory(self.plan.config)
+        )
 
     def loss(self, batch) -> torch.Tensor:
         """The sum over trained tokens, as train.py computes it."""
@@ -162,7 +259,9 @@ def plain(directory, held=None, adapter=None, **options):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
     for name, value in (held or {}).items():
         parameter = model.get_parameter(name)
-        parameter.data = (value if value.shape == parameter.shape and not is_transposed(model, name) else value.T).float().clone()
+        parameter.data = (
+            (value if value.shape == parameter.shape and not is_transposed(model, name) else value.T).float().clone()
+        )
     return (PeftModel.from_pretrained(model, adapter) if adapter else model).eval()
 
 

@@ -35,7 +35,13 @@ def read(argv: list[str], own: Mapping[str, type], settings: tuple[str, ...] = (
             if key in own or not isinstance(SETTINGS[key].default, bool):
                 raise UsageError(f"--{flag} needs a value", where=WHERE)
             raw = "true"
-        values[key] = _number(key, raw) if own.get(key) is float else raw if key in own else parsed(key, raw, f"{WHERE}: --{flag}")
+        values[key] = (
+            _number(key, raw)
+            if own.get(key) is float
+            else raw
+            if key in own
+            else parsed(key, raw, f"{WHERE}: --{flag}")
+        )
     return name, values
 
 
@@ -50,7 +56,9 @@ def _key(key: str, own: Mapping[str, type], settings: tuple[str, ...]) -> str:
     if found in settings:
         return found
     why = ": it is a setting of train.py, not of this verb" if found else nearest(key, known)
-    raise UsageError(f"unknown flag --{key}{why}", where=WHERE, cure="one of: " + ", ".join(f"--{name}" for name in known))
+    raise UsageError(
+        f"unknown flag --{key}{why}", where=WHERE, cure="one of: " + ", ".join(f"--{name}" for name in known)
+    )
 
 
 def _number(key: str, raw: str) -> float:
@@ -67,8 +75,11 @@ def temperature(values: dict) -> float:
     """Take the temperature out of `values`; 0 where none was given. Raises UsageError for one that logits cannot be divided by."""
     found = values.pop("temperature", 0.0)
     if 0 < found < COLDEST:
-        raise UsageError(f"temperature: {found:g} is neither 0 nor at least {COLDEST:g}", where=f"{WHERE}: --temperature",
-                         cure="0 takes the likeliest token each time")
+        raise UsageError(
+            f"temperature: {found:g} is neither 0 nor at least {COLDEST:g}",
+            where=f"{WHERE}: --temperature",
+            cure="0 takes the likeliest token each time",
+        )
     return found
 
 

@@ -8,8 +8,15 @@ from backend_manager import CAPABILITIES, LOOPS, BackendManager, BackendUnavaila
 
 from ..errors import UsageError
 
-COLUMNS = {"dtypes": "arithmetic", "quantizers": "frozen weights", "adapters": "what learns", "optimizers": "optimizers", "kernels": "kernels", "products": "products",
-           "strategies": "strategies"}
+COLUMNS = {
+    "dtypes": "arithmetic",
+    "quantizers": "frozen weights",
+    "adapters": "what learns",
+    "optimizers": "optimizers",
+    "kernels": "kernels",
+    "products": "products",
+    "strategies": "strategies",
+}
 TESTED = "✓"
 LEGEND = f"{TESTED} = run by a test of this repository on that hardware. The rest follows from documentation and is untested."
 
@@ -24,9 +31,15 @@ def cells(table: Mapping[str, Capabilities] = CAPABILITIES) -> Iterator[tuple[st
 
 def markdown(table: Mapping[str, Capabilities] = CAPABILITIES) -> str:
     """The support table as README shows it: the same on every machine."""
-    lines = ["| backend | hardware | bits | " + " | ".join(COLUMNS.values()) + " | processes |", "|---" * (len(COLUMNS) + 4) + "|"]
+    lines = [
+        "| backend | hardware | bits | " + " | ".join(COLUMNS.values()) + " | processes |",
+        "|---" * (len(COLUMNS) + 4) + "|",
+    ]
     for name, row in table.items():
-        shown = [", ".join(f"{cell} {TESTED}" if cell in row.tested else cell for cell in getattr(row, column)) for column in COLUMNS]
+        shown = [
+            ", ".join(f"{cell} {TESTED}" if cell in row.tested else cell for cell in getattr(row, column))
+            for column in COLUMNS
+        ]
         shown = [str(name), row.notes, ", ".join(map(str, row.bits)), *shown, row.collective or "one only"]
         lines.append("| " + " | ".join(shown) + " |")
     return "\n".join([*lines, "", LEGEND])
@@ -54,7 +67,9 @@ def main(argv: list[str]) -> int:
     elif argv == ["--markdown"]:
         print(markdown())
     elif argv:
-        raise UsageError(f"unexpected argument {argv[0]!r}", where="command line", cure="python -m anyqlora backends [--markdown]")
+        raise UsageError(
+            f"unexpected argument {argv[0]!r}", where="command line", cure="python -m anyqlora backends [--markdown]"
+        )
     else:
         try:
             manager = BackendManager()

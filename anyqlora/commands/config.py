@@ -18,14 +18,19 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     if argv[0] != "explain":
-        raise UsageError(f"unexpected argument {argv[0]!r}", where="command line", cure="python -m anyqlora config explain [flags]")
+        raise UsageError(
+            f"unexpected argument {argv[0]!r}", where="command line", cure="python -m anyqlora config explain [flags]"
+        )
     print(*explained(resolve(arguments.settings(argv[1:]))), sep="\n")
     return 0
 
 
 def explained(config: TrainConfig) -> list[str]:
     """`name = value  source` of each setting."""
-    return [printable(f"{name} = {shown(value)}  {config.sources.get(name, 'default')}") for name, value in config.settings().items()]
+    return [
+        printable(f"{name} = {shown(value)}  {config.sources.get(name, 'default')}")
+        for name, value in config.settings().items()
+    ]
 
 
 def shown(value: object) -> str:

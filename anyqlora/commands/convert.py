@@ -24,11 +24,18 @@ def main(argv: list[str]) -> int:
     name, values = arguments.read(argv, {"to": str, "out": str})
     kind, out = values.pop("to", ""), values.pop("out", "")
     if not (name and kind and out):
-        raise UsageError("DIR, --to and --out are needed", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: "))
+        raise UsageError(
+            "DIR, --to and --out are needed", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: ")
+        )
     if kind not in KINDS:
-        raise UsageError(f"--to {kind!r}{tables.nearest(kind, KINDS)}", where=arguments.WHERE, cure=f"one of: {', '.join(KINDS)}")
+        raise UsageError(
+            f"--to {kind!r}{tables.nearest(kind, KINDS)}", where=arguments.WHERE, cure=f"one of: {', '.join(KINDS)}"
+        )
     if importlib.util.find_spec("mlx_lm") is None:
-        raise UsageError("mlx-lm is not installed, and its models say what becomes of each tensor", cure="pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)")
+        raise UsageError(
+            "mlx-lm is not installed, and its models say what becomes of each tensor",
+            cure="pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)",
+        )
     from ..export.convert import check
 
     check(Path(name))

@@ -25,7 +25,9 @@ def main(argv: list[str]) -> int:
     settings = config.resolve(given)
     for spec, held_out in ((settings.dataset, False), (settings.eval_dataset, True)):
         for name, _ in sources.weighted(spec) if spec else ():
-            sources.files(name, held_out=held_out, offline=settings.offline)  # one that is not there is told before anything is imported
+            sources.files(
+                name, held_out=held_out, offline=settings.offline
+            )  # one that is not there is told before anything is imported
     chat_template.stated(settings)
     tokens = tokenizer.load(settings.model_name, settings.trust_remote_code, settings.revision, settings.offline)
     chat_template.put(tokens, settings)
@@ -62,7 +64,10 @@ def _print_example(console, example, tokens) -> None:
         else:
             line.append(f"[[{words}]]" if trained else words)
     cut = ", truncated" if example.truncated else ""
-    console.print(printable(f"--- {example.where}: {len(example.ids)} tokens, {int(example.trained[1:].sum())} trained{cut}"), style="bold")
+    console.print(
+        printable(f"--- {example.where}: {len(example.ids)} tokens, {int(example.trained[1:].sum())} trained{cut}"),
+        style="bold",
+    )
     console.print(line)
 
 
@@ -70,24 +75,39 @@ def report(found: dict) -> list[str]:
     """The report of the data as lines of text."""
     lines = []
     for source in found["sources"] + found["eval_sources"]:
-        counted = "".join(f", {count} {name.replace('_', ' ')}" for name, count in source.items() if isinstance(count, int) and name != "rows")
-        lines.append(f"{source['name']}: {source['rows']} rows, format {source.get('format', 'unknown')}, weight {source['weight']:g}{counted}")
+        counted = "".join(
+            f", {count} {name.replace('_', ' ')}"
+            for name, count in source.items()
+            if isinstance(count, int) and name != "rows"
+        )
+        lines.append(
+            f"{source['name']}: {source['rows']} rows, format {source.get('format', 'unknown')}, weight {source['weight']:g}{counted}"
+        )
         unused = audit.unused(source)
         lines += [f"  {note}" for note in source["notes"] + [f"columns that are not used: {unused}"] * bool(unused)]
     for name in ("train", "held_out"):
         lines += _part(name.replace("_", " "), found[name]) if found[name]["examples"] else []
-    lines += _finding("duplicates", found["duplicates"]) + _finding("held-out rows that are trained on", found["overlap"])
+    lines += _finding("duplicates", found["duplicates"]) + _finding(
+        "held-out rows that are trained on", found["overlap"]
+    )
     if found["skipped"]:
         lines.append(f"skipped: {len(found['skipped'])}")
-        lines += [f"  {bad['where']}: {bad['reason']}" for bad in found["skipped"][:audit.FIRST]]
+        lines += [f"  {bad['where']}: {bad['reason']}" for bad in found["skipped"][: audit.FIRST]]
     return [*lines, f"identity {found['identity']}"]
 
 
 def _part(name: str, part: dict) -> list[str]:
-    lines = [f"{name}: {part['examples']} examples, {part['tokens']} tokens, {part['trained_tokens']} of them trained, longest {part['longest']}"]
-    lines.append("  answers end with " + (", ".join(f"{name} ({count})" for name, count in part["end_tokens"].items()) or "no end token"))
+    lines = [
+        f"{name}: {part['examples']} examples, {part['tokens']} tokens, {part['trained_tokens']} of them trained, longest {part['longest']}"
+    ]
+    lines.append(
+        "  answers end with "
+        + (", ".join(f"{name} ({count})" for name, count in part["end_tokens"].items()) or "no end token")
+    )
     most = max(part["lengths"].values())
-    lines += [f"  {length:>15} tokens {count:>8} {'#' * -(-count * BAR // most)}" for length, count in part["lengths"].items()]
+    lines += [
+        f"  {length:>15} tokens {count:>8} {'#' * -(-count * BAR // most)}" for length, count in part["lengths"].items()
+    ]
     for finding in ("fully_masked", "truncated", "without_end_token", "double_bos"):
         lines += _finding(f"  {finding.replace('_', ' ')}", part[finding])
     return lines
@@ -96,5 +116,3 @@ def _part(name: str, part: dict) -> list[str]:
 def _finding(name: str, found: dict) -> list[str]:
     where = f" ({', '.join(found['first'][:5])}{', ...' if found['count'] > 5 else ''})" if found["count"] else ""
     return [f"{name}: {found['count']}{where}"]
-
-

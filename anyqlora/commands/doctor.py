@@ -31,14 +31,39 @@ BUILDS = {  # what is in the machine -> (torch's name of its build, how to get i
     "NVIDIA GPU": ("cuda", "pip install --force-reinstall torch==2.13.0"),
     "AMD GPU": ("hip", f"pip install --force-reinstall torch==2.13.0 --index-url {INDEX}/rocm7.2"),
 }
-NEEDED = {"torch": "2.11", "transformers": "5.17", "peft": "0.21", "bitsandbytes": "0.50", "safetensors": "0.8"}  # the oldest tested
-INSTEAD = {"MIXED_PRECISION": "precision", "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps", "USE_CPU": "backend",
-           "USE_FSDP": "strategy", "USE_DEEPSPEED": "strategy", "USE_MPS_DEVICE": "backend"}  # Accelerate's variable -> our setting
+NEEDED = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "peft": "0.21",
+    "bitsandbytes": "0.50",
+    "safetensors": "0.8",
+}  # the oldest tested
+INSTEAD = {
+    "MIXED_PRECISION": "precision",
+    "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "USE_CPU": "backend",
+    "USE_FSDP": "strategy",
+    "USE_DEEPSPEED": "strategy",
+    "USE_MPS_DEVICE": "backend",
+}  # Accelerate's variable -> our setting
 SMALL = 1 << 30  # bytes of free disk under which a run may not end
 ROOMY = 20 << 30  # bytes that an 8B model's files take
 PATIENCE = 300  # seconds for the run of one backend
-TINY = {"model_name": "demo", "dataset": "demo", "eval_dataset": "demo", "train_type": "qlora", "context_length": 128, "batch_size": 8,
-        "max_steps": 6, "lr": 3e-3, "warmup_steps": 0, "lora_dropout": 0.1, "exact_match": False, "log_to": "none", "run_name": "doctor"}
+TINY = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "eval_dataset": "demo",
+    "train_type": "qlora",
+    "context_length": 128,
+    "batch_size": 8,
+    "max_steps": 6,
+    "lr": 3e-3,
+    "warmup_steps": 0,
+    "lora_dropout": 0.1,
+    "exact_match": False,
+    "log_to": "none",
+    "run_name": "doctor",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +84,9 @@ def main(argv: list[str]) -> int:
         return 0
     name, values = arguments.read(argv, {}, ("backend", "output_dir"))
     if name:
-        raise UsageError(f"unexpected argument {name!r}", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: "))
+        raise UsageError(
+            f"unexpected argument {name!r}", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: ")
+        )
     wrong = 0
     for finding in findings(values.get("backend", ""), values.get("output_dir", "")):
         print(finding, flush=True)
@@ -86,8 +113,11 @@ def findings(only: str, output_dir: str) -> Iterator[Finding]:
     if manager is None:
         yield Finding("WRONG", "no backend can be used", "see above")
         return
-    yield Finding("ok", f"{machine.system} {machine.os_version} {machine.arch}, Python {machine.python}, "
-                        f"torch {machine.torch.get('version')}, {machine.cores} cores, {shown(machine.memory_available)} of {shown(machine.memory_total)} memory available")
+    yield Finding(
+        "ok",
+        f"{machine.system} {machine.os_version} {machine.arch}, Python {machine.python}, "
+        f"torch {machine.torch.get('version')}, {machine.cores} cores, {shown(machine.memory_available)} of {shown(machine.memory_total)} memory available",
+    )
     for name in [only] if only else manager.names():
         why = manager.probe(name).why("available") or manager.no_loop(name)
         yield Finding("no", f"{name}: {why}") if why else trained(name)
@@ -105,7 +135,11 @@ def packages() -> Iterator[Finding]:
             yield Finding("WRONG", f"{name} is not installed", "pip install -r requirements.txt")
             continue
         if numbers(version) < numbers(oldest):
-            yield Finding("WRONG", f"{name} {version} is older than {oldest}, the oldest that is tested", f"pip install '{name}>={oldest}'")
+            yield Finding(
+                "WRONG",
+                f"{name} {version} is older than {oldest}, the oldest that is tested",
+                f"pip install '{name}>={oldest}'",
+            )
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -117,8 +151,11 @@ def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in sorted(environ):
         if name.startswith("ACCELERATE_"):
             ours = INSTEAD.get(name.removeprefix("ACCELERATE_"))
-            yield Finding("note", f"{name} is not read: Accelerate's configuration does not reach AnyQLoRA",
-                          f"--{ours}, or {ENV_PREFIX}{ours.upper()}" if ours else "python train.py --help lists the settings")
+            yield Finding(
+                "note",
+                f"{name} is not read: Accelerate's configuration does not reach AnyQLoRA",
+                f"--{ours}, or {ENV_PREFIX}{ours.upper()}" if ours else "python train.py --help lists the settings",
+            )
     try:
         for name, (raw, where) in from_environment(environ).items():
             parsed(name, raw, where)
@@ -141,11 +178,18 @@ def places(output_dir: Path, cache: Path) -> Iterator[Finding]:
             with tempfile.TemporaryFile(dir=there):
                 free = shutil.disk_usage(there).free
         except OSError as error:
-            yield Finding("WRONG", f"{what} {place} cannot be written: {error.strerror}", f"{mend} with another one, or its permissions")
+            yield Finding(
+                "WRONG",
+                f"{what} {place} cannot be written: {error.strerror}",
+                f"{mend} with another one, or its permissions",
+            )
             continue
         if free < room:
-            yield Finding("WRONG" if free < SMALL else "note", f"{what} {place} has {shown(free)} free",
-                          f"delete something, or {mend} on another disk")
+            yield Finding(
+                "WRONG" if free < SMALL else "note",
+                f"{what} {place} has {shown(free)} free",
+                f"delete something, or {mend} on another disk",
+            )
 
 
 def hardware() -> set[str]:
@@ -164,18 +208,32 @@ def builds(machine, hardware: set[str]) -> Iterator[Finding]:
     for what in sorted(hardware):
         build, mend = BUILDS[what]
         if not torch.get("error") and not torch.get(build):
-            yield Finding("WRONG" if build == "cuda" else "note",
-                          f"there is an {what}, and torch {torch.get('version')} is not built for it", mend)
+            yield Finding(
+                "WRONG" if build == "cuda" else "note",
+                f"there is an {what}, and torch {torch.get('version')} is not built for it",
+                mend,
+            )
     for kind in ("cuda_error", "xpu_error"):
         if torch.get(kind):
-            yield Finding("WRONG", f"torch cannot use its GPU: {torch[kind]}", "a newer driver, or a torch that is built for this one")
+            yield Finding(
+                "WRONG",
+                f"torch cannot use its GPU: {torch[kind]}",
+                "a newer driver, or a torch that is built for this one",
+            )
     if torch.get("error"):
         yield Finding("WRONG", torch["error"], "pip install -r requirements.txt")
     elif machine.bitsandbytes.get("error"):
-        yield Finding("WRONG", f"no 4-bit and 8-bit weights: {machine.bitsandbytes['error']}",
-                      "pip install --force-reinstall bitsandbytes==0.50.2")
+        yield Finding(
+            "WRONG",
+            f"no 4-bit and 8-bit weights: {machine.bitsandbytes['error']}",
+            "pip install --force-reinstall bitsandbytes==0.50.2",
+        )
     if "avx512_bf16" in machine.cpu_features and machine.system == "Linux" and not hardware and not machine.compiler:
-        yield Finding("note", "no C compiler, so bf16 on the CPU runs without our kernels and takes 1.3 to 1.5 times as long", "apt install gcc, or name yours in CC")
+        yield Finding(
+            "note",
+            "no C compiler, so bf16 on the CPU runs without our kernels and takes 1.3 to 1.5 times as long",
+            "apt install gcc, or name yours in CC",
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- the tiny run
@@ -188,13 +246,21 @@ def trained(backend: str) -> Finding:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         except subprocess.TimeoutExpired:
-            return Finding("WRONG", f"{backend}: a run of six steps did not end in {PATIENCE} s",
-                           "is the machine busy, or the driver stuck?")
+            return Finding(
+                "WRONG",
+                f"{backend}: a run of six steps did not end in {PATIENCE} s",
+                "is the machine busy, or the driver stuck?",
+            )
     if done.returncode < 0:
-        return Finding("WRONG", f"{backend}: ended by {signal.Signals(-done.returncode).name}; {last_line(done.stderr)}",
-                       "a library was built for another machine or driver, or memory ran out")
+        return Finding(
+            "WRONG",
+            f"{backend}: ended by {signal.Signals(-done.returncode).name}; {last_line(done.stderr)}",
+            "a library was built for another machine or driver, or memory ran out",
+        )
     if done.returncode:
-        return Finding("WRONG", f"{backend}: {last_line(done.stderr)}", f"python train.py --backend {backend} shows where")
+        return Finding(
+            "WRONG", f"{backend}: {last_line(done.stderr)}", f"python train.py --backend {backend} shows where"
+        )
     return judged(backend, json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -205,15 +271,29 @@ def last_line(text: str) -> str:
 def judged(backend: str, found: dict) -> Finding:
     """What `tiny_run` found, as a finding."""
     if "error" in found:
-        return Finding("WRONG", f"{backend}: {found['error']}", found["cure"] or f"python train.py --backend {backend} shows where")
+        return Finding(
+            "WRONG", f"{backend}: {found['error']}", found["cure"] or f"python train.py --backend {backend} shows where"
+        )
     before, after, again = found["before"], found["after"], found["reloaded"]
     told = f"{backend}: {found['quantizer']}, {found['precision']}, {found['kernels']} kernels: loss {before:.4f} -> {after:.4f} in {found['steps']} steps"
     if not after < before:
-        return Finding("WRONG", f"{told}: it does not learn", "another --precision; please report it with the output of this command")
+        return Finding(
+            "WRONG",
+            f"{told}: it does not learn",
+            "another --precision; please report it with the output of this command",
+        )
     if not found["moved"]:
-        return Finding("WRONG", f"{told}, and the adapter that was saved has not moved", "please report it with the output of this command")
+        return Finding(
+            "WRONG",
+            f"{told}, and the adapter that was saved has not moved",
+            "please report it with the output of this command",
+        )
     if abs(again - after) > 1e-3 * after:
-        return Finding("WRONG", f"{told}, and {again:.4f} after loading what was saved", "please report it with the output of this command")
+        return Finding(
+            "WRONG",
+            f"{told}, and {again:.4f} after loading what was saved",
+            "please report it with the output of this command",
+        )
     same = "the same" if again == after else f"{again:.4f}"
     return Finding("ok", f"{told}, {same} after loading what was saved ({found['seconds']:.1f} s)")
 
@@ -238,9 +318,17 @@ def tiny_run(backend: str, directory: str) -> dict:
         again = tuned.evaluate(run.held_out(tuned.tokenizer))["loss"]
     except RunError as error:
         return {"error": error.message, "cure": error.cure}
-    return {"before": result["eval"]["before"]["loss"], "after": result["eval"]["after"]["loss"], "reloaded": again, "moved": moved,
-            "steps": result["steps"], "seconds": result["seconds"], "quantizer": result["quantizer"], "precision": tuned.plan.precision,
-            "kernels": tuned.plan.kernels}
+    return {
+        "before": result["eval"]["before"]["loss"],
+        "after": result["eval"]["after"]["loss"],
+        "reloaded": again,
+        "moved": moved,
+        "steps": result["steps"],
+        "seconds": result["seconds"],
+        "quantizer": result["quantizer"],
+        "precision": tuned.plan.precision,
+        "kernels": tuned.plan.kernels,
+    }
 
 
 if __name__ == "__main__":

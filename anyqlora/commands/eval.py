@@ -10,8 +10,17 @@ USAGE = """usage: python -m anyqlora eval [RUN] [--dataset FILE] [--max_new_toke
 
 RUN is a run directory, or a name in ./runs; without it the newest finished run is taken. Without --dataset the run's own held-out
 rows are evaluated, as at its end."""
-SETTINGS = ("dataset", "max_new_tokens", "eval_batch_size", "exact_match", "samples", "backend", "model_name", "offline",
-            "trust_remote_code")
+SETTINGS = (
+    "dataset",
+    "max_new_tokens",
+    "eval_batch_size",
+    "exact_match",
+    "samples",
+    "backend",
+    "model_name",
+    "offline",
+    "trust_remote_code",
+)
 FORMS = {"loss": "{:.6f}", "perplexity": "{:.4f}", "exact_match": "{:.1%}"}
 
 
@@ -46,6 +55,10 @@ def table(found: dict, then: dict | None) -> list[str]:
         if name in found:
             line = f"{name.replace('_', ' '):12} {form.format(found[name])}"
             if then and name in then:
-                line += "  as at the end of the run" if found[name] == then[name] else f"  at the end of the run {form.format(then[name])}"
+                line += (
+                    "  as at the end of the run"
+                    if found[name] == then[name]
+                    else f"  at the end of the run {form.format(then[name])}"
+                )
             lines.append(line)
     return lines

@@ -36,9 +36,13 @@ def main(argv: list[str]) -> int:
     if kind in WHOLE:
         raise not_built(kind, name, out)
     if not (name and kind and out):
-        raise UsageError("RUN, --to and --out are needed", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: "))
+        raise UsageError(
+            "RUN, --to and --out are needed", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: ")
+        )
     if kind not in KINDS:
-        raise UsageError(f"--to {kind!r}{tables.nearest(kind, KINDS)}", where=arguments.WHERE, cure=f"one of: {', '.join(KINDS)}")
+        raise UsageError(
+            f"--to {kind!r}{tables.nearest(kind, KINDS)}", where=arguments.WHERE, cure=f"one of: {', '.join(KINDS)}"
+        )
     if Path(out).exists():
         raise UsageError("it is there already", where=out, cure="another --out")
 
@@ -51,12 +55,18 @@ def main(argv: list[str]) -> int:
         run = find(name)
         directory = run.folder
         if run.config.adapter == "full":
-            raise UsageError("a whole model was trained, not an adapter", where=str(run.directory), cure=f"python -m anyqlora convert {run.folder} --to mlx")
+            raise UsageError(
+                "a whole model was trained, not an adapter",
+                where=str(run.directory),
+                cure=f"python -m anyqlora convert {run.folder} --to mlx",
+            )
     files = to_mlx(directory) if kind == "mlx" else to_peft(directory)
     try:
         write_directory(Path(out), files, Disk())
     except OSError as error:
-        raise DiskFull(f"cannot be written: {error.strerror or error}", where=out, cure="room there, or another --out") from None
+        raise DiskFull(
+            f"cannot be written: {error.strerror or error}", where=out, cure="room there, or another --out"
+        ) from None
     print(printable(f"{out}: {', '.join(files)}"))
     return compare(run, Path(out), values) if run else 0
 
@@ -72,8 +82,12 @@ def not_built(kind: str, name: str, out: str) -> NotBuilt:
     convert = "llama.cpp's: python convert_hf_to_gguf.py "
     if (directory / "model" / "config.json").is_file():
         whole = directory / "model"
-        return NotBuilt(f"--to {kind} is not built yet", where=arguments.WHERE,
-                        cure=f"{whole} is a whole model, which has nothing to merge" + f"; {convert}{shlex.quote(str(whole))}" * (kind == "gguf"))
+        return NotBuilt(
+            f"--to {kind} is not built yet",
+            where=arguments.WHERE,
+            cure=f"{whole} is a whole model, which has nothing to merge"
+            + f"; {convert}{shlex.quote(str(whole))}" * (kind == "gguf"),
+        )
     adapter = directory if (directory / "adapter_config.json").is_file() else directory / "adapter"
     lines = MERGE.format(adapter=json.dumps(str(adapter)), out=json.dumps(out or "OUT"))
     then = f"\n  then {convert}{shlex.quote(out or 'OUT')}" if kind == "gguf" else ""

@@ -44,8 +44,11 @@ def main(argv: list[str]) -> int:
 
 def _prompts(prompt: str | None, file: str | None) -> list[str]:
     if (prompt is None) == (file is None):
-        raise UsageError("one of --prompt and --file is needed" if prompt is None else "--prompt and --file contradict each other",
-                         where=arguments.WHERE, cure='--prompt "..."')
+        raise UsageError(
+            "one of --prompt and --file is needed" if prompt is None else "--prompt and --file contradict each other",
+            where=arguments.WHERE,
+            cure='--prompt "..."',
+        )
     if prompt is not None:
         prompts = [prompt]
     else:

@@ -24,11 +24,29 @@ Trains the embedded base on the embedded task for N steps (20) on each backend, 
 several lengths, dropout 0. Prints the relative differences of each step's loss and gradient norm from the first backend's, and how far the
 adapters end from each other, as a part of the way they went (after a few steps that is mostly AdamW's first ones, which are as long where
 rounding alone makes a gradient). Exit code 0: within the bounds; 1: not."""
-JOB = {"model_name": "demo", "dataset": "demo", "train_type": "lora", "precision": "fp32", "batch_size": 2, "gradient_accumulation_steps": 2,
-       "lora_dropout": 0.0, "lr": 2e-4, "warmup_steps": 3, "wd": 0.01, "context_length": 128, "save_steps": 0, "log_to": "none",
-       "use_gradient_checkpointing": False, "spike_guard": 0, "strategy": "single"}
+JOB = {
+    "model_name": "demo",
+    "dataset": "demo",
+    "train_type": "lora",
+    "precision": "fp32",
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "lora_dropout": 0.0,
+    "lr": 2e-4,
+    "warmup_steps": 3,
+    "wd": 0.01,
+    "context_length": 128,
+    "save_steps": 0,
+    "log_to": "none",
+    "use_gradient_checkpointing": False,
+    "spike_guard": 0,
+    "strategy": "single",
+}
 SEED = 42
-BOUNDS = {"none": {"loss": 1e-6, "grad_norm": 1e-5, "adapter": 1e-4}, "packed": {"loss": 1e-5, "grad_norm": 1e-4, "adapter": 1e-3}}
+BOUNDS = {
+    "none": {"loss": 1e-6, "grad_norm": 1e-5, "adapter": 1e-4},
+    "packed": {"loss": 1e-5, "grad_norm": 1e-4, "adapter": 1e-3},
+}
 
 
 def main(argv: list[str]) -> int:
@@ -36,8 +54,18 @@ def main(argv: list[str]) -> int:
     backends = [name.strip() for name in values.get("backends", "cpu,mlx").split(",") if name.strip()]
     quantizer, steps = values.get("quantizer", "none"), int(values.get("steps", 20))
     if len(backends) < 2 or len(set(backends)) < len(backends) or steps < 1:
-        raise UsageError("two backends or more, each once, and a step or more", where=arguments.WHERE, cure="--backends cpu,mlx --steps 20")
-    settings = {**JOB, "max_steps": steps, "quantizer": quantizer, "seed": SEED, "train_type": "lora" if quantizer == "none" else "qlora"}
+        raise UsageError(
+            "two backends or more, each once, and a step or more",
+            where=arguments.WHERE,
+            cure="--backends cpu,mlx --steps 20",
+        )
+    settings = {
+        **JOB,
+        "max_steps": steps,
+        "quantizer": quantizer,
+        "seed": SEED,
+        "train_type": "lora" if quantizer == "none" else "qlora",
+    }
     with tempfile.TemporaryDirectory(prefix="anyqlora-parity-") as place:
         for backend in backends:
             train({**settings, "backend": backend, "output_dir": place, "run_name": backend})
@@ -50,9 +78,11 @@ def main(argv: list[str]) -> int:
         bounds = BOUNDS["none" if quantizer == "none" else "packed"]
         within = all(far[name] <= bound for name, bound in bounds.items())
         agree &= within
-        print(f"{first} and {other}: loss within {far['loss']:.1e} ({bounds['loss']:.0e}), gradient norm within {far['grad_norm']:.1e} "
-              f"({bounds['grad_norm']:.0e}), adapter within {far['adapter']:.1e} ({bounds['adapter']:.0e}) of the way it went: "
-              f"{'they agree' if within else 'THEY DO NOT AGREE'}\n")
+        print(
+            f"{first} and {other}: loss within {far['loss']:.1e} ({bounds['loss']:.0e}), gradient norm within {far['grad_norm']:.1e} "
+            f"({bounds['grad_norm']:.0e}), adapter within {far['adapter']:.1e} ({bounds['adapter']:.0e}) of the way it went: "
+            f"{'they agree' if within else 'THEY DO NOT AGREE'}\n"
+        )
     return 0 if agree else 1
 
 
@@ -60,7 +90,12 @@ def train(settings: dict) -> None:
     """One run in a process of its own. Raises RunError with what it said when it fails."""
     flags = [f"--{key}={value}" for key, value in settings.items()]
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-m", "anyqlora", "train", *flags], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(
+        [sys.executable, "-m", "anyqlora", "train", *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     if done.returncode:
         kind = UsageError if done.returncode == UsageError.exit_code else RunError
         raise kind(f"{settings['backend']}: {done.stderr.strip().removeprefix('anyqlora train: ')}")
@@ -68,7 +103,9 @@ def train(settings: dict) -> None:
 
 def read(run: Path) -> tuple[list[dict], dict[str, np.ndarray]]:
     """The steps of a run, and its adapter."""
-    return [line for line in read_lines(run / "metrics.jsonl") if "lr" in line], load_file(run / "adapter" / "adapter_model.safetensors")
+    return [line for line in read_lines(run / "metrics.jsonl") if "lr" in line], load_file(
+        run / "adapter" / "adapter_model.safetensors"
+    )
 
 
 def differences(one: tuple, other: tuple) -> dict[str, float]:
@@ -76,7 +113,9 @@ def differences(one: tuple, other: tuple) -> dict[str, float]:
     steps = list(zip(one[0], other[0], strict=True))
     found = {name: max(abs(b[name] / a[name] - 1) for a, b in steps) for name in ("loss", "grad_norm")}
     far = math.sqrt(sum(np.square(one[1][name].astype(np.float64) - other[1][name]).sum() for name in one[1]))
-    way = math.sqrt(sum(np.square(value.astype(np.float64) - start(name, value.shape)).sum() for name, value in one[1].items()))
+    way = math.sqrt(
+        sum(np.square(value.astype(np.float64) - start(name, value.shape)).sum() for name, value in one[1].items())
+    )
     return {**found, "adapter": far / way}
 
 
@@ -88,8 +127,12 @@ def start(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def table(first: str, other: str, ours: list[dict], theirs: list[dict]) -> list[str]:
     """A line for each step."""
-    lines = [f"{'step':>4}  {'loss ' + first:>12}  {'loss ' + other:>12}  {'differs':>8}  {'norm ' + first:>12}  {'norm ' + other:>12}  {'differs':>8}"]
+    lines = [
+        f"{'step':>4}  {'loss ' + first:>12}  {'loss ' + other:>12}  {'differs':>8}  {'norm ' + first:>12}  {'norm ' + other:>12}  {'differs':>8}"
+    ]
     for a, b in zip(ours, theirs, strict=True):
-        cells = [f"{a[name]:12.6f}  {b[name]:12.6f}  {abs(b[name] / a[name] - 1):8.1e}" for name in ("loss", "grad_norm")]
+        cells = [
+            f"{a[name]:12.6f}  {b[name]:12.6f}  {abs(b[name] / a[name] - 1):8.1e}" for name in ("loss", "grad_norm")
+        ]
         lines.append(f"{a['step']:4}  " + "  ".join(cells))
     return list(map(printable, lines))

@@ -27,9 +27,15 @@ def main(argv: list[str]) -> int:
     model, values = arguments.read(argv, {"to": str, "out": str}, SETTINGS)
     kind, out = values.pop("to", ""), values.pop("out", "")
     if not (model and kind and out):
-        raise UsageError("MODEL, --to and --out are needed", where=arguments.WHERE, cure=USAGE.splitlines()[0].removeprefix("usage: "))
+        raise UsageError(
+            "MODEL, --to and --out are needed",
+            where=arguments.WHERE,
+            cure=USAGE.splitlines()[0].removeprefix("usage: "),
+        )
     if kind not in KINDS:
-        raise UsageError(f"--to {kind!r}{tables.nearest(kind, KINDS)}", where=arguments.WHERE, cure=f"one of: {', '.join(KINDS)}")
+        raise UsageError(
+            f"--to {kind!r}{tables.nearest(kind, KINDS)}", where=arguments.WHERE, cure=f"one of: {', '.join(KINDS)}"
+        )
     from ..config import resolve
     from ..hub import base_directory
 
@@ -41,5 +47,9 @@ def main(argv: list[str]) -> int:
     original = str(directory.absolute()) if config.is_demo or Path(os.path.expanduser(model)).is_dir() else model
     base = original if kind in tables.AFFINE else ""  # nf4 is what PEFT and transformers read themselves
     done = write(directory, Path(out), packing(config), base=base)
-    print(printable(f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {shown(done['bytes'])}"))
+    print(
+        printable(
+            f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {shown(done['bytes'])}"
+        )
+    )
     return 0

@@ -36,9 +36,15 @@ def main(argv: list[str]) -> int:
     directory = Path(values.pop("resume", "") or name)
     steps = int(values.pop("steps", 8))
     if not (directory / "config.resolved.yaml").is_file():
-        raise UsageError("no run directory: it has no config.resolved.yaml", where=str(directory), cure="--resume RUN, the directory of a run")
+        raise UsageError(
+            "no run directory: it has no config.resolved.yaml",
+            where=str(directory),
+            cure="--resume RUN, the directory of a run",
+        )
     if steps < 2:
-        raise UsageError("a run of one step cannot be stopped on the way", where="command line: --steps", cure="--steps 8")
+        raise UsageError(
+            "a run of one step cannot be stopped on the way", where="command line: --steps", cure="--steps 8"
+        )
     with tempfile.TemporaryDirectory(prefix="anyqlora-verify-") as place:
         command = command_of(directory, Path(place), steps, values)
         expect(train(command, "whole"), 0, "the run that is never stopped")
@@ -48,7 +54,11 @@ def main(argv: list[str]) -> int:
     for line in found:
         print(printable(f"differs: {line}"))
     verdict = "NOT equal" if found else "equal, byte for byte"
-    print(printable(f"{directory}: {steps} steps whole, and stopped after {stopped_at} and resumed: adapter, moments and metrics are {verdict}"))
+    print(
+        printable(
+            f"{directory}: {steps} steps whole, and stopped after {stopped_at} and resumed: adapter, moments and metrics are {verdict}"
+        )
+    )
     return 1 if found else 0
 
 
@@ -56,8 +66,20 @@ def command_of(directory: Path, place: Path, steps: int, values: Mapping) -> lis
     """The command that trains a few steps with the run's settings, without --run_name."""
     stated = from_file(directory / "config.resolved.yaml")
     held_out = stated["eval_dataset"][0] or float(stated["eval_fraction"][0])
-    changes = {"output_dir": place, "max_steps": steps, "save_steps": 2, "keep": 2, "eval_steps": max(steps // 2, 1) if held_out else 0,
-               "early_stopping": 0, "profile": False, "profile_memory": False, "save_model": True, "log_to": "none", "log_every_n_steps": 1, **values}
+    changes = {
+        "output_dir": place,
+        "max_steps": steps,
+        "save_steps": 2,
+        "keep": 2,
+        "eval_steps": max(steps // 2, 1) if held_out else 0,
+        "early_stopping": 0,
+        "profile": False,
+        "profile_memory": False,
+        "save_model": True,
+        "log_to": "none",
+        "log_every_n_steps": 1,
+        **values,
+    }
     if "backend" in values:  # another one has its own ways of computing the same
         changes = {**dict.fromkeys(WAYS, "auto"), **changes}
     flags = [f"--{key}={value}" for key, value in changes.items()]
@@ -70,7 +92,9 @@ def train(command: list[str], name: str) -> subprocess.CompletedProcess:
 
 def stop(command: list[str], directory: Path) -> int:
     """Start the run, and stop it after its first steps. Returns the step that it saved."""
-    process = subprocess.Popen([*command, f"--run_name={directory.name}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, f"--run_name={directory.name}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     metrics = directory / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and b'"lr"' in metrics.read_bytes()):
         time.sleep(0.002)
@@ -91,11 +115,17 @@ def differences(one: Path, other: Path) -> list[str]:
     """What two finished runs differ in, but for times and memory."""
     last = max(Checkpoints(one / "checkpoints").steps())
     here, there = (Checkpoints(run / "checkpoints").path(last) for run in (one, other))
-    found = [f"{name} of step {last}" for name in (ADAPTER, MOMENTS)
-             if not (there / name).is_file() or (here / name).read_bytes() != (there / name).read_bytes()]
+    found = [
+        f"{name} of step {last}"
+        for name in (ADAPTER, MOMENTS)
+        if not (there / name).is_file() or (here / name).read_bytes() != (there / name).read_bytes()
+    ]
     folder = "adapter" if (one / "adapter").is_dir() else "model"
-    found += [f"{folder}/{path.name}" for path in sorted((one / folder).glob("*.safetensors"))
-              if path.read_bytes() != (other / folder / path.name).read_bytes()]
+    found += [
+        f"{folder}/{path.name}"
+        for path in sorted((one / folder).glob("*.safetensors"))
+        if path.read_bytes() != (other / folder / path.name).read_bytes()
+    ]
     lines = [records(run) for run in (one, other)]
     if len(lines[0]) != len(lines[1]):
         found.append(f"metrics.jsonl: {len(lines[0])} lines against {len(lines[1])}")
@@ -103,4 +133,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def records(run: Path) -> list[dict]:
-    return [{name: value for name, value in line.items() if not name.endswith(TIMING)} for line in read_lines(run / "metrics.jsonl")]
+    return [
+        {name: value for name, value in line.items() if not name.endswith(TIMING)}
+        for line in read_lines(run / "metrics.jsonl")
+    ]

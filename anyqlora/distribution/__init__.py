@@ -8,14 +8,33 @@ from .processes import DistributionError, get_device_count, initialize, list_dev
 from .strategies import DataParallel, Distribution, ModelParallel, distribution, set_distribution
 from .tensors import distribute_data_input, distribute_tensor, distribute_variable
 
-__all__ = ["DataParallel", "DeviceMesh", "Distribution", "DistributionError", "LayoutMap", "ModelParallel", "TensorLayout", "distribute_data_input",
-           "distribute_dataset", "distribute_tensor", "distribute_variable", "distribution", "get_device_count", "initialize", "list_devices",
-           "num_processes", "process_id", "set_distribution"]
+__all__ = [
+    "DataParallel",
+    "DeviceMesh",
+    "Distribution",
+    "DistributionError",
+    "LayoutMap",
+    "ModelParallel",
+    "TensorLayout",
+    "distribute_data_input",
+    "distribute_dataset",
+    "distribute_tensor",
+    "distribute_variable",
+    "distribution",
+    "get_device_count",
+    "initialize",
+    "list_devices",
+    "num_processes",
+    "process_id",
+    "set_distribution",
+]
 
 
 def distribute_dataset(dataset):
     """This process's share of a DataLoader under the distribution that is set. Raises DistributionError when none is."""
     current = distribution()
     if current is None:
-        raise DistributionError("distribute_dataset: no distribution is set", cure="with distribution.scope(): or set_distribution(...)")
+        raise DistributionError(
+            "distribute_dataset: no distribution is set", cure="with distribution.scope(): or set_distribution(...)"
+        )
     return current.distribute_dataset(dataset)

@@ -23,7 +23,7 @@ class SharedBatches:
     def __iter__(self) -> Iterator[list[int]]:
         for rows in BatchSampler(self._ordered(), self.batches.batch_size, self.batches.drop_last):
             each = len(rows) // self.count
-            yield rows[self.number * each:(self.number + 1) * each]
+            yield rows[self.number * each : (self.number + 1) * each]
 
     def _ordered(self):
         sampler = self.batches.sampler
@@ -42,14 +42,30 @@ class SharedBatches:
 def shared(loader: DataLoader, number: int, count: int) -> DataLoader:
     """Share `number` of `count` of what `loader` gives. Raises DistributionError for batches that cannot be shared evenly."""
     batches = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler or type(batches.sampler) not in (SequentialSampler, RandomSampler):
-        raise DistributionError(f"{type(loader).__name__} cannot be shared among {count}",
-                                cure="a torch DataLoader over a map-style dataset with batch_size and shuffle; or auto_shard_dataset=False for one that is "
-                                     "shared already")
+    if (
+        not isinstance(loader, DataLoader)
+        or type(batches) is not BatchSampler
+        or type(batches.sampler) not in (SequentialSampler, RandomSampler)
+    ):
+        raise DistributionError(
+            f"{type(loader).__name__} cannot be shared among {count}",
+            cure="a torch DataLoader over a map-style dataset with batch_size and shuffle; or auto_shard_dataset=False for one that is "
+            "shared already",
+        )
     last = 0 if batches.drop_last else len(batches.sampler) % batches.batch_size
     for rows in (batches.batch_size, last):
         if rows % count:
-            raise DistributionError(f"a batch of {rows} rows cannot be shared evenly among {count}", cure=f"batch_size a multiple of {count}, and drop_last=True")
-    return DataLoader(loader.dataset, batch_sampler=SharedBatches(batches, number, count), collate_fn=loader.collate_fn, num_workers=loader.num_workers,
-                      pin_memory=loader.pin_memory, timeout=loader.timeout, worker_init_fn=loader.worker_init_fn,
-                      persistent_workers=loader.persistent_workers)
+            raise DistributionError(
+                f"a batch of {rows} rows cannot be shared evenly among {count}",
+                cure=f"batch_size a multiple of {count}, and drop_last=True",
+            )
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=SharedBatches(batches, number, count),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        persistent_workers=loader.persistent_workers,
+    )

@@ -15,8 +15,20 @@ from .tensors import distribute_data_input, distribute_tensor, distribute_variab
 from .tensors import to_backend_layout as _to_backend_layout
 from .tensors import to_backend_mesh as _to_backend_mesh
 
-__all__ = ["_to_backend_layout", "_to_backend_mesh", "distribute_data_input", "distribute_tensor", "distribute_variable", "get_device_count", "initialize",
-           "install", "list_devices", "num_processes", "process_id", "processes"]
+__all__ = [
+    "_to_backend_layout",
+    "_to_backend_mesh",
+    "distribute_data_input",
+    "distribute_tensor",
+    "distribute_variable",
+    "get_device_count",
+    "initialize",
+    "install",
+    "list_devices",
+    "num_processes",
+    "process_id",
+    "processes",
+]
 
 VERSIONS = ("3.15",)  # of Keras, whose private places are known
 TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -35,7 +47,9 @@ def install() -> None:
     except ImportError:
         raise DistributionError("Keras is not installed", cure="pip install anyqlora[keras]") from None
     if keras.backend.backend() != "torch":
-        raise DistributionError(f"Keras runs on {keras.backend.backend()}", cure="KERAS_BACKEND=torch, before keras is imported")
+        raise DistributionError(
+            f"Keras runs on {keras.backend.backend()}", cure="KERAS_BACKEND=torch, before keras is imported"
+        )
     if not keras.__version__.startswith(VERSIONS):
         raise DistributionError(f"Keras {keras.__version__} is not known here", cure=f"keras {', '.join(VERSIONS)}")
     from keras.src import backend
@@ -55,6 +69,7 @@ def install() -> None:
 
 def _laid_out(initialize, current):
     """Variable._initialize that puts the value on the mesh of the distribution that is set."""
+
     @functools.wraps(initialize)
     def with_layout(variable, value):
         initialize(variable, value)
@@ -63,7 +78,9 @@ def _laid_out(initialize, current):
             variable._shape = tuple(variable._value.shape)  # which get_variable_layout asks for
             variable._layout = found.get_variable_layout(variable)
         if variable._layout is not None:
-            variable._value = distribute_variable(nn.Parameter(variable._value, requires_grad=variable._value.requires_grad), variable._layout)
+            variable._value = distribute_variable(
+                nn.Parameter(variable._value, requires_grad=variable._value.requires_grad), variable._layout
+            )
 
     return with_layout
 
@@ -79,6 +96,7 @@ def _assigned(variable, value) -> None:
 
 def _as_array(plain):
     """Variable.__array__ that gathers what is spread; all processes call it together."""
+
     @functools.wraps(plain)
     def whole(variable, dtype=None):
         if not isinstance(variable._value, DTensor):
@@ -94,8 +112,10 @@ def _refused(name: str, method, current):
     @functools.wraps(method)
     def only_undistributed(model, *args, **options):
         if current() is not None:
-            raise DistributionError(f"Keras's {name} on torch does not distribute: each process would do the same",
-                                    cure="a loop of your own over distribute_tensor(x, distribution.get_data_layout(x.shape)); see docs/distribution.md")
+            raise DistributionError(
+                f"Keras's {name} on torch does not distribute: each process would do the same",
+                cure="a loop of your own over distribute_tensor(x, distribution.get_data_layout(x.shape)); see docs/distribution.md",
+            )
         return method(model, *args, **options)
 
     return only_undistributed

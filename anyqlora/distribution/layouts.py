@@ -20,12 +20,21 @@ class DeviceMesh:
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str], devices: Sequence[str] | None = None):
         self.shape, self.axis_names = tuple(shape), tuple(axis_names)
-        if not self.shape or len(self.shape) != len(self.axis_names) or len(set(self.axis_names)) != len(self.axis_names):
-            raise DistributionError(f"a mesh of shape {self.shape} cannot have the axes {self.axis_names}", cure="one name, of its own, for each dimension")
+        if (
+            not self.shape
+            or len(self.shape) != len(self.axis_names)
+            or len(set(self.axis_names)) != len(self.axis_names)
+        ):
+            raise DistributionError(
+                f"a mesh of shape {self.shape} cannot have the axes {self.axis_names}",
+                cure="one name, of its own, for each dimension",
+            )
         devices = np.array(list_devices() if devices is None else devices)
         if math.prod(self.shape) != devices.size:
-            raise DistributionError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} devices, and there are {devices.size}",
-                                    cure="a shape whose product is the number of processes")
+            raise DistributionError(
+                f"a mesh of shape {self.shape} needs {math.prod(self.shape)} devices, and there are {devices.size}",
+                cure="a shape whose product is the number of processes",
+            )
         self.devices = devices.reshape(self.shape)
         self._backend = None
 
@@ -58,7 +67,9 @@ class TensorLayout:
             raise DistributionError(f"this layout is on {self._mesh} already")
         unknown = {axis for axis in self.axes if axis is not None} - set(mesh.axis_names)
         if unknown:
-            raise DistributionError(f"unknown axes {sorted(unknown)} in the layout {self.axes}", cure=f"among: {', '.join(mesh.axis_names)}")
+            raise DistributionError(
+                f"unknown axes {sorted(unknown)} in the layout {self.axes}", cure=f"among: {', '.join(mesh.axis_names)}"
+            )
         self._mesh = mesh
 
     @property
@@ -88,7 +99,9 @@ class LayoutMap(ByName):
     def __setitem__(self, key: str, layout: TensorLayout | tuple) -> None:
         layout = TensorLayout(layout) if isinstance(layout, (tuple, list)) else layout
         if not isinstance(layout, TensorLayout):
-            raise DistributionError(f"{key}: {layout!r} is not a layout", cure='a TensorLayout, or axes such as (None, "model")')
+            raise DistributionError(
+                f"{key}: {layout!r} is not a layout", cure='a TensorLayout, or axes such as (None, "model")'
+            )
         if layout.device_mesh is None and self.device_mesh is not None:
             layout.device_mesh = self.device_mesh
         super().__setitem__(key, layout)

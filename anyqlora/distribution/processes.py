@@ -12,8 +12,11 @@ from ..errors import UsageError
 from ..world import collectives, device_of
 
 KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "xpu": "xpu"}  # Keras's names of device types -> torch's
-FROM_KERAS = {"job_addresses": "KERAS_DISTRIBUTION_JOB_ADDRESSES", "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
-              "process_id": "KERAS_DISTRIBUTION_PROCESS_ID"}
+FROM_KERAS = {
+    "job_addresses": "KERAS_DISTRIBUTION_JOB_ADDRESSES",
+    "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
+    "process_id": "KERAS_DISTRIBUTION_PROCESS_ID",
+}
 FROM_LAUNCHER = {"num_processes": "WORLD_SIZE", "process_id": "RANK"}  # beside MASTER_ADDR and MASTER_PORT
 
 
@@ -59,8 +62,14 @@ def process_id() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def initialize(job_addresses: str | None = None, num_processes: int | None = None, process_id: int | None = None, *, device_type: str | None = None,
-               timeout: float = 600.0) -> None:
+def initialize(
+    job_addresses: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    device_type: str | None = None,
+    timeout: float = 600.0,
+) -> None:
     """Meet the other processes; no launcher is needed.
 
     `job_addresses` is "host:port" of process 0, or of all, comma-separated, of which the first counts. What is not given is taken
@@ -69,32 +78,50 @@ def initialize(job_addresses: str | None = None, num_processes: int | None = Non
     """
     given = {"job_addresses": job_addresses, "num_processes": num_processes, "process_id": process_id}
     said = {name: os.environ.get(FROM_KERAS[name]) if value is None else value for name, value in given.items()}
-    said = {name: os.environ.get(FROM_LAUNCHER.get(name, "")) if value is None else value for name, value in said.items()}
+    said = {
+        name: os.environ.get(FROM_LAUNCHER.get(name, "")) if value is None else value for name, value in said.items()
+    }
     if said["job_addresses"] is None and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
         said["job_addresses"] = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     missing = [name for name, value in said.items() if value is None]
     if missing:
-        raise DistributionError(f"initialize does not know {' and '.join(missing)}",
-                                cure='initialize("host:port", num_processes=2, process_id=0), the same host and port in each process')
+        raise DistributionError(
+            f"initialize does not know {' and '.join(missing)}",
+            cure='initialize("host:port", num_processes=2, process_id=0), the same host and port in each process',
+        )
     size, rank = (_whole(name, said[name]) for name in ("num_processes", "process_id"))
     addresses = [address.strip() for address in said["job_addresses"].split(",")]
     host, _, port = addresses[0].rpartition(":")
     if not host or not port.isdecimal():
-        raise DistributionError(f"job_addresses: {addresses[0]!r} is not host:port", cure="the address of process 0, with a free port")
+        raise DistributionError(
+            f"job_addresses: {addresses[0]!r} is not host:port", cure="the address of process 0, with a free port"
+        )
     if len(addresses) > 1 and len(addresses) != size:
-        raise DistributionError(f"job_addresses has {len(addresses)} addresses, and num_processes is {size}", cure="one for each process, or the first alone")
+        raise DistributionError(
+            f"job_addresses has {len(addresses)} addresses, and num_processes is {size}",
+            cure="one for each process, or the first alone",
+        )
     if not 0 <= rank < size:
         raise DistributionError(f"process_id {rank} is not one of {size} processes", cure=f"0 to {size - 1}")
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, size):
-            raise DistributionError(f"this is process {dist.get_rank()} of {dist.get_world_size()} already, not {rank} of {size}", cure="initialize once")
+            raise DistributionError(
+                f"this is process {dist.get_rank()} of {dist.get_world_size()} already, not {rank} of {size}",
+                cure="initialize once",
+            )
         return
     kind = _kind(device_type)
     if kind != "cpu":
         module = getattr(torch, kind)
         visible = module.device_count()
         module.set_device(device_of(int(os.environ.get("LOCAL_RANK", rank % visible)), visible))
-    dist.init_process_group(collectives(kind), init_method=f"tcp://{host}:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        collectives(kind),
+        init_method=f"tcp://{host}:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
 
 
 def _whole(name: str, value: object) -> int:

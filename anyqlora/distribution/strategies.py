@@ -33,7 +33,10 @@ class Distribution:
 
     def __init__(self, device_mesh: DeviceMesh, batch_dim_name: str, auto_shard_dataset: bool = True):
         if batch_dim_name not in device_mesh.axis_names:
-            raise DistributionError(f"the mesh has no axis {batch_dim_name!r}", cure=f"batch_dim_name among: {', '.join(device_mesh.axis_names)}")
+            raise DistributionError(
+                f"the mesh has no axis {batch_dim_name!r}",
+                cure=f"batch_dim_name among: {', '.join(device_mesh.axis_names)}",
+            )
         self.device_mesh, self.batch_dim_name, self.auto_shard_dataset = device_mesh, batch_dim_name, auto_shard_dataset
         self.num_processes, self._process_id = processes.num_processes(), processes.process_id()
         device_mesh.backend_mesh  # noqa: B018 - raises here, not at the first tensor, when the mesh is not that of the processes
@@ -75,7 +78,9 @@ class Distribution:
                     if tensor is not None:
                         path = f"{prefix}.{name}" if prefix else name
                         if id(tensor) not in laid:
-                            laid[id(tensor)] = distribute_variable(tensor, self.get_variable_layout(_Named(path, tensor.shape)))
+                            laid[id(tensor)] = distribute_variable(
+                                tensor, self.get_variable_layout(_Named(path, tensor.shape))
+                            )
                         held[name] = laid[id(tensor)]
         return module
 
@@ -100,14 +105,22 @@ class _Named:
 class DataParallel(Distribution):
     """Every process has all variables and sees other rows. Give a mesh of one axis, or devices; neither: all devices."""
 
-    def __init__(self, device_mesh: DeviceMesh | None = None, devices: Sequence[str] | None = None, auto_shard_dataset: bool = True):
+    def __init__(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        devices: Sequence[str] | None = None,
+        auto_shard_dataset: bool = True,
+    ):
         if device_mesh is not None and devices is not None:
             raise DistributionError("a mesh and devices both say where", cure="one of them")
         if device_mesh is None:
             devices = list(devices or processes.list_devices())
             device_mesh = DeviceMesh((len(devices),), (BATCH,), devices)
         if len(device_mesh.shape) != 1:
-            raise DistributionError(f"data parallelism over a mesh of shape {device_mesh.shape}", cure="a mesh of one axis; or ModelParallel with an empty map")
+            raise DistributionError(
+                f"data parallelism over a mesh of shape {device_mesh.shape}",
+                cure="a mesh of one axis; or ModelParallel with an empty map",
+            )
         super().__init__(device_mesh, device_mesh.axis_names[0], auto_shard_dataset)
 
 
@@ -116,9 +129,13 @@ class ModelParallel(Distribution):
 
     def __init__(self, *, layout_map: LayoutMap, batch_dim_name: str | None = None, auto_shard_dataset: bool = True):
         if not isinstance(layout_map, LayoutMap) or layout_map.device_mesh is None:
-            raise DistributionError(f"layout_map: {layout_map!r} is no LayoutMap on a mesh", cure="LayoutMap(device_mesh)")
+            raise DistributionError(
+                f"layout_map: {layout_map!r} is no LayoutMap on a mesh", cure="LayoutMap(device_mesh)"
+            )
         self.layout_map = layout_map
-        super().__init__(layout_map.device_mesh, batch_dim_name or layout_map.device_mesh.axis_names[0], auto_shard_dataset)
+        super().__init__(
+            layout_map.device_mesh, batch_dim_name or layout_map.device_mesh.axis_names[0], auto_shard_dataset
+        )
 
     def get_variable_layout(self, variable) -> TensorLayout:
         return self.layout_map[variable.path] or super().get_variable_layout(variable)

@@ -31,12 +31,18 @@ def to_backend_mesh(mesh) -> TorchMesh:
     if len(kinds) != 1 or not kinds <= KINDS.keys():
         raise DistributionError(f"a mesh of {sorted(kinds)}", cure=f"devices of one type, among {', '.join(KINDS)}")
     if len(numbers) == 1 and not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a world of one, so that one device is no special case
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )  # a world of one, so that one device is no special case
     there = dist.get_world_size() if dist.is_initialized() else 1
     if sorted(numbers) != list(range(there)):
-        raise DistributionError(f"the mesh has the devices {', '.join(names)}, and there {'is 1 process' if there == 1 else f'are {there} processes'}",
-                                cure="one process for each device: initialize(...) in each, or torchrun")
-    return TorchMesh(KINDS[kinds.pop()], torch.tensor(numbers).reshape(mesh.devices.shape), mesh_dim_names=tuple(mesh.axis_names))
+        raise DistributionError(
+            f"the mesh has the devices {', '.join(names)}, and there {'is 1 process' if there == 1 else f'are {there} processes'}",
+            cure="one process for each device: initialize(...) in each, or torchrun",
+        )
+    return TorchMesh(
+        KINDS[kinds.pop()], torch.tensor(numbers).reshape(mesh.devices.shape), mesh_dim_names=tuple(mesh.axis_names)
+    )
 
 
 def to_backend_layout(layout) -> Sharding:
@@ -46,7 +52,9 @@ def to_backend_layout(layout) -> Sharding:
     named = [axis for axis in layout.axes if axis is not None]
     if len(set(named)) != len(named):
         raise DistributionError(f"the layout {layout.axes} splits two dimensions by one axis", cure="each axis once")
-    places = [Shard(layout.axes.index(axis)) if axis in named else Replicate() for axis in layout.device_mesh.axis_names]
+    places = [
+        Shard(layout.axes.index(axis)) if axis in named else Replicate() for axis in layout.device_mesh.axis_names
+    ]
     return Sharding(layout.device_mesh.backend_mesh, tuple(places))
 
 
@@ -70,10 +78,15 @@ def distribute_tensor(tensor, layout) -> DTensor:
     mesh, places = _sharding(layout)
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
-            raise DistributionError(f"a tensor on {tensor.device_mesh} cannot be laid out on {mesh}", cure="one mesh for all that meets in a computation")
+            raise DistributionError(
+                f"a tensor on {tensor.device_mesh} cannot be laid out on {mesh}",
+                cure="one mesh for all that meets in a computation",
+            )
         return tensor if tensor.placements == places else tensor.redistribute(placements=places)
     if tensor.requires_grad and not tensor.is_leaf:
-        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(placements=places)
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(
+            placements=places
+        )
     return spread(tensor, mesh, places)
 
 

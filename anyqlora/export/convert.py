@@ -18,12 +18,27 @@ from ..errors import DiskFull, NotBuilt, UsageError
 from ..hub import INDEX, SINGLE, check_weights
 
 RECORD = "conversion.json"  # in mlx-lm's directory: where each of Hugging Face's tensors is
-COPIED = ("*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
-          "generation_config.json", "chat_template*")
+COPIED = (
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template*",
+)
 Array = object  # of the framework that `Tensors` works with
 
 
-def moves(given: Mapping[str, Array], made: Mapping[str, Array], digest: Callable[[Array], str], parts: Callable[[Array], list]) -> dict[str, list]:
+def moves(
+    given: Mapping[str, Array],
+    made: Mapping[str, Array],
+    digest: Callable[[Array], str],
+    parts: Callable[[Array], list],
+) -> dict[str, list]:
     """{name given: [name made, number in it or None]}, from what is bit for bit the same. Raises NotBuilt naming what is not."""
     marks = {name: digest(value) for name, value in given.items()}
     by_mark: dict[str, list[str]] = defaultdict(list)
@@ -46,12 +61,17 @@ def moves(given: Mapping[str, Array], made: Mapping[str, Array], digest: Callabl
         if not (len(pieces) > 1 and all(place(name, number, digest(piece)) for number, piece in enumerate(pieces))):
             changed.append(name)
     if changed:
-        raise NotBuilt(f"{len(changed)} tensors of mlx-lm's model are none of the checkpoint's, {changed[0]} is the first: it computes with others, "
-                       "which could not be undone", cure="use the directory as it is: --model_name takes it on MLX too")
+        raise NotBuilt(
+            f"{len(changed)} tensors of mlx-lm's model are none of the checkpoint's, {changed[0]} is the first: it computes with others, "
+            "which could not be undone",
+            cure="use the directory as it is: --model_name takes it on MLX too",
+        )
     for name in given.keys() - found.keys():
         twin = next((other for other in by_mark[marks[name]] if other in found), None)
         if twin is None:
-            raise NotBuilt(f"mlx-lm's model leaves out {name}, which could not be brought back", cure="use the directory as it is")
+            raise NotBuilt(
+                f"mlx-lm's model leaves out {name}, which could not be brought back", cure="use the directory as it is"
+            )
         found[name] = found[twin]
     return dict(sorted(found.items()))
 
@@ -60,7 +80,14 @@ def digest(content: bytes, dtype: str, shape: list[int]) -> str:
     return hashlib.sha256(repr((dtype, shape)).encode() + content).hexdigest()
 
 
-def write(out: Path, source: Path, config: dict, shards: Callable[[Path], Mapping[str, str]], extra: Mapping[str, bytes], disk: Disk | None = None) -> None:
+def write(
+    out: Path,
+    source: Path,
+    config: dict,
+    shards: Callable[[Path], Mapping[str, str]],
+    extra: Mapping[str, bytes],
+    disk: Disk | None = None,
+) -> None:
     """The directory `out`, complete or absent: `shards(directory)` writes weight files there and returns {tensor: file}."""
     disk, staged = disk or Disk(), out.with_name(out.name + STAGED)
     if out.exists():
@@ -82,7 +109,9 @@ def write(out: Path, source: Path, config: dict, shards: Callable[[Path], Mappin
         disk.rename(staged, out)
         disk.sync_directory(out.parent)
     except OSError as error:
-        raise DiskFull(f"cannot be written: {error.strerror or error}", where=str(out), cure="room there, or another --out") from None
+        raise DiskFull(
+            f"cannot be written: {error.strerror or error}", where=str(out), cure="room there, or another --out"
+        ) from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
@@ -98,5 +127,9 @@ def recorded(directory: Path) -> dict | None:
 
 def check(source: Path) -> None:
     if not (source / "config.json").is_file():
-        raise UsageError("it has no config.json: not a model directory", where=str(source), cure="a directory with config.json and weights")
+        raise UsageError(
+            "it has no config.json: not a model directory",
+            where=str(source),
+            cure="a directory with config.json and weights",
+        )
     check_weights(source)

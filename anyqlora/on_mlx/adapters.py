@@ -52,7 +52,7 @@ def summed(gradient: mx.array, x: mx.array) -> mx.array:
     total = mx.zeros((gradient.shape[-1], x.shape[-1]))
     gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
     for start in range(0, len(x), ROWS):
-        some, others = mx.depends([gradient[start:start + ROWS], x[start:start + ROWS]], [total])
+        some, others = mx.depends([gradient[start : start + ROWS], x[start : start + ROWS]], [total])
         total = total + some.astype(mx.float32).T @ others.astype(mx.float32)
     return total
 
@@ -125,8 +125,11 @@ class Lora:
         where = config.sources.get("lora_target_modules", "")
         self.chosen = chosen(config.lora_target_modules, model_type, layers, where)
         if not self.chosen:
-            raise UsageError(f"lora_target_modules: {config.lora_target_modules!r} matches no linear layer of this {model_type} model",
-                             where=where, cure=f"all, or some of: {', '.join(sorted({last(name) for name in layers}))}")
+            raise UsageError(
+                f"lora_target_modules: {config.lora_target_modules!r} matches no linear layer of this {model_type} model",
+                where=where,
+                cure=f"all, or some of: {', '.join(sorted({last(name) for name in layers}))}",
+            )
         self.modules = [name for name, _ in model.named_modules() if name]
         model.freeze()
         names = {}
@@ -137,15 +140,24 @@ class Lora:
             layer.base_layer.freeze()
             replace(model, name, layer)
             for kind, _ in tree_flatten(layer.trainable_parameters()):
-                names[f"{PREFIX}{name}.{kind}" + ("" if kind == "lora_magnitude_vector" else ".weight")] = f"{name}.{kind}"
+                names[f"{PREFIX}{name}.{kind}" + ("" if kind == "lora_magnitude_vector" else ".weight")] = (
+                    f"{name}.{kind}"
+                )
         return dict(sorted(names.items()))
 
     def describe(self) -> dict:
         """adapter_config.json, as PEFT itself writes it."""
         from peft import LoraConfig
 
-        made = LoraConfig(r=self.config.lora_rank, lora_alpha=whole(self.config.lora_alpha), lora_dropout=self.config.lora_dropout,
-                          target_modules=shortest(self.chosen, self.modules), bias="none", task_type="CAUSAL_LM", **self.variant)
+        made = LoraConfig(
+            r=self.config.lora_rank,
+            lora_alpha=whole(self.config.lora_alpha),
+            lora_dropout=self.config.lora_dropout,
+            target_modules=shortest(self.chosen, self.modules),
+            bias="none",
+            task_type="CAUSAL_LM",
+            **self.variant,
+        )
         return plain({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)})
 
 

@@ -35,7 +35,9 @@ def scores_made_again() -> Iterator[None]:
         mx.fast.scaled_dot_product_attention = before
 
 
-def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
+) -> mx.array:
     """MLX's own [B, heads, T, D] of [B, heads, T, D] and twice [B, kv heads, S, D]; a mask is None, "causal" or an array that broadcasts to
     [B, heads, T, S], of which no gradient is asked."""
     cuts = parts(queries.shape, keys.shape, queries.itemsize)
@@ -43,7 +45,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     def some(at):
         masked = mask
         if isinstance(mask, mx.array):
-            leading = zip(at[4 - mask.ndim:], mask.shape, strict=False)  # rows and heads, as far as the mask has them
+            leading = zip(at[4 - mask.ndim :], mask.shape, strict=False)  # rows and heads, as far as the mask has them
             masked = mask[tuple(part if length > 1 else slice(None) for part, length in leading)]
         return lambda q, k, v: own(q, k, v, scale=scale, mask=masked)
 
@@ -51,7 +53,9 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
     def made(queries, keys, values):
         out = mx.zeros((*queries.shape[:-1], values.shape[-1]), mx.result_type(queries, keys, values))
         for at, of in cuts:
-            taken = mx.depends([queries[at], keys[of], values[of]], [out])  # or the scores of all could be there at once
+            taken = mx.depends(
+                [queries[at], keys[of], values[of]], [out]
+            )  # or the scores of all could be there at once
             out[at] = some(at)(*taken)
         return out
 
@@ -83,5 +87,10 @@ def parts(queries: tuple, keys: tuple, width: int) -> list[tuple[tuple, tuple]]:
         end = min(start + together, heads)
         for first in range(start, end, fitting):  # more than one only where a group does not fit
             last = min(first + fitting, end)
-            cuts.append(((slice(row, row + 1), slice(first, last)), (slice(row, row + 1), slice(first // group, -(-last // group)))))
+            cuts.append(
+                (
+                    (slice(row, row + 1), slice(first, last)),
+                    (slice(row, row + 1), slice(first // group, -(-last // group))),
+                )
+            )
     return cuts

@@ -52,12 +52,19 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     runtime.memory.start()
     model = read(directory, config.context_length, config.trust_remote_code)
     check_names(model, directory, every=plan.adapter == "full")
-    hold(model, quantizer, mx.float32 if plan.adapter == "full" else STORED[plan.precision], quantized_as(described) is not None)
+    hold(
+        model,
+        quantizer,
+        mx.float32 if plan.adapter == "full" else STORED[plan.precision],
+        quantized_as(described) is not None,
+    )
     names = adapter.attach(model, described["model_type"])
     loss, why = loss_for(model, config.loss_rows)
-    built = Built(model, names, adapter, quantizer, loss, [f"logits of all tokens are made for the loss: {why}"] if why else [])
+    built = Built(
+        model, names, adapter, quantizer, loss, [f"logits of all tokens are made for the loss: {why}"] if why else []
+    )
     if plan.use_gradient_checkpointing:
-        for block in model.layers[:None if config.recomputed_layers == AUTO else config.recomputed_layers]:
+        for block in model.layers[: None if config.recomputed_layers == AUTO else config.recomputed_layers]:
             recompute(block)
     model.train()
     assert_in_effect(built)
@@ -80,7 +87,10 @@ def hold(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:
     reasons = {name: quantizer.refusal(inputs) for name, (_, inputs) in layers.items()} if not already else {}
     wrong = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     if wrong:
-        raise UsageError(f"{len(wrong)} layers cannot be packed:\n  " + "\n  ".join(wrong), cure="a smaller --affine_group_size, or --quantizer nf4 or none")
+        raise UsageError(
+            f"{len(wrong)} layers cannot be packed:\n  " + "\n  ".join(wrong),
+            cure="a smaller --affine_group_size, or --quantizer nf4 or none",
+        )
     if quantizer.bits < 16:
         refuse_what_stays(model, layers)
     modules = list(model.named_modules())
@@ -101,25 +111,38 @@ def hold(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:
 def refuse_what_stays(model: nn.Module, layers: dict) -> None:
     """Raises NotBuilt when a large part of the blocks would silently stay in 16 bits, naming its largest parameter."""
     packed = sum(outputs * inputs for outputs, inputs in layers.values())
-    left = {name: value.size for name, value in tree_flatten([block.parameters() for block in model.layers]) if value.ndim > 1}
+    left = {
+        name: value.size
+        for name, value in tree_flatten([block.parameters() for block in model.layers])
+        if value.ndim > 1
+    }
     share = 1 - packed / max(1, packed, sum(left.values()))
     if share > LEFT_OUT:
         name = max(left, key=left.get)
-        raise NotBuilt(f"{share:.0%} of the weights of the model's blocks, layers.{name} perhaps, are in no linear layer and would stay unquantized",
-                       cure="--quantizer none")
+        raise NotBuilt(
+            f"{share:.0%} of the weights of the model's blocks, layers.{name} perhaps, are in no linear layer and would stay unquantized",
+            cure="--quantizer none",
+        )
 
 
 def check_names(model: nn.Module, directory: Path, every: bool) -> None:
     """The adapter's file names its layers as the checkpoint does. Raises NotBuilt where mlx-lm calls them something else (`every`: where
     any tensor is called something else or has another shape, as all of them are written)."""
-    there = {name: about["shape"] for path in sorted(directory.glob("model*.safetensors")) for name, about in check_safetensors(path).items()
-             if name != "__metadata__"}
+    there = {
+        name: about["shape"]
+        for path in sorted(directory.glob("model*.safetensors"))
+        for name, about in check_safetensors(path).items()
+        if name != "__metadata__"
+    }
     strange = [name for name in linears(model) if f"{name}.weight" not in there]
     if every:
         strange += [name for name, value in tree_flatten(model.parameters()) if list(value.shape) != there.get(name)]
     if strange:
-        raise NotBuilt(f"{len(strange)} parts of this model have other names or shapes in mlx-lm than in the checkpoint, {strange[0]} is the first, so "
-                       "what is learned could not be loaded elsewhere", cure="another --backend, or --lora_target_modules with those that agree")
+        raise NotBuilt(
+            f"{len(strange)} parts of this model have other names or shapes in mlx-lm than in the checkpoint, {strange[0]} is the first, so "
+            "what is learned could not be loaded elsewhere",
+            cure="another --backend, or --lora_target_modules with those that agree",
+        )
 
 
 def assert_in_effect(built: Built) -> None:
@@ -132,7 +155,11 @@ def assert_in_effect(built: Built) -> None:
     more = set(tree_flatten(built.model.trainable_parameters(), destination={})) - set(built.names.values())
     if more:
         raise RunError(f"{len(more)} tensors are learned that no file names, {min(more)} is the first")
-    plain = [name for name in linears(built.model) if not isinstance(dict(built.model.named_modules())[name], built.quantizer.module_type)]
+    plain = [
+        name
+        for name in linears(built.model)
+        if not isinstance(dict(built.model.named_modules())[name], built.quantizer.module_type)
+    ]
     if plain:
         raise RunError(f"{len(plain)} linear layers are not quantized as planned, {plain[0]} is the first")
 
@@ -152,7 +179,10 @@ def try_out(model: nn.Module) -> None:
         model.train(training)
     far, seen = (float(mx.linalg.norm((other - alone).astype(mx.float32))) for other in (packed, together))
     if far > max(0.05 * seen, LEAK * float(mx.linalg.norm(alone.astype(mx.float32)))):
-        raise RunError("this architecture does not keep packed documents apart, or counts positions through them", cure="--packing false")
+        raise RunError(
+            "this architecture does not keep packed documents apart, or counts positions through them",
+            cure="--packing false",
+        )
 
 
 def check_gradients(gradients: dict[str, mx.array]) -> None:
@@ -160,5 +190,7 @@ def check_gradients(gradients: dict[str, mx.array]) -> None:
     dead = [name for name, gradient in gradients.items() if ".lora_B." in name and not bool(mx.any(gradient != 0))]
     if dead:
         layers = sorted({name.partition(".lora_")[0].removeprefix("base_model.model.") for name in dead})
-        raise RunError(f"{len(dead)} of {len(gradients)} trained tensors got no gradient, of {', '.join(layers[:5])}",
-                       cure="leave them out by lora_target_modules (a list or a regex) if text does not pass through them")
+        raise RunError(
+            f"{len(dead)} of {len(gradients)} trained tensors got no gradient, of {', '.join(layers[:5])}",
+            cure="leave them out by lora_target_modules (a list or a regex) if text does not pass through them",
+        )

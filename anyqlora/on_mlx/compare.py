@@ -22,7 +22,9 @@ def against_mlx_lm(run: Finished, adapter: Path, changed: dict) -> tuple[float, 
 
     base = base_directory(run.config.with_(**changed))
     packed = quantized_as(read_config(base))
-    quantizer = {"quantizer": packed, "n_bits": 4} if packed else {"quantizer": "none", "n_bits": 16, "train_type": "lora"}
+    quantizer = (
+        {"quantizer": packed, "n_bits": 4} if packed else {"quantizer": "none", "n_bits": 16, "train_type": "lora"}
+    )
     ours = opened(run, plan_here(run, {**changed, **quantizer, "backend": "mlx", "precision": "fp32"}))
     described = read_config(base)
     added = translated(described, base, run.config.context_length)
@@ -34,5 +36,9 @@ def against_mlx_lm(run: Finished, adapter: Path, changed: dict) -> tuple[float, 
     ids = (mx.arange(2 * LENGTH).reshape(2, LENGTH) * 7 + 3) % (vocabulary(described) or 256)
     one, other = ours.built.model(ids).astype(mx.float32), theirs(ids).astype(mx.float32)
     lost = [key for key in added if key != "sliding_window_pattern"]
-    note = f"plain mlx-lm passes over {', '.join(lost)} of this base, as transformers 5 writes it: convert --to mlx writes it in its words" if lost else ""
+    note = (
+        f"plain mlx-lm passes over {', '.join(lost)} of this base, as transformers 5 writes it: convert --to mlx writes it in its words"
+        if lost
+        else ""
+    )
     return float(mx.abs(one - other).max()), float(mx.abs(one).max()), note

@@ -27,8 +27,11 @@ def to_mlx(source: Path, out: Path, shard: int = SHARD) -> int:
     described = read_config(source)
     kind = quantized_as(described)
     if kind and "quantization" not in described:
-        raise NotBuilt(f"mlx-lm reads no {kind} weights, and another form would not be the same", where=str(source),
-                       cure="the full-precision model, or python -m anyqlora quantize of it --to affine4")
+        raise NotBuilt(
+            f"mlx-lm reads no {kind} weights, and another form would not be the same",
+            where=str(source),
+            cure="the full-precision model, or python -m anyqlora quantize of it --to affine4",
+        )
     added = translated(described, source, longest=0)
     given = _tensors(source)
     model_class, args_class = model_classes(described)
@@ -36,12 +39,27 @@ def to_mlx(source: Path, out: Path, shard: int = SHARD) -> int:
         model = model_class(args_class.from_dict({**described, **added}))
         made = model.sanitize(dict(given)) if hasattr(model, "sanitize") else dict(given)
     except (TypeError, KeyError, ValueError) as error:
-        raise NotBuilt(f"mlx-lm's {described['model_type']} cannot take this model: {error}", where=str(source), cure="another --backend") from None
+        raise NotBuilt(
+            f"mlx-lm's {described['model_type']} cannot take this model: {error}",
+            where=str(source),
+            cure="another --backend",
+        ) from None
     if kind is None:
         _refuse_others(dict(tree_flatten(model.parameters())), made, source)
-    found = convert.moves(given, made, _digest, lambda value: [value[number] for number in range(value.shape[0])] if value.ndim > 2 else [])
+    found = convert.moves(
+        given,
+        made,
+        _digest,
+        lambda value: [value[number] for number in range(value.shape[0])] if value.ndim > 2 else [],
+    )
     record = {"moves": found, ADDED: sorted(added.keys() - described.keys())}
-    convert.write(out, source, {**described, **added}, lambda place: _write(place, made, "mlx", shard), {convert.RECORD: to_json(record)})
+    convert.write(
+        out,
+        source,
+        {**described, **added},
+        lambda place: _write(place, made, "mlx", shard),
+        {convert.RECORD: to_json(record)},
+    )
     return len(made)
 
 
@@ -54,10 +72,17 @@ def to_hf(source: Path, out: Path, shard: int = SHARD) -> int:
         made = given
     else:
         try:
-            made = {name: given[place] if number is None else given[place][number] for name, (place, number) in record["moves"].items()}
+            made = {
+                name: given[place] if number is None else given[place][number]
+                for name, (place, number) in record["moves"].items()
+            }
             described = {key: value for key, value in described.items() if key not in record[ADDED]}
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"it does not belong to these weights: {error}", where=str(source / convert.RECORD), cure="convert the original again") from None
+            raise UsageError(
+                f"it does not belong to these weights: {error}",
+                where=str(source / convert.RECORD),
+                cure="convert the original again",
+            ) from None
     convert.write(out, source, described, lambda place: _write(place, made, "pt", shard), {})
     return len(made)
 
@@ -74,11 +99,17 @@ def _digest(value: mx.array) -> str:
 
 def _refuse_others(expected: Mapping[str, mx.array], made: Mapping[str, mx.array], source: Path) -> None:
     """Raises UsageError when the files are not this model's."""
-    other = sorted(name for name in expected.keys() | made.keys()
-                   if name not in made or name not in expected or expected[name].shape != made[name].shape)
+    other = sorted(
+        name
+        for name in expected.keys() | made.keys()
+        if name not in made or name not in expected or expected[name].shape != made[name].shape
+    )
     if other:
-        raise UsageError(f"{len(other)} tensors are not those of mlx-lm's model, {other[0]} is the first", where=str(source),
-                         cure="a config.json and weights that belong together")
+        raise UsageError(
+            f"{len(other)} tensors are not those of mlx-lm's model, {other[0]} is the first",
+            where=str(source),
+            cure="a config.json and weights that belong together",
+        )
 
 
 def _refuse_unknown_names(described: dict, given: Mapping[str, mx.array], source: Path) -> None:
@@ -94,8 +125,12 @@ def _refuse_unknown_names(described: dict, given: Mapping[str, mx.array], source
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     missing = sorted(known - given.keys() - tied)
     if strange or missing:
-        raise NotBuilt(f"{len(strange) + len(missing)} tensors are called otherwise here than by Hugging Face, {(strange + missing)[0]} is the first, and no "
-                       f"{convert.RECORD} says how", where=str(source), cure="the original directory")
+        raise NotBuilt(
+            f"{len(strange) + len(missing)} tensors are called otherwise here than by Hugging Face, {(strange + missing)[0]} is the first, and no "
+            f"{convert.RECORD} says how",
+            where=str(source),
+            cure="the original directory",
+        )
 
 
 def _write(place: Path, made: Mapping[str, mx.array], form: str, shard: int) -> dict[str, str]:

@@ -41,7 +41,10 @@ def caches(model: nn.Module, left: list[int]) -> list:
     made = make_prompt_cache(model)
     if not any(left):
         return made
-    batched = {KVCache: lambda cache: BatchKVCache(left), RotatingKVCache: lambda cache: BatchRotatingKVCache(cache.max_size, left)}
+    batched = {
+        KVCache: lambda cache: BatchKVCache(left),
+        RotatingKVCache: lambda cache: BatchRotatingKVCache(cache.max_size, left),
+    }
     return [batched[type(cache)](cache) for cache in made]
 
 
@@ -52,8 +55,20 @@ def pads(model: nn.Module) -> bool:
     return all(type(cache) in (KVCache, RotatingKVCache) for cache in make_prompt_cache(model))
 
 
-def answers(model: nn.Module, tokenizer, directory: Path, prompts: list, *, max_new_tokens: int, batch_size: int = 16, ends: Sequence[str] = (),
-            between=lambda: None, temperature: float = 0.0, seed: int = 0, streamer=None) -> list[str]:
+def answers(
+    model: nn.Module,
+    tokenizer,
+    directory: Path,
+    prompts: list,
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    ends: Sequence[str] = (),
+    between=lambda: None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    streamer=None,
+) -> list[str]:
     """The text that follows each prompt (a list of token ids), greedily unless `temperature` is above 0.
 
     Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no room has no answer. A `streamer` is told the tokens of one prompt as they come.
@@ -67,18 +82,24 @@ def answers(model: nn.Module, tokenizer, directory: Path, prompts: list, *, max_
             for group in [some] if padded else [[i] for i in some]:
                 between()
                 key, own = mx.random.split(key)
-                for i, tokens in zip(group, continued(model, [prompts[i] for i in group], left[group[0]], ending, temperature, own, streamer), strict=True):
+                for i, tokens in zip(
+                    group,
+                    continued(model, [prompts[i] for i in group], left[group[0]], ending, temperature, own, streamer),
+                    strict=True,
+                ):
                     texts[i] = spell(tokenizer, tokens)
     return texts
 
 
-def continued(model: nn.Module, prompts: list, most: int, ending: list[int], temperature: float, key: mx.array, streamer=None) -> list[list[int]]:
+def continued(
+    model: nn.Module, prompts: list, most: int, ending: list[int], temperature: float, key: mx.array, streamer=None
+) -> list[list[int]]:
     """The tokens after each prompt, up to the first that ends it."""
     width = max(map(len, prompts))
     padding = [width - len(prompt) for prompt in prompts]
     ids = np.full((len(prompts), width), PAD, np.int32)  # on the left, so that all answers begin in one column
     for row, prompt in enumerate(prompts):
-        ids[row, padding[row]:] = prompt
+        ids[row, padding[row] :] = prompt
     cache, found, done = caches(model, padding), [[] for _ in prompts], [False] * len(prompts)
     if streamer:
         streamer.put(ids[0])

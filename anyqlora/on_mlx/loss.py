@@ -32,13 +32,19 @@ def inputs(batch: Batch, multiple: int = 1) -> Inputs:
     """What the loss of a batch is made of. T is padded to a whole `multiple`, and N where that is more than 1."""
     packed = int(batch.segments.max(initial=0)) > 0
     more = [(0, 0), (0, -batch.ids.shape[1] % multiple)]
-    ids, targets, segments = (np.pad(values, more, constant_values=filler)
-                              for values, filler in ((batch.ids, 0), (batch.targets, IGNORE), (batch.segments, -1)))
+    ids, targets, segments = (
+        np.pad(values, more, constant_values=filler)
+        for values, filler in ((batch.ids, 0), (batch.targets, IGNORE), (batch.segments, -1))
+    )
     kept = np.flatnonzero(targets != IGNORE)
     share = -(-ids.size // SHARES) if multiple > 1 else 1
     fillers = (0, max(-len(kept) % share, 1 - len(kept)))
-    return Inputs(mx.array(ids), mx.array(segments) if packed else None, mx.array(np.pad(kept, fillers).astype(np.int32)),
-                  mx.array(np.pad(targets.reshape(-1)[kept], fillers, constant_values=IGNORE)))
+    return Inputs(
+        mx.array(ids),
+        mx.array(segments) if packed else None,
+        mx.array(np.pad(kept, fillers).astype(np.int32)),
+        mx.array(np.pad(targets.reshape(-1)[kept], fillers, constant_values=IGNORE)),
+    )
 
 
 @mx.custom_function
@@ -55,7 +61,9 @@ def _of_logits(primals, cotangent, output):
     logits, labels = primals
     factors = mx.where(labels != IGNORE, cotangent, 0)[:, None]
     is_label = mx.arange(logits.shape[-1]) == labels[:, None]
-    return ((mx.softmax(logits.astype(mx.float32), axis=-1) - is_label) * factors).astype(logits.dtype), mx.zeros_like(labels)
+    return ((mx.softmax(logits.astype(mx.float32), axis=-1) - is_label) * factors).astype(logits.dtype), mx.zeros_like(
+        labels
+    )
 
 
 class WholeLoss:
@@ -93,11 +101,17 @@ class TrainedTokenLoss(WholeLoss):
         super().__init__(model)
         self.owner, self.name, blocks = backbone(model)
         self.rows = rows
-        self.learned = [path for path, _ in tree_flatten(model.trainable_parameters()) if not path.startswith(blocks)]  # the head's are among them
+        self.learned = [
+            path for path, _ in tree_flatten(model.trainable_parameters()) if not path.startswith(blocks)
+        ]  # the head's are among them
 
     def __call__(self, given: Inputs, factor: float | mx.array = 1.0) -> tuple[mx.array, mx.array]:
-        values = tree_flatten(self.model.trainable_parameters(), destination={})  # as arguments: what is closed over gets no gradient
-        return self._by_parts(given.labels)(mx.array(factor), self.hidden(given), *(values[path] for path in self.learned))[:2]
+        values = tree_flatten(
+            self.model.trainable_parameters(), destination={}
+        )  # as arguments: what is closed over gets no gradient
+        return self._by_parts(given.labels)(
+            mx.array(factor), self.hidden(given), *(values[path] for path in self.learned)
+        )[:2]
 
     def total(self, given: Inputs) -> float:
         hidden = self.hidden(given)
@@ -106,7 +120,9 @@ class TrainedTokenLoss(WholeLoss):
     def hidden(self, given: Inputs) -> mx.array:
         """The head's input for the trained tokens, [N, H]."""
         seen = []
-        with instead(self.owner, self.name, lambda inside, *others, **named: seen.append(inside(*others, **named)) or seen[0]):
+        with instead(
+            self.owner, self.name, lambda inside, *others, **named: seen.append(inside(*others, **named)) or seen[0]
+        ):
             self.run(given)
         return seen[0].flatten(0, 1)[given.kept]
 
@@ -131,15 +147,24 @@ class TrainedTokenLoss(WholeLoss):
         def made(factor, hidden, *learned):
             total, of_hidden, of_learned = mx.array(0.0), [], [mx.zeros(value.shape, mx.float32) for value in learned]
             for part in self._parts(len(labels)):
-                some, = mx.depends([hidden[part]], [total, *of_hidden[-1:]])  # or the logits of all could be there at once
+                (some,) = mx.depends(
+                    [hidden[part]], [total, *of_hidden[-1:]]
+                )  # or the logits of all could be there at once
                 (_, one), (of_some, *more) = mx.value_and_grad(scaled)([some, *learned], labels[part], factor)
-                total, of_hidden, of_learned = total + one, [*of_hidden, of_some], [have + new for have, new in zip(of_learned, more, strict=True)]
+                total, of_hidden, of_learned = (
+                    total + one,
+                    [*of_hidden, of_some],
+                    [have + new for have, new in zip(of_learned, more, strict=True)],
+                )
             return total * factor, total, mx.concatenate(of_hidden), *of_learned
 
         @made.vjp
         def made_vjp(primals, cotangents, outputs):
             factor, *others = primals
-            return mx.zeros_like(factor), *((gradient * cotangents[0]).astype(value.dtype) for gradient, value in zip(outputs[2:], others, strict=True))
+            return mx.zeros_like(factor), *(
+                (gradient * cotangents[0]).astype(value.dtype)
+                for gradient, value in zip(outputs[2:], others, strict=True)
+            )
 
         return made
 
@@ -191,7 +216,11 @@ def loss_for(model: nn.Module, rows: int) -> tuple[WholeLoss, str]:
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         return WholeLoss(model), str(error)
     is_same = far <= largest * (NEAR if whole.dtype == mx.float32 else NEAR_IN_16_BITS)
-    return (found, "") if is_same else (WholeLoss(model), "its head does not make of some tokens what it makes of them among all")
+    return (
+        (found, "")
+        if is_same
+        else (WholeLoss(model), "its head does not make of some tokens what it makes of them among all")
+    )
 
 
 class Documents:

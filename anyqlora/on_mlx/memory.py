@@ -6,11 +6,16 @@ import mlx.core as mx
 
 from ..memory import shown
 
-CACHED = 4  # of what stays resident, the part that freed buffers may have: a step's, while most stays with what is in use
+CACHED = (
+    4  # of what stays resident, the part that freed buffers may have: a step's, while most stays with what is in use
+)
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether MLX's allocator has run out: it has no type of its own for that."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and ("malloc" in str(error) or "nsufficient Memory" in str(error)))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("malloc" in str(error) or "nsufficient Memory" in str(error))
+    )
 
 
 def recommended() -> int:
@@ -32,7 +37,10 @@ class Memory:
         """Count from here."""
         self.limit = recommended()
         if self.limit:
-            self.limits = {mx.set_wired_limit: mx.set_wired_limit(self.limit), mx.set_cache_limit: mx.set_cache_limit(self.limit // CACHED)}
+            self.limits = {
+                mx.set_wired_limit: mx.set_wired_limit(self.limit),
+                mx.set_cache_limit: mx.set_cache_limit(self.limit // CACHED),
+            }
         self.before = mx.get_active_memory()
         mx.reset_peak_memory()
 
@@ -48,8 +56,10 @@ class Memory:
         if not limit or most <= limit:
             return ""
         self.limit = 0
-        return (f"{shown(most)} taken, and {shown(limit)} stay resident for the GPU: steps may be many times slower. Less is taken with a smaller "
-                "--batch_size and as many more --gradient_accumulation_steps, or --use_gradient_checkpointing true")
+        return (
+            f"{shown(most)} taken, and {shown(limit)} stay resident for the GPU: steps may be many times slower. Less is taken with a smaller "
+            "--batch_size and as many more --gradient_accumulation_steps, or --use_gradient_checkpointing true"
+        )
 
     def close(self) -> None:
         """Put MLX's limits back."""

@@ -18,15 +18,20 @@ RHO, ADADELTA_EPS = 0.9, 1e-6  # torch.optim.Adadelta's defaults
 class Rates(NamedTuple):
     """What changes from step to step, as arrays, since a compiled update takes Python's numbers for constants."""
 
-    rate: mx.array       # of learning
+    rate: mx.array  # of learning
     remaining: mx.array  # of a value that decays by itself
-    first: mx.array      # the rate over Adam's correction of the first moment
-    root: mx.array       # the root of its correction of the second moment
+    first: mx.array  # the rate over Adam's correction of the first moment
+    root: mx.array  # the root of its correction of the second moment
 
     @classmethod
     def at(cls, step: int, rate: float, config: TrainConfig) -> Rates:
         """Of step 1, 2, ...; in float64 until each is an array."""
-        numbers = rate, 1 - rate * config.wd, rate / (1 - config.adam_beta1**step), math.sqrt(1 - config.adam_beta2**step)
+        numbers = (
+            rate,
+            1 - rate * config.wd,
+            rate / (1 - config.adam_beta1**step),
+            math.sqrt(1 - config.adam_beta2**step),
+        )
         return cls(*(mx.array(number, mx.float32) for number in numbers))
 
 

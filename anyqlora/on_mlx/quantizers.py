@@ -112,8 +112,18 @@ def following(value: mx.array, after: mx.array | None) -> mx.array:
 
 def unpacked(module: nn.QuantizedLinear, after: mx.array | None = None) -> mx.array:
     """Its weight, float32 [out, in]."""
-    scales, biases = (part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32) for part in (module.scales, module.get("biases")))
-    return mx.dequantize(following(module.weight, after), scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode)
+    scales, biases = (
+        part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32)
+        for part in (module.scales, module.get("biases"))
+    )
+    return mx.dequantize(
+        following(module.weight, after),
+        scales,
+        biases,
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
 
 
 def product(x: mx.array, weight: Callable[[mx.array], mx.array]) -> mx.array:
@@ -150,7 +160,10 @@ class Nf4Linear(nn.Module):
     def __init__(self, packed: nf4.Packed, bias: mx.array | None):
         super().__init__()
         self.shape = packed.shape
-        self._codes, self._absmax = mx.array(packed.codes), mx.array(packed.absmax)  # frozen, and no parameters of the files' names
+        self._codes, self._absmax = (
+            mx.array(packed.codes),
+            mx.array(packed.absmax),
+        )  # frozen, and no parameters of the files' names
         if bias is not None:
             self.bias = bias
 

@@ -29,7 +29,14 @@ class Ranks(Several):
         with tempfile.TemporaryDirectory() as folder, self.noticing():
             if "MLX_HOSTFILE" not in os.environ:
                 path = Path(folder, "hosts.json")
-                path.write_text(json.dumps([[f"{LOCAL.get(world.address, world.address)}:{int(world.port) + rank}"] for rank in range(world.size)]))
+                path.write_text(
+                    json.dumps(
+                        [
+                            [f"{LOCAL.get(world.address, world.address)}:{int(world.port) + rank}"]
+                            for rank in range(world.size)
+                        ]
+                    )
+                )
                 os.environ.update(MLX_RANK=str(world.rank), MLX_HOSTFILE=str(path))
                 try:
                     self.group = mx.distributed.init(strict=world.size > 1, backend="ring")
@@ -48,13 +55,15 @@ class Ranks(Several):
         return self.every(value if self.is_first else None)[0]
 
     def told_bytes(self, content):
-        return np.array(mx.distributed.all_sum(mx.array(content if self.is_first else np.zeros_like(content)), group=self.group))
+        return np.array(
+            mx.distributed.all_sum(mx.array(content if self.is_first else np.zeros_like(content)), group=self.group)
+        )
 
     def every(self, value):
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = mx.distributed.all_gather(mx.array([len(mine)]), group=self.group).tolist()
         padded = np.zeros(max(sizes), np.uint8)
-        padded[:len(mine)] = mine
+        padded[: len(mine)] = mine
         parts = np.array(mx.distributed.all_gather(mx.array(padded)[None], group=self.group))  # [processes, longest]
         return [json.loads(bytes(part[:size])) for part, size in zip(parts, sizes, strict=True)]
 
@@ -79,8 +88,10 @@ class Ranks(Several):
         except RuntimeError as error:
             if not any(word in str(error) for word in ("[ring]", "[distributed]", "socket", "Socket")):
                 raise
-            raise PeerLost(f"rank {self.rank} lost another process of the run: {str(error).strip().splitlines()[0]}",
-                           cure="the same command continues from the last checkpoint") from None
+            raise PeerLost(
+                f"rank {self.rank} lost another process of the run: {str(error).strip().splitlines()[0]}",
+                cure="the same command continues from the last checkpoint",
+            ) from None
 
     def close(self) -> None:
         """MLX leaves the ring when the process ends."""

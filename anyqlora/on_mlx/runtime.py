@@ -26,7 +26,9 @@ class Runtime:
         self.plan, self.config = plan, plan.config
         self.compute = COMPUTE[plan.precision]
         self.memory = Memory()
-        self.scaler = Scaler(plan.precision == "fp16_autocast", self.config.initial_loss_scale, self.config.loss_scale_growth_interval)
+        self.scaler = Scaler(
+            plan.precision == "fp16_autocast", self.config.initial_loss_scale, self.config.loss_scale_growth_interval
+        )
         self.gradients: dict[str, mx.array] | None = None  # of this process's micro-batches so far
         self.summed = False
 
@@ -36,7 +38,9 @@ class Runtime:
         self.model, self.paths, self.loss = built.model, built.names, built.loss
         self.values, self.moments = built.trainable(), {name: {} for name in built.names}
         self.updates, self.rule = 0, tables.load(tables.ON_MLX[self.config.optimizer])
-        self.adapted = [module for _, module in self.model.named_modules() if hasattr(module, "lora_A") and module.dropout]
+        self.adapted = [
+            module for _, module in self.model.named_modules() if hasattr(module, "lora_A") and module.dropout
+        ]
         self.is_full = built.adapter.folder == "model"
         self._gradient = mx.value_and_grad(self._loss)
         if self.compiles:
@@ -49,7 +53,9 @@ class Runtime:
 
     def put(self, values: dict[str, mx.array]) -> None:
         """Make these the model's; a whole model computes in the precision's own type, whatever is learned in."""
-        cast = {self.paths[name]: value.astype(self.compute) if self.is_full else value for name, value in values.items()}
+        cast = {
+            self.paths[name]: value.astype(self.compute) if self.is_full else value for name, value in values.items()
+        }
         self.model.update(tree_unflatten(list(cast.items())))
 
     def _loss(self, values, key, factor, *given):
@@ -90,7 +96,9 @@ class Runtime:
             part = 1.0 if max_grad_norm is None else mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
             self.updates += 1
             rates = Rates.at(self.updates, lr, self.config)
-            self.values, self.moments = self._updated(self.values, self.moments, gradients, part / mx.array(scale), *rates)
+            self.values, self.moments = self._updated(
+                self.values, self.moments, gradients, part / mx.array(scale), *rates
+            )
             mx.eval(self.values, self.moments)
             self.put(self.values)
         self.scaler.update(finite)
@@ -105,7 +113,10 @@ class Runtime:
     def _updated(self, values, moments, gradients, factor, *rates):
         """(values, moments) after a step along `factor` times the gradients."""
         moments, rates = {name: dict(state) for name, state in moments.items()}, Rates(*rates)
-        return {name: self.rule(value, gradients[name] * factor, moments[name], rates, self.config) for name, value in values.items()}, moments
+        return {
+            name: self.rule(value, gradients[name] * factor, moments[name], rates, self.config)
+            for name, value in values.items()
+        }, moments
 
     def forget(self) -> None:
         """Drop the gradients of a step that is done again, and give the allocator's free memory back."""

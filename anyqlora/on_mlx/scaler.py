@@ -22,7 +22,13 @@ class Scaler:
     def state_dict(self) -> dict:
         if not self.enabled:
             return {}
-        return {"scale": self.scale, "growth_factor": GROWTH, "backoff_factor": BACKOFF, "growth_interval": self.interval, "_growth_tracker": self.tracker}
+        return {
+            "scale": self.scale,
+            "growth_factor": GROWTH,
+            "backoff_factor": BACKOFF,
+            "growth_interval": self.interval,
+            "_growth_tracker": self.tracker,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from there; how often the scale grows is this run's."""

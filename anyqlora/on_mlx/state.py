@@ -21,7 +21,12 @@ WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}
 def snapshot(runtime: Runtime, built: Built) -> tuple[dict, dict, dict, dict]:
     """(adapter, moments, adapter_config, loop state) for `Run.save`."""
     count = np.array(runtime.updates, np.float32)  # torch counts for each tensor
-    moments = {f"{name}|{key}": np.array(value) for name, state in runtime.moments.items() if state for key, value in {**state, STEP: count}.items()}
+    moments = {
+        f"{name}|{key}": np.array(value)
+        for name, state in runtime.moments.items()
+        if state
+        for key, value in {**state, STEP: count}.items()
+    }
     return arrays_of(runtime.values), moments, built.adapter.describe(), {"scaler": runtime.scaler.state_dict()}
 
 
@@ -41,7 +46,11 @@ def restore(runtime: Runtime, run) -> None:
         return
     for name, state in runtime.moments.items():
         state.clear()
-        state |= {key.partition("|")[2]: mx.array(value) for key, value in loaded.moments.items() if key.partition("|")[0] == name}
+        state |= {
+            key.partition("|")[2]: mx.array(value)
+            for key, value in loaded.moments.items()
+            if key.partition("|")[0] == name
+        }
         runtime.updates = int(state.pop(STEP, runtime.updates))
     loaded.moments.clear()
     if loaded.state["loop"].get("scaler") and runtime.scaler.enabled:
@@ -85,11 +94,18 @@ def model_files(runtime: Runtime, run) -> dict[str, Content]:
     files: dict[str, Content] = {"model.safetensors": safetensors(values)}
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
-            files[name] = (json.dumps(json.loads((directory / name).read_text(encoding="utf-8")), indent=2) + "\n").encode()
+            files[name] = (
+                json.dumps(json.loads((directory / name).read_text(encoding="utf-8")), indent=2) + "\n"
+            ).encode()
     return files
 
 
 def safetensors(values: dict[str, mx.array]) -> Content:
     """A safetensors file of MLX arrays; numpy has no bf16, so its bits go as they are."""
-    held = {name: np.array(value.view(mx.uint16)) if value.dtype == mx.bfloat16 else np.array(value) for name, value in values.items()}
-    return tensors_to_bytes(held, {"format": "pt"}, {name: "BF16" for name, value in values.items() if value.dtype == mx.bfloat16})
+    held = {
+        name: np.array(value.view(mx.uint16)) if value.dtype == mx.bfloat16 else np.array(value)
+        for name, value in values.items()
+    }
+    return tensors_to_bytes(
+        held, {"format": "pt"}, {name: "BF16" for name, value in values.items() if value.dtype == mx.bfloat16}
+    )

@@ -46,17 +46,31 @@ class Tuned:
         style, config = {str: "plain", list: "chat"}, self.plan.config
         prompts = [prompt_ids(self.tokenizer, question, style[type(question)]) for question in asked]
         self._check(prompts)
-        return answers(self.built.model, self.tokenizer, base_directory(config), prompts, max_new_tokens=config.max_new_tokens,
-                       ends=evaluation.learned_ends(self.run.report), temperature=temperature, seed=config.seed, streamer=streamer)
+        return answers(
+            self.built.model,
+            self.tokenizer,
+            base_directory(config),
+            prompts,
+            max_new_tokens=config.max_new_tokens,
+            ends=evaluation.learned_ends(self.run.report),
+            temperature=temperature,
+            seed=config.seed,
+            streamer=streamer,
+        )
 
     def _check(self, prompts: list[list[int]]) -> None:
-        named = [(ids, f"question {number}" if len(prompts) > 1 else "the question") for number, ids in enumerate(prompts, 1)]
+        named = [
+            (ids, f"question {number}" if len(prompts) > 1 else "the question") for number, ids in enumerate(prompts, 1)
+        ]
         check_tokens(self.plan.config, self.tokenizer, named)
         fits = evaluation.room(read_config(base_directory(self.plan.config)), self.plan.config.max_new_tokens)
         for ids, where in named:
             if not fits(ids):
-                raise UsageError(f"its {len(ids)} tokens fill the model's positions and leave no room for an answer", where=where,
-                                 cure="a shorter one")
+                raise UsageError(
+                    f"its {len(ids)} tokens fill the model's positions and leave no room for an answer",
+                    where=where,
+                    cure="a shorter one",
+                )
 
 
 def opened(run: Finished, plan) -> Tuned:

@@ -28,14 +28,26 @@ def read(directory: Path, longest: int, trust_remote_code: bool = False) -> nn.M
     described = read_config(directory)
     refuse_mixtures(described, directory)
     if described.get("model_file") and not trust_remote_code:
-        raise UsageError("the model comes with Python code of its own, which is not run unasked", where=f"{directory}/config.json",
-                         cure=f"read {printable(str(described['model_file']))}, then --trust_remote_code true")
+        raise UsageError(
+            "the model comes with Python code of its own, which is not run unasked",
+            where=f"{directory}/config.json",
+            cure=f"read {printable(str(described['model_file']))}, then --trust_remote_code true",
+        )
     added = translated(described, directory, longest)
     try:
-        model, _ = load_model(directory, lazy=True, model_config=added, get_model_classes=_reading_nf4, trust_remote_code=trust_remote_code)
+        model, _ = load_model(
+            directory,
+            lazy=True,
+            model_config=added,
+            get_model_classes=_reading_nf4,
+            trust_remote_code=trust_remote_code,
+        )
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        raise UsageError(f"not read by mlx-lm: {str(error).strip().splitlines()[0]}", where=str(directory),
-                         cure="a config.json and weights that belong together; or another --backend, where mlx-lm's model is not of this shape") from None
+        raise UsageError(
+            f"not read by mlx-lm: {str(error).strip().splitlines()[0]}",
+            where=str(directory),
+            cure="a config.json and weights that belong together; or another --backend, where mlx-lm's model is not of this shape",
+        ) from None
     return model
 
 
@@ -47,7 +59,11 @@ def _reading_nf4(config: dict):
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             names = [key.removesuffix(NF4_STATE) for key in weights if key.endswith(NF4_STATE)]
             packed = {name: nf4.from_files(lambda key: np.array(weights[key]), name) for name in names}
-            weights = {key: value for key, value in weights.items() if not any(key == name or key.startswith(f"{name}.") for name in names)}
+            weights = {
+                key: value
+                for key, value in weights.items()
+                if not any(key == name or key.startswith(f"{name}.") for name in names)
+            }
             for name, held in packed.items():
                 owner = name.removesuffix(".weight")
                 replace(self, owner, Nf4Linear(held, weights.get(f"{owner}.bias")))

@@ -94,7 +94,11 @@ def quietly():
         logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated", category=FutureWarning)
+            warnings.filterwarnings(
+                "ignore",
+                message="`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated",
+                category=FutureWarning,
+            )
             yield
     finally:
         if shows:

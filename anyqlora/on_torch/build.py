@@ -80,7 +80,14 @@ class Base:
         return weights.outline(model, self.quantizer)
 
     def outlined(self, about: dict) -> nn.Module:
-        return weights.outlined(self.directory, self.quantizer, self.adapter.choose, about, dtype=self.dtype, trust_remote_code=self.trust_remote_code)
+        return weights.outlined(
+            self.directory,
+            self.quantizer,
+            self.adapter.choose,
+            about,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
 
 
 @quietly()
@@ -92,7 +99,9 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
     """
     plan, directory = runtime.plan, base_directory(config)
     adapter = tables.load(tables.choose("adapter", plan.adapter, tables.ADAPTERS))(config, runtime.device)
-    quantizer = tables.load(tables.choose("quantizer", plan.quantizer, tables.QUANTIZERS))(COMPUTE[plan.precision], config.double_quant)
+    quantizer = tables.load(tables.choose("quantizer", plan.quantizer, tables.QUANTIZERS))(
+        COMPUTE[plan.precision], config.double_quant
+    )
     if plan.quantizer in tables.AFFINE:
         quantizer.group = config.affine_group_size
     kernels, notes = usable_kernels(runtime)
@@ -110,7 +119,17 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
 
     news: list[str] = []
     cache = QuantizedCache(config, directory, runtime.device, news, notes) if config.quantized_cache else None
-    base = Base(str(directory), quantizer, adapter, stored, runtime.device, plan.quantizer, bool(already), config.trust_remote_code, cache)
+    base = Base(
+        str(directory),
+        quantizer,
+        adapter,
+        stored,
+        runtime.device,
+        plan.quantizer,
+        bool(already),
+        config.trust_remote_code,
+        cache,
+    )
     runtime.memory.start()
     with unmapping():
         model = runtime.strategy.materialise(base, fill)
@@ -147,7 +166,7 @@ def recompute(model: nn.Module, config: TrainConfig) -> None:
     after them, have let go of what they kept."""
     model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
     if config.recomputed_layers != AUTO:
-        for block in blocks(model)[config.recomputed_layers:]:
+        for block in blocks(model)[config.recomputed_layers :]:
             block.gradient_checkpointing = False
     if config.reentrant_checkpointing:
         model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
@@ -163,7 +182,9 @@ def loss_for(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> t
         return token_loss, said["why"]
     in_c, rows = kernels == "native", config.loss_rows
     is_fused = in_c and config.fused_head is True and native.has("head")
-    if config.fused_head is True and not is_fused and not config.asked("loss_rows"):  # the kernels do not run here: there are logits after all
+    if (
+        config.fused_head is True and not is_fused and not config.asked("loss_rows")
+    ):  # the kernels do not run here: there are logits after all
         rows = memory.loss_rows(None, config.with_(fused_head=False, loss_rows=AUTO, kernels=kernels))
     return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows, in_c, is_fused), ""
 
@@ -173,7 +194,12 @@ def unpadded(built: Built, runtime: Runtime, kernels: str) -> list[str]:
     in_one = kernels == "triton" and COMPUTE[runtime.plan.precision] != torch.float32
     slow = flat.use(built.model, flat.VARLEN) if in_one else ""
     why = flat.use(built.model, flat.NATIVE if kernels == "native" else flat.NAME) if slow or not in_one else ""
-    in_c = kernels == "native" and native.has("product") and all_fused(built.model, built.quantizer.module_type) and not is_mixture(built.model)
+    in_c = (
+        kernels == "native"
+        and native.has("product")
+        and all_fused(built.model, built.quantizer.module_type)
+        and not is_mixture(built.model)
+    )
     runtime.loss.inputs = flat.padded if why else flat.flat_in_c if in_c else flat.flat
     return [f"attention runs a document at a time: {slow}"] * bool(slow) + [f"rows are padded: {why}"] * bool(why)
 
@@ -186,15 +212,27 @@ def is_mixture(model: nn.Module) -> bool:
 def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "portable") -> list[str]:
     """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
     cached = config.weight_cache if isinstance(config.weight_cache, int) else 0
-    linears_of = "anyqlora.on_torch.kernels.dropout:linears" if kernels == "triton" else "anyqlora.on_torch.kernels.lora:linears"
+    linears_of = (
+        "anyqlora.on_torch.kernels.dropout:linears" if kernels == "triton" else "anyqlora.on_torch.kernels.lora:linears"
+    )
     left = fuse(model, quantizer, cached, tables.load(linears_of), NativeWhole() if kernels == "native" else Whole())
     if left and config.sources.get("fused") not in (None, "default", "plan"):
-        raise NotBuilt(f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first", cure="--fused auto")
-    return [f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"] if left else []
+        raise NotBuilt(
+            f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first",
+            cure="--fused auto",
+        )
+    return (
+        [
+            f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"
+        ]
+        if left
+        else []
+    )
 
 
 def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], kernels: str) -> list[str]:
     """Products of frozen weights in 8 bits, where they are near. Returns what there is to say of it."""
+
     def losses() -> Iterator[torch.Tensor]:
         for batch in sample:
             with runtime.forward():
@@ -207,9 +245,15 @@ def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
                 yield runtime.loss.seen(model, batch, runtime.device)
 
     whole, int8 = (NativeWhole(), NativeInt8()) if kernels == "native" else (Whole(), Int8())
-    rounded = {"int8": int8, "int8_backward": EachWay(whole, int8), "fp8": Float8(kernels in ("exact", "triton"))}[runtime.plan.config.frozen_products]
+    rounded = {"int8": int8, "int8_backward": EachWay(whole, int8), "fp8": Float8(kernels in ("exact", "triton"))}[
+        runtime.plan.config.frozen_products
+    ]
     said = rounding.use(model, rounded, losses, runtime.strategy.told)
-    return said + (rounding.use_head(runtime.loss, seen, runtime.strategy.told) if isinstance(runtime.loss, TrainedTokenLoss) else [])
+    return said + (
+        rounding.use_head(runtime.loss, seen, runtime.strategy.told)
+        if isinstance(runtime.loss, TrainedTokenLoss)
+        else []
+    )
 
 
 def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:
@@ -243,7 +287,9 @@ def assert_in_effect(built: Built, whole: bool = True) -> None:
     layers = {name: module for name, module in linears(model, kind).items() if "lora_" not in name}
     plain = [name for name, module in layers.items() if not isinstance(module, kind)]
     if plain and (whole or len(plain) == len(layers)):
-        raise RunError(f"{len(plain)} linear layers are not quantized as planned, {plain[0]} is the first: {type(model.get_submodule(plain[0])).__name__}")
+        raise RunError(
+            f"{len(plain)} linear layers are not quantized as planned, {plain[0]} is the first: {type(model.get_submodule(plain[0])).__name__}"
+        )
     experts = [] if built.quantizer.bits == 16 else expert_parameters(model)
     if experts and whole:
         raise RunError(f"{len(experts)} experts' weights are not quantized as planned, {experts[0]} is the first")
@@ -264,15 +310,25 @@ def try_out(model: nn.Module, device: torch.device, packing: bool) -> None:
     together = torch.arange(12, device=device).repeat(2, 1)
     with evaluating(model):
         try:
-            seen, leaked = ((logits[0, 6:] - logits[1, 6:]).float().norm().item() for logits in
-                            (model(input_ids=ids, position_ids=positions, use_cache=False).logits for positions in (together, apart)))
+            seen, leaked = (
+                (logits[0, 6:] - logits[1, 6:]).float().norm().item()
+                for logits in (
+                    model(input_ids=ids, position_ids=positions, use_cache=False).logits
+                    for positions in (together, apart)
+                )
+            )
         except (AttributeError, TypeError, RuntimeError) as error:
             if mixture:
-                raise NotBuilt(f"this architecture cannot run with quantized experts: {error}", cure="--quantizer none") from error
+                raise NotBuilt(
+                    f"this architecture cannot run with quantized experts: {error}", cure="--quantizer none"
+                ) from error
             raise RunError(f"this architecture cannot run packed rows: {error}", cure="--packing false") from error
     if packing and leaked > LEAK * seen:
-        raise RunError(f"this architecture does not keep packed documents apart: {leaked / seen:.0%} of what a document would change in the "
-                       "next one, were they one text, comes through", cure="--packing false")
+        raise RunError(
+            f"this architecture does not keep packed documents apart: {leaked / seen:.0%} of what a document would change in the "
+            "next one, were they one text, comes through",
+            cure="--packing false",
+        )
 
 
 def check_gradients(strategy) -> None:
@@ -281,16 +337,23 @@ def check_gradients(strategy) -> None:
     Experts that are linear layers of their own are let off: the first step's tokens may have passed one by. Raises RunError naming
     those that a frozen, detached or unused path has cut off.
     """
-    dead = [name for name, is_zero in strategy.without_gradient().items() if ".experts." not in name and (not is_zero or ".lora_B." in name)]
+    dead = [
+        name
+        for name, is_zero in strategy.without_gradient().items()
+        if ".experts." not in name and (not is_zero or ".lora_B." in name)
+    ]
     if dead:
         layers = sorted({name.partition(".lora_")[0].removeprefix("base_model.model.") for name in dead})
-        raise RunError(f"{len(dead)} of {len(strategy.trainable)} trained tensors got no gradient, of {', '.join(layers[:5])}",
-                       cure="leave them out by lora_target_modules (a list or a regex) if text does not pass through them; "
-                            "use_gradient_checkpointing false or reentrant_checkpointing false, if either is on")
+        raise RunError(
+            f"{len(dead)} of {len(strategy.trainable)} trained tensors got no gradient, of {', '.join(layers[:5])}",
+            cure="leave them out by lora_target_modules (a list or a regex) if text does not pass through them; "
+            "use_gradient_checkpointing false or reentrant_checkpointing false, if either is on",
+        )
 
 
 def optimizer_factory(config: TrainConfig):
     """parameters -> optimizer; the learning rate is set at every step."""
+
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         kind = tables.load(tables.OPTIMIZERS[config.optimizer])
         options = {"lr": config.lr, "weight_decay": config.wd}

@@ -32,7 +32,9 @@ def set_deterministic(wanted: bool) -> None:
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # shows a read of unwritten memory, at 7 % of a step; nothing reads any
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # shows a read of unwritten memory, at 7 % of a step; nothing reads any
+    )
     torch.backends.cudnn.benchmark = False
     # Of the attention kernels that torch chooses from by device and shape, cuDNN's adds gradients in any order, and warn_only lets it.
     torch.backends.cuda.enable_cudnn_sdp(not wanted)
@@ -47,7 +49,11 @@ def exactest(device: torch.device) -> torch.dtype:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device's or the host's allocator has run out. torch has a type for CUDA's own allocator only: MPS, the driver, cuBLAS
     and Triton say it in words."""
-    return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and any(words in str(error).lower() for words in NO_MEMORY)
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or isinstance(error, RuntimeError)
+        and any(words in str(error).lower() for words in NO_MEMORY)
+    )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from .runtime import Runtime
 
 def evaluator(run, model: nn.Module, runtime: Runtime):
     """() -> the evaluation of `run`'s held-out rows, as its settings say."""
+
     def total_loss(found: Iterable) -> float:
         with evaluating(model), runtime.autocast():
             return sum(float(runtime.loss(model, batch, runtime.device)) for batch in found)
@@ -22,4 +23,6 @@ def evaluator(run, model: nn.Module, runtime: Runtime):
         with runtime.autocast():
             return answers(model, run.tokenizer, prompts, **options)
 
-    return evaluation.evaluator(run, room(model, run.config.max_new_tokens), total_loss, answered, is_out_of_memory, runtime.free)
+    return evaluation.evaluator(
+        run, room(model, run.config.max_new_tokens), total_loss, answered, is_out_of_memory, runtime.free
+    )

@@ -20,28 +20,60 @@ from .kernels import varlen
 from .kernels.attention import attention
 from .kernels.deterministic import deterministic
 
-NAME, VARLEN, NATIVE = "anyqlora", "anyqlora_varlen", "anyqlora_native"  # in transformers' table; the second has all documents in one launch
+NAME, VARLEN, NATIVE = (
+    "anyqlora",
+    "anyqlora_varlen",
+    "anyqlora_native",
+)  # in transformers' table; the second has all documents in one launch
 PLAIN = "anyqlora_plain"  # transformers' own, where nothing of ours can be; its backward is deterministic
 TOKENS = 12  # that a model is shown to see what it does: always as many, since oneDNN compiles each product for each number of tokens
-ELSEWHERE = ("softcap", "s_aux", "position_bias", "cache")  # what architectures add to attention that is not computed here
-WINDOWS = ("sliding_window", "attention_chunk_size")  # how far back a token sees: only documents longer than these show them
+ELSEWHERE = (
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "cache",
+)  # what architectures add to attention that is not computed here
+WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+)  # how far back a token sees: only documents longer than these show them
 SEEN = 3  # of each document's tokens, while a model is shown to see what it does
 DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention, which only training shows
 NEAR = {torch.float32: 1e-3}  # of the largest logit: how near flat rows are to padded ones; in 16 bits 0.05
 
 
-def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, *, alone=attention, within=attention, **options):
+def attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    is_causal=None,
+    *,
+    alone=attention,
+    within=attention,
+    **options,
+):
     """transformers' attention interface, [B, T, H, D]: ours where every token sees its document's tokens before it, else torch's.
 
     Documents come in the mask's place, as their numbers int [B, 1, 1, T]: transformers hands a mask of four dimensions on as it is.
     """
     documents = numbers(attention_mask) if attention_mask is not None and attention_mask.dtype == torch.int32 else None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    own = causal and query.shape[2] == key.shape[2] and not dropout and not any(options.get(name) is not None for name in ELSEWHERE)
+    own = (
+        causal
+        and query.shape[2] == key.shape[2]
+        and not dropout
+        and not any(options.get(name) is not None for name in ELSEWHERE)
+    )
     if documents is None and (attention_mask is not None or not own):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)
     if not own:
-        raise RunError("this architecture's attention is more than causal attention within documents", cure="--flat false")
+        raise RunError(
+            "this architecture's attention is more than causal attention within documents", cure="--flat false"
+        )
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -59,8 +91,12 @@ def numbers(mask: torch.Tensor) -> torch.Tensor:
 
 
 by_native = functools.partial(attention, is_native=True)
-for name, function in ((NAME, attend), (VARLEN, functools.partial(attend, within=varlen.attention)),
-                       (NATIVE, functools.partial(attend, alone=by_native, within=by_native)), (PLAIN, sdpa_attention_forward)):
+for name, function in (
+    (NAME, attend),
+    (VARLEN, functools.partial(attend, within=varlen.attention)),
+    (NATIVE, functools.partial(attend, alone=by_native, within=by_native)),
+    (PLAIN, sdpa_attention_forward),
+):
     AttentionInterface.register(name, deterministic(function))
     AttentionMaskInterface.register(name, sdpa_mask)
 
@@ -81,13 +117,21 @@ def flat(batch: Batch, device: torch.device, few_lengths: bool = True) -> tuple[
     products are oneDNN's, which compiles them for each, and keeps them.
     """
     own = batch.segments >= 0
-    if not own.any() or own.all() and not batch.segments.any():  # a process that has no row in this step still takes part in it
+    if (
+        not own.any() or own.all() and not batch.segments.any()
+    ):  # a process that has no row in this step still takes part in it
         return padded(batch, device)
     more = filler(batch.tokens, few_lengths) if device.type == "cpu" else 0
-    ids, positions, targets = (tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
-                               for of_batch, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE)))
+    ids, positions, targets = (
+        tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
+        for of_batch, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE))
+    )
     documents = (positions == 0).cumsum(0, dtype=torch.int32)  # counted where they start
-    return {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": documents[None, None, None]}, targets
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "attention_mask": documents[None, None, None],
+    }, targets
 
 
 def flat_in_c(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -150,15 +194,21 @@ def _are_kept_apart(model: nn.Module) -> bool:
     with evaluating(model), _narrowed(model):
         rows = model(input_ids=ids.view(2, -1), use_cache=False).logits.flatten(0, 1).float()
         documents = torch.arange(2, device=device, dtype=torch.int32).repeat_interleave(TOKENS // 2)
-        out = model(input_ids=ids[None], position_ids=positions.repeat(2)[None], attention_mask=documents[None, None, None], use_cache=False)
+        out = model(
+            input_ids=ids[None],
+            position_ids=positions.repeat(2)[None],
+            attention_mask=documents[None, None, None],
+            use_cache=False,
+        )
     off = (out.logits[0].float() - rows).abs().max()
     return bool(off <= NEAR.get(out.logits.dtype, 0.05) * rows.abs().max())
 
 
-
 def _configs(model: nn.Module) -> list:
     """The configurations that the model's parts read, each once."""
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    found = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
     return list(found.values())
 
 

@@ -67,8 +67,18 @@ class Unended:
         self.streamer.end()
 
 
-def answers(model: nn.Module, tokenizer, prompts: list, *, max_new_tokens: int, batch_size: int = 16, ends: Sequence[str] = (),
-            between=lambda: None, streamer=None, **sampling) -> list[str]:
+def answers(
+    model: nn.Module,
+    tokenizer,
+    prompts: list,
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    ends: Sequence[str] = (),
+    between=lambda: None,
+    streamer=None,
+    **sampling,
+) -> list[str]:
     """The text that follows each prompt (a list of token ids), greedily unless `sampling` says otherwise. `ends`: see learned_ends.
 
     Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no `room` has no answer. A `streamer` is told the tokens of one prompt as they come.
@@ -87,8 +97,12 @@ def answers(model: nn.Module, tokenizer, prompts: list, *, max_new_tokens: int, 
             for row, i in enumerate(some):  # on the left, so that all answers begin in one column
                 ids[row, width - len(prompts[i]) :] = torch.as_tensor(prompts[i], dtype=torch.long)
                 mask[row, width - len(prompts[i]) :] = 1
-            out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), streamer=streamer and Unended(streamer, ending),
-                                 generation_config=GenerationConfig(max_new_tokens=left[some[0]], **asked))
+            out = model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                streamer=streamer and Unended(streamer, ending),
+                generation_config=GenerationConfig(max_new_tokens=left[some[0]], **asked),
+            )
             for row, i in enumerate(some):
                 new = out[row, width:].tolist()
                 end = next((k for k, token in enumerate(new) if token in ending), len(new))

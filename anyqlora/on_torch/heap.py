@@ -10,7 +10,11 @@ import sys
 # mallopt's parameters, from glibc's malloc.h
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 # A block of MMAP_THRESHOLD bytes or more gets pages of its own, MMAP_MAX of them at most, which are unmapped when it is freed
-RESTING = {MMAP_THRESHOLD: 32 << 20, MMAP_MAX: 65536, TRIM_THRESHOLD: 64 << 20}  # where glibc's own adaptive thresholds end
+RESTING = {
+    MMAP_THRESHOLD: 32 << 20,
+    MMAP_MAX: 65536,
+    TRIM_THRESHOLD: 64 << 20,
+}  # where glibc's own adaptive thresholds end
 LOADING = {MMAP_THRESHOLD: 64 << 10, MMAP_MAX: 65536, TRIM_THRESHOLD: 128 << 10}
 TRAINING = {MMAP_MAX: 0, TRIM_THRESHOLD: -1}  # nothing leaves by itself
 WORTH = 0.05  # of the plan; less is not worth the way
@@ -54,8 +58,21 @@ def unmapping():
 class _Info(ctypes.Structure):
     """struct mallinfo2 of glibc's malloc.h."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 class Heap:

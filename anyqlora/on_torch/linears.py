@@ -33,14 +33,21 @@ def linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Module]:
     """{name: module} of the linear layers that are frozen and packed: all but the output head, and those that the
     architecture wants in float32. `held` is the type that a quantizer has put in their place."""
     head = model.get_output_embeddings()
-    return {name: module for name, module in model.named_modules()
-            if module is not head and (is_linear(module) or (held is not nn.Linear and isinstance(module, held)))
-            and not kept_in_float32(model, f"{name}.weight")}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module is not head
+        and (is_linear(module) or (held is not nn.Linear and isinstance(module, held)))
+        and not kept_in_float32(model, f"{name}.weight")
+    }
 
 
 def kept_in_float32(model: nn.Module, parameter: str) -> bool:
     """Whether the architecture names this parameter among those that lose too much in 16 bits (transformers' flags for it)."""
-    patterns = {*(getattr(model, "_keep_in_fp32_modules", None) or ()), *(getattr(model, "_keep_in_fp32_modules_strict", None) or ())}
+    patterns = {
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    }
     return any(re.search(pattern.replace("*", ".*"), parameter) for pattern in patterns)
 
 

@@ -39,7 +39,14 @@ class TrainedTokenLoss:
     """
 
     def __init__(self, head: nn.Linear, after: After, rows: int, is_native: bool = False, is_fused: bool = False):
-        self.head, self.after, self.rows, self.is_native, self.is_fused, self.inputs = head, after, rows, is_native, is_fused, padded
+        self.head, self.after, self.rows, self.is_native, self.is_fused, self.inputs = (
+            head,
+            after,
+            rows,
+            is_native,
+            is_fused,
+            padded,
+        )
         self.last_mlp: nn.Module | None = None
         self.rounded: Rounded | None = None
 
@@ -56,8 +63,17 @@ class TrainedTokenLoss:
         return watched.hidden.flatten(0, 1).index_select(0, kept), targets[kept]
 
     def of(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(hidden, self.head.weight, self.head.bias, targets, after=self.after, rows=self.rows,
-                             is_native=self.is_native, is_fused=self.is_fused, rounded=self.rounded)
+        return cross_entropy(
+            hidden,
+            self.head.weight,
+            self.head.bias,
+            targets,
+            after=self.after,
+            rows=self.rows,
+            is_native=self.is_native,
+            is_fused=self.is_fused,
+            rounded=self.rounded,
+        )
 
 
 class _Watched:
@@ -118,7 +134,10 @@ def last_mlp(model: nn.Module, head: nn.Linear) -> nn.Module | None:
         return None
     if model.is_gradient_checkpointing and last.gradient_checkpointing:
         return None
-    ids, kept = torch.arange(TOKENS, device=head.weight.device)[None], torch.tensor([1, 4, 5], device=head.weight.device)
+    ids, kept = (
+        torch.arange(TOKENS, device=head.weight.device)[None],
+        torch.tensor([1, 4, 5], device=head.weight.device),
+    )
     with evaluating(model), _Watched(head) as watched:
         try:
             model(input_ids=ids, use_cache=False)
@@ -140,7 +159,11 @@ def loss_of(model: nn.Module, rows: int) -> tuple[Callable, str]:
             after = what_follows(model, head)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             return token_loss, f"it cannot run without logits: {error}"
-    return (TrainedTokenLoss(head, after, rows), "") if after else (token_loss, "what it does to logits after its head is not known here")
+    return (
+        (TrainedTokenLoss(head, after, rows), "")
+        if after
+        else (token_loss, "what it does to logits after its head is not known here")
+    )
 
 
 def what_follows(model: nn.Module, head: nn.Linear) -> After | None:

@@ -13,6 +13,7 @@ def offloaded(smallest: int = SMALLEST):
 
     Weights stay. The copies run on the stream that computes, so each is done before its source is used again.
     """
+
     def pack(tensor: torch.Tensor):
         if isinstance(tensor, nn.Parameter) or tensor.numel() * tensor.element_size() < smallest:
             return None, tensor

@@ -8,8 +8,13 @@ import torch
 
 AUTOCAST = {"fp16_autocast": torch.float16, "bf16_autocast": torch.bfloat16, "bf16_buffers_autocast": torch.bfloat16}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, **AUTOCAST}
-STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16_autocast": torch.float32, "bf16_autocast": torch.float32,
-          "bf16_buffers_autocast": torch.bfloat16}
+STORED = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16_autocast": torch.float32,
+    "bf16_autocast": torch.float32,
+    "bf16_buffers_autocast": torch.bfloat16,
+}
 
 
 def autocast(plan, device: torch.device):
@@ -52,7 +57,13 @@ class LossScaler:
     def state_dict(self) -> dict:
         if not self.enabled:
             return {}
-        return {"scale": self._scale, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": self.interval, "_growth_tracker": self.good_steps}
+        return {
+            "scale": self._scale,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": self.interval,
+            "_growth_tracker": self.good_steps,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from there; how often the scale grows is this run's."""

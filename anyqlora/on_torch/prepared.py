@@ -22,21 +22,29 @@ def rebuilt(optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> Callabl
     Raises UsageError when it has stepped already, or updates what is not trained.
     """
     if optimizer.state:
-        raise UsageError("the optimizer has stepped already: what it has learned belongs to parameters that sharding replaces",
-                         cure="prepare before the first step; load_state brings a state back")
+        raise UsageError(
+            "the optimizer has stepped already: what it has learned belongs to parameters that sharding replaces",
+            cure="prepare before the first step; load_state brings a state back",
+        )
     number = {id(p): place for place, p in enumerate(trainable.values())}
     strange = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in number]
     if strange:
-        raise UsageError(f"the optimizer has {len(strange)} parameters that the model does not train, the first of shape {list(strange[0])}",
-                         cure="an optimizer over the model's own parameters")
-    groups = [({key: value for key, value in group.items() if key != "params"}, [number[id(p)] for p in group["params"]])
-              for group in optimizer.param_groups]
+        raise UsageError(
+            f"the optimizer has {len(strange)} parameters that the model does not train, the first of shape {list(strange[0])}",
+            cure="an optimizer over the model's own parameters",
+        )
+    groups = [
+        ({key: value for key, value in group.items() if key != "params"}, [number[id(p)] for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
 
     taken = inspect.signature(type(optimizer)).parameters  # defaults also has what the class adds by itself
     defaults = {key: value for key, value in optimizer.defaults.items() if key in taken}
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
-        return type(optimizer)([{"params": [parameters[place] for place in places], **options} for options, places in groups], **defaults)
+        return type(optimizer)(
+            [{"params": [parameters[place] for place in places], **options} for options, places in groups], **defaults
+        )
 
     return make
 
@@ -75,7 +83,9 @@ class PreparedScheduler:
     def __init__(self, runtime, scheduler: LRScheduler, optimizer: Optimizer):
         self.runtime, self.scheduler = runtime, scheduler
         scheduler.optimizer = optimizer
-        optimizer._opt_called = True  # torch's reminder of the order of calls looks at the optimizer that it was made for
+        optimizer._opt_called = (
+            True  # torch's reminder of the order of calls looks at the optimizer that it was made for
+        )
 
     def step(self) -> None:
         if self.runtime.sync_gradients and not self.runtime.skipped:
@@ -85,7 +95,11 @@ class PreparedScheduler:
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict:
-        return {key: value for key, value in self.scheduler.state_dict().items() if isinstance(value, (int, float, str, list))}
+        return {
+            key: value
+            for key, value in self.scheduler.state_dict().items()
+            if isinstance(value, (int, float, str, list))
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.scheduler.load_state_dict(state)
@@ -103,8 +117,10 @@ class ShardedLoader:
 
     def __init__(self, runtime, loader: DataLoader):
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or loader.batch_size is None:
-            raise NotBuilt("a DataLoader that is not over rows by number (an IterableDataset, or a batch_sampler of its own)",
-                           cure="a DataLoader over a list of rows, with a batch_size")
+            raise NotBuilt(
+                "a DataLoader that is not over rows by number (an IterableDataset, or a batch_sampler of its own)",
+                cure="a DataLoader over a list of rows, with a batch_size",
+            )
         self.runtime, self.loader, self.epoch, self.at_end = runtime, loader, 0, False
         self.rank, self.size = runtime.strategy.data_rank, runtime.strategy.data_size
 
@@ -115,8 +131,16 @@ class ShardedLoader:
     def __iter__(self) -> Iterator:
         own = self._own()
         last_full = sum(1 for rows in own if rows)
-        found = iter(DataLoader(self.loader.dataset, batch_sampler=own[:last_full], num_workers=self.loader.num_workers,
-                                collate_fn=self.loader.collate_fn, pin_memory=self.loader.pin_memory, worker_init_fn=self.loader.worker_init_fn))
+        found = iter(
+            DataLoader(
+                self.loader.dataset,
+                batch_sampler=own[:last_full],
+                num_workers=self.loader.num_workers,
+                collate_fn=self.loader.collate_fn,
+                pin_memory=self.loader.pin_memory,
+                worker_init_fn=self.loader.worker_init_fn,
+            )
+        )
         self.epoch += 1
         for number, rows in enumerate(own, 1):
             self.at_end = number == len(own)
@@ -126,10 +150,13 @@ class ShardedLoader:
     def _own(self) -> list[list[int]]:
         sampler, batch = self.loader.sampler, self.loader.batch_size
         if isinstance(sampler, RandomSampler):
-            order = shuffled(len(self.loader.dataset), self.runtime.plan.config.seed, self.epoch)[:len(sampler)]
+            order = shuffled(len(self.loader.dataset), self.runtime.plan.config.seed, self.epoch)[: len(sampler)]
         else:
             order = np.array(list(sampler), np.int64)
-        rounds = [order[start:start + batch * self.size] for start in range(0, len(self) * batch * self.size, batch * self.size)]
+        rounds = [
+            order[start : start + batch * self.size]
+            for start in range(0, len(self) * batch * self.size, batch * self.size)
+        ]
         return [np.array_split(rows, self.size)[self.rank].tolist() for rows in rounds]
 
     def _placed(self, batch):
@@ -158,5 +185,9 @@ def _empty(batch):
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_empty(value) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_empty(value) for value in batch) if any(torch.is_tensor(v) or isinstance(v, (dict, list, tuple)) for v in batch) else type(batch)()
+        return (
+            type(batch)(_empty(value) for value in batch)
+            if any(torch.is_tensor(v) or isinstance(v, (dict, list, tuple)) for v in batch)
+            else type(batch)()
+        )
     return batch

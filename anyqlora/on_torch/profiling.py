@@ -75,12 +75,18 @@ class Profiler(Unwatched):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports each start and stop on standard error
         timeline = config.export_memory_timeline  # which torch makes of shapes, stacks and allocations
         self.profile = torch.profiler.profile(
-            schedule=lambda step: action(config, step, steps), on_trace_ready=self.write, profile_memory=timeline,
-            record_shapes=config.with_shapes or timeline, with_stack=config.with_stack or timeline)
+            schedule=lambda step: action(config, step, steps),
+            on_trace_ready=self.write,
+            profile_memory=timeline,
+            record_shapes=config.with_shapes or timeline,
+            with_stack=config.with_stack or timeline,
+        )
         self.is_started = False
 
     def phase(self, name: str, is_final: bool = True):
-        if not self.is_started and name == "forward":  # of the first step: loading and the first evaluation are not profiled
+        if (
+            not self.is_started and name == "forward"
+        ):  # of the first step: loading and the first evaluation are not profiled
             self.profile.start()
             self.is_started = True
         return torch.profiler.record_function(f"anyqlora::{name}")
@@ -95,15 +101,23 @@ class Profiler(Unwatched):
     def write(self, profile) -> None:
         place = self.output / f"step-{self.first_step + profile.step_num:06d}"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that each cycle is a profile of its own, and that torch will have another timeline one day
+            warnings.simplefilter(
+                "ignore"
+            )  # that each cycle is a profile of its own, and that torch will have another timeline one day
             try:
                 self._write(profile, place)
-            except (OSError, RuntimeError, ValueError) as error:  # torch cannot read some stacks; the run does not depend on it
+            except (
+                OSError,
+                RuntimeError,
+                ValueError,
+            ) as error:  # torch cannot read some stacks; the run does not depend on it
                 self.warn(f"{place} is not whole: {type(error).__name__}: {error}")
 
     def _write(self, profile, place: Path) -> None:
         place.mkdir(parents=True)
-        averages = profile.key_averages(group_by_input_shape=self.config.with_shapes, group_by_stack_n=5 if self.config.with_stack else 0)
+        averages = profile.key_averages(
+            group_by_input_shape=self.config.with_shapes, group_by_stack_n=5 if self.config.with_stack else 0
+        )
         (place / "operators.txt").write_text(averages.table(sort_by="self_cpu_time_total", row_limit=ROWS))
         if self.config.export_trace:
             profile.export_chrome_trace(str(place / "trace.json"))
@@ -113,8 +127,13 @@ class Profiler(Unwatched):
     def _write_timeline(self, profile, path: Path) -> None:
         try:
             profile.export_memory_timeline(str(path))
-        except (AssertionError, KeyError) as error:  # torch cannot always follow the versions of each tensor: its issue 167838
-            self.warn(f"{path} has every byte as of an unknown category, since torch could not tell what its tensors are: {str(error)[:60]}")
+        except (
+            AssertionError,
+            KeyError,
+        ) as error:  # torch cannot always follow the versions of each tensor: its issue 167838
+            self.warn(
+                f"{path} has every byte as of an unknown category, since torch could not tell what its tensors are: {str(error)[:60]}"
+            )
             path.write_text(json.dumps(plain_timeline(profile)))
 
 
@@ -127,8 +146,11 @@ def plain_timeline(profile) -> list[list]:
         profile.export_chrome_trace(f"{scratch}/trace.json")
         trace = json.loads(Path(scratch, "trace.json").read_text())
     device = 1 if torch.cuda.is_available() else 0  # c10's numbers; the one whose timeline torch writes
-    seen = sorted((event["ts"], event["args"]["Bytes"]) for event in trace["traceEvents"]
-                  if event["name"] == "[memory]" and event["args"]["Device Type"] == device)
+    seen = sorted(
+        (event["ts"], event["args"]["Bytes"])
+        for event in trace["traceEvents"]
+        if event["name"] == "[memory]" and event["args"]["Device Type"] == device
+    )
     used = list(itertools.accumulate(size for _, size in seen))
     before = max(0, -min(used, default=0))  # freed in here, so there already
     start = trace["baseTimeNanoseconds"] // 1000

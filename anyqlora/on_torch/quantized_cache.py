@@ -53,16 +53,23 @@ class QuantizedCache:
         files = [*(self.source / name for name in weight_files(self.source)), *packed_files.copied(self.source)]
         is_host = self.device.type in ("cpu", "mps")
         return {
-            "format": FORMAT, "files": fingerprint.of_named(files),
+            "format": FORMAT,
+            "files": fingerprint.of_named(files),
             **{name: getattr(self.config, name) for name in ("quantizer", "double_quant", "affine_group_size")},
             "device": processor() if is_host else getattr(torch, self.device.type).get_device_name(self.device),
             "threads": torch.get_num_threads(),  # each adds up a part of the scales, whose mean is taken
-            "version": __version__, **versions()}
+            "version": __version__,
+            **versions(),
+        }
 
     @cached_property
     def path(self) -> Path:
         asked, key = self.config.quantized_cache, fingerprint.of_text(json.dumps(self.made_of, sort_keys=True))
-        root = Path(os.path.expanduser(asked)) if isinstance(asked, str) else fingerprint.memory_file().with_name("quantized")
+        root = (
+            Path(os.path.expanduser(asked))
+            if isinstance(asked, str)
+            else fingerprint.memory_file().with_name("quantized")
+        )
         name = re.sub(r"[^\w.-]+", "-", Path(self.config.model_name).name) or "model"
         return root / f"{name}-{self.config.quantizer}-{key[:16]}"
 
@@ -90,12 +97,16 @@ class QuantizedCache:
                 raise
             return None
         except (DiskFull, OSError) as error:
-            self.notes.append(f"quantized weights are not kept in {self.path.parent}: {getattr(error, 'message', error)}")
+            self.notes.append(
+                f"quantized weights are not kept in {self.path.parent}: {getattr(error, 'message', error)}"
+            )
             return None
         with contextlib.suppress(OSError):  # somebody else's cache, which this process may only read
             os.utime(self.path)
             self.prune()
-        self.news.append(f"quantized weights {'come from' if is_hit else 'are kept in'} {self.path} ({shown(size_of(self.path))})")
+        self.news.append(
+            f"quantized weights {'come from' if is_hit else 'are kept in'} {self.path} ({shown(size_of(self.path))})"
+        )
         return self.path
 
     def make(self) -> None:
@@ -135,7 +146,11 @@ class QuantizedCache:
             other = {path.name for path in paths} ^ manifest["files"].keys()
             if other:
                 return f"{min(other)}: missing, or not of it"
-            changed = [path.name for path, digest in zip(paths, fingerprint.of_files(paths), strict=True) if digest != manifest["files"][path.name]]
+            changed = [
+                path.name
+                for path, digest in zip(paths, fingerprint.of_files(paths), strict=True)
+                if digest != manifest["files"][path.name]
+            ]
             return f"{changed[0]}: its sha256 is not the one that was written" if changed else ""
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return f"{MANIFEST}: {error}"
@@ -151,7 +166,9 @@ class QuantizedCache:
                 total += size_of(path)
                 if total > self.limit and idle[path] > READING:
                     self.remove(path)
-                    self.news.append(f"the quantized weights in {path}, not used for longest, are removed: quantized_cache_limit is {shown(self.limit)}")
+                    self.news.append(
+                        f"the quantized weights in {path}, not used for longest, are removed: quantized_cache_limit is {shown(self.limit)}"
+                    )
 
     def remove(self, path: Path) -> None:
         """One rename makes it absent: a kill while its files go leaves no entry with a part of them."""

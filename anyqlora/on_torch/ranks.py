@@ -28,8 +28,15 @@ class Ranks(Several):
         """Meet the others. `plan.config.dist_timeout` seconds is how long anybody waits for them afterwards. Raises PeerLost."""
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
         self.environment = contextlib.ExitStack()
-        self.environment.enter_context(environment(  # DeepSpeed reads it
-            RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank), MASTER_ADDR=world.address, MASTER_PORT=world.port))
+        self.environment.enter_context(
+            environment(  # DeepSpeed reads it
+                RANK=str(world.rank),
+                WORLD_SIZE=str(world.size),
+                LOCAL_RANK=str(world.local_rank),
+                MASTER_ADDR=world.address,
+                MASTER_PORT=world.port,
+            )
+        )
         self.has_formed = not dist.is_initialized()
         with self.noticing():
             if self.has_formed:  # else Ray has, or whoever calls train()
@@ -39,8 +46,13 @@ class Ranks(Several):
     def _form(self, plan, world: World) -> None:
         store = dist.PrefixStore("anyqlora", meeting_place(plan.config, world))
         store = dist.PrefixStore(meet(store, world), store)  # from here on the short timeout holds: all are there
-        dist.init_process_group(collectives(torch.device(plan.device).type), store=store, rank=world.rank, world_size=world.size,
-                                timeout=timedelta(seconds=plan.config.dist_timeout))
+        dist.init_process_group(
+            collectives(torch.device(plan.device).type),
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=plan.config.dist_timeout),
+        )
 
     def told(self, value):
         return json.loads(self._bytes(json.dumps(value).encode() if self.is_first else b""))
@@ -56,7 +68,7 @@ class Ranks(Several):
         longest = max(int(size) for size in sizes)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(parts, torch.tensor(list(mine.ljust(longest)), dtype=torch.uint8))
-        return [json.loads(bytes(part[:int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+        return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
     def total(self, *values):
         summed = torch.tensor(values, dtype=torch.float64)
@@ -70,7 +82,9 @@ class Ranks(Several):
         """The first process's bytes, on all."""
         size = torch.tensor([len(mine)])
         dist.broadcast(size, src=0)
-        content = torch.tensor(list(mine), dtype=torch.uint8) if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        content = (
+            torch.tensor(list(mine), dtype=torch.uint8) if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        )
         dist.broadcast(content, src=0)
         return bytes(content.tolist())
 
@@ -95,8 +109,11 @@ def meeting_place(config: TrainConfig, world: World) -> dist.Store:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise UsageError(f"port {world.port} of {world.address} is in use", where=config.sources.get("master_port", "").replace("default", ""),
-                         cure="another --master_port, or leave it out: a free one is taken") from None
+        raise UsageError(
+            f"port {world.port} of {world.address} is in use",
+            where=config.sources.get("master_port", "").replace("default", ""),
+            cure="another --master_port, or leave it out: a free one is taken",
+        ) from None
 
 
 def meet(store: dist.Store, world: World) -> str:
@@ -110,7 +127,9 @@ def meet(store: dist.Store, world: World) -> str:
     def wait_for(key: str) -> None:
         while not store.check([key]):
             if time.monotonic() > until:
-                raise PeerLost(f"rank {world.rank} has waited two hours for the other processes", cure="look at what they say")
+                raise PeerLost(
+                    f"rank {world.rank} has waited two hours for the other processes", cure="look at what they say"
+                )
             time.sleep(POLLED)
 
     if not world.is_first:
@@ -130,8 +149,19 @@ def meet(store: dist.Store, world: World) -> str:
 class _Noticing:
     """What gloo and NCCL raise has no type of its own on every version, so its words decide."""
 
-    WORDS = ("gloo", "NCCL", "Connection closed by peer", "Timed out", "timed out", "timeout", "Connection reset", "Broken pipe",
-             "Socket", "TCPStore", "wait timeout")
+    WORDS = (
+        "gloo",
+        "NCCL",
+        "Connection closed by peer",
+        "Timed out",
+        "timed out",
+        "timeout",
+        "Connection reset",
+        "Broken pipe",
+        "Socket",
+        "TCPStore",
+        "wait timeout",
+    )
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -145,5 +175,7 @@ class _Noticing:
             return
         if self.ranks.stacks is not None:
             faulthandler.dump_traceback(self.ranks.stacks, all_threads=True)
-        raise PeerLost(f"rank {self.ranks.rank} lost another process of the run: {str(error).strip().splitlines()[0]}",
-                       cure="the same command continues from the last checkpoint") from None
+        raise PeerLost(
+            f"rank {self.ranks.rank} lost another process of the run: {str(error).strip().splitlines()[0]}",
+            cure="the same command continues from the last checkpoint",
+        ) from None

@@ -15,7 +15,7 @@ from .kernels import native
 from .kernels.products import Products, Whole, widened
 from .loss import TrainedTokenLoss
 
-NEAR = 0.08   # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
+NEAR = 0.08  # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
 TINY = 1e-30
 LOSS = 0.005  # how far the loss of those rows may move
 
@@ -28,7 +28,10 @@ class _Compared(Whole):
     """
 
     def __init__(self, rounded: Products):
-        self.rounded, self.squares = rounded, {"outputs": [0.0, TINY], "gradients": [0.0, TINY]}  # of differences, and of what they are a part of
+        self.rounded, self.squares = (
+            rounded,
+            {"outputs": [0.0, TINY], "gradients": [0.0, TINY]},
+        )  # of differences, and of what they are a part of
 
     @property
     def off(self) -> float:
@@ -52,14 +55,20 @@ class _Compared(Whole):
         if not self.rounded.takes(weight):
             noted[0] = math.inf
             return
-        rounded, whole = (y.detach().float().flatten(0, -2) for y in (product(self.rounded, self.rounded.weight(weight)), whole))
+        rounded, whole = (
+            y.detach().float().flatten(0, -2) for y in (product(self.rounded, self.rounded.weight(weight)), whole)
+        )
         apart = whole - whole.mean(0) if len(whole) > 1 else whole
         noted[0] += float((rounded - whole).square().sum())
         noted[1] += float(apart.square().sum())
 
 
-def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch.Tensor]],
-        told: Callable = lambda chosen: chosen) -> list[str]:
+def use(
+    model: nn.Module,
+    rounded: Products,
+    losses: Callable[[], Iterable[torch.Tensor]],
+    told: Callable = lambda chosen: chosen,
+) -> list[str]:
     """Let the groups of `model`'s fused layers multiply by `rounded` where that is near their whole products. Returns what is to be said.
 
     `losses` gives those of some rows, one after another, with gradients: they are run forward and back on whole products, with the rounded
@@ -68,7 +77,9 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
     """
     groups = list({id(layer.group): layer.group for layer in fused_layers(model)}.values())
     if not groups:
-        raise RunError("frozen_products: none of this model's LoRA layers is fused with its weight", cure="--frozen_products full")
+        raise RunError(
+            "frozen_products: none of this model's LoRA layers is fused with its weight", cure="--frozen_products full"
+        )
     whole = _compared(groups, rounded, losses)
     model.zero_grad()
     off = {number: group.products.off for number, group in enumerate(groups)}
@@ -77,20 +88,36 @@ def use(model: nn.Module, rounded: Products, losses: Callable[[], Iterable[torch
         group.multiply_by(rounded if number in near else group.whole)
     worst = groups[max(off, key=off.__getitem__)].names[0]
     if not near:
-        raise RunError(f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
-                       cure="--frozen_products full")
-    with unmapping():  # in a forward pass they would lie among what passes, beside holes as large as what they are made from
+        raise RunError(
+            f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
+            cure="--frozen_products full",
+        )
+    with (
+        unmapping()
+    ):  # in a forward pass they would lie among what passes, beside holes as large as what they are made from
         for group in groups:
             group.make()
     moved = abs(_total(losses) - whole) / max(abs(whole), TINY)
     if not moved <= LOSS:
-        raise RunError(f"frozen_products: the rows' loss moves by {moved:.2%}, and {LOSS:.1%} is allowed", cure="--frozen_products full")
+        raise RunError(
+            f"frozen_products: the rows' loss moves by {moved:.2%}, and {LOSS:.1%} is allowed",
+            cure="--frozen_products full",
+        )
     left = len(groups) - len(near)
-    said = [f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than {NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"] * bool(left)
-    return [*said, f"rounded products are at most {max(off[number] for number in near):.1%} off whole ones; the rows' loss moves by {moved:.3%}"]
+    said = [
+        f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than {NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"
+    ] * bool(left)
+    return [
+        *said,
+        f"rounded products are at most {max(off[number] for number in near):.1%} off whole ones; the rows' loss moves by {moved:.3%}",
+    ]
 
 
-def use_head(loss: TrainedTokenLoss, seen: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]], told: Callable = lambda chosen: chosen) -> list[str]:
+def use_head(
+    loss: TrainedTokenLoss,
+    seen: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]],
+    told: Callable = lambda chosen: chosen,
+) -> list[str]:
     """Let the gradient of the output head's input be of numbers in 8 bits where that is near the whole one. Returns what is to be said.
 
     `seen` gives the head's inputs [N, H] and the targets [N] of some rows. The loss itself stays as it is. Only where the head is C's.
@@ -107,11 +134,17 @@ def use_head(loss: TrainedTokenLoss, seen: Callable[[], Iterable[tuple[torch.Ten
     off = math.sqrt(apart / whole)
     is_near = told(off <= NEAR)
     loss.rounded = rounded if is_near else None
-    return [f"the output head's gradient in 8 bits is {off:.1%} off the whole one" if is_near else f"the output head's gradient is not rounded: it would be {off:.0%} off"]
+    return [
+        f"the output head's gradient in 8 bits is {off:.1%} off the whole one"
+        if is_near
+        else f"the output head's gradient is not rounded: it would be {off:.0%} off"
+    ]
 
 
 @torch.enable_grad()
-def _gradient(loss: TrainedTokenLoss, rounded: native.Rounded | None, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _gradient(
+    loss: TrainedTokenLoss, rounded: native.Rounded | None, hidden: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     loss.rounded, hidden = rounded, hidden.detach().requires_grad_()
     return torch.autograd.grad(loss.of(hidden, targets), hidden)[0].float()
 

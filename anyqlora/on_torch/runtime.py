@@ -48,7 +48,9 @@ class Runtime:
             keep_products(plan.memory.products if plan.memory else COMPILED)
             if plan.config.threads != "auto":
                 torch.set_num_threads(plan.config.threads)
-        self.loss = token_loss  # (model, batch, device) -> sum over trained tokens; `build` may put a faster one in its place
+        self.loss = (
+            token_loss  # (model, batch, device) -> sum over trained tokens; `build` may put a faster one in its place
+        )
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
         self.sync_gradients = True  # whether the micro-batch that is under way, or was the last, ends its step
         self.grad_norm: float | None = None  # of the last step
@@ -67,7 +69,10 @@ class Runtime:
         from ..world import World
 
         # A plan is one of a model and rows; a loop of your own has both, so what stands in for them here is not read.
-        config = resolve({"train_type": "full", "model_name": "demo", "dataset": "demo", "batch_size": 1, **settings}, said="Runtime.of")
+        config = resolve(
+            {"train_type": "full", "model_name": "demo", "dataset": "demo", "batch_size": 1, **settings},
+            said="Runtime.of",
+        )
         config = World.here(config).stated(config)
         if config.world_size == -1:
             config = config.with_(world_size=1)
@@ -119,22 +124,45 @@ class Runtime:
 
         Raises UsageError for anything else.
         """
-        kinds = {"model": nn.Module, "trainable": dict, "optimizer": Optimizer, "scheduler": LRScheduler, "loader": DataLoader}
-        named = [next((name for name, kind in kinds.items() if isinstance(one, kind)), "factory" if callable(one) else "") for one in objects]
+        kinds = {
+            "model": nn.Module,
+            "trainable": dict,
+            "optimizer": Optimizer,
+            "scheduler": LRScheduler,
+            "loader": DataLoader,
+        }
+        named = [
+            next((name for name, kind in kinds.items() if isinstance(one, kind)), "factory" if callable(one) else "")
+            for one in objects
+        ]
         if named.count("model") != 1 or "" in named:
             strange = [type(one).__name__ for one, name in zip(objects, named, strict=True) if not name]
-            raise UsageError(f"prepare: {', '.join(strange)} cannot be prepared" if strange else f"prepare: {named.count('model')} models, not one",
-                             cure="one model, and optimizers, schedulers and DataLoaders that go with it")
+            raise UsageError(
+                f"prepare: {', '.join(strange)} cannot be prepared"
+                if strange
+                else f"prepare: {named.count('model')} models, not one",
+                cure="one model, and optimizers, schedulers and DataLoaders that go with it",
+            )
         given = dict(zip(named, objects, strict=True))
         model = given["model"]
         trainable = given.get("trainable") or {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer, factory = given.get("optimizer"), given.get("factory")
         if factory is None:
-            factory = rebuilt(optimizer, trainable) if optimizer is not None else lambda parameters: torch.optim.SGD(parameters, lr=0.0)
+            factory = (
+                rebuilt(optimizer, trainable)
+                if optimizer is not None
+                else lambda parameters: torch.optim.SGD(parameters, lr=0.0)
+            )
         prepared = self.strategy.prepare(model, trainable, factory)
         made = PreparedOptimizer(self, prepared.optimizer)
-        done = {"model": lambda one: prepared.model, "trainable": lambda one: trainable, "optimizer": lambda one: made, "factory": lambda one: made,
-                "scheduler": lambda one: PreparedScheduler(self, one, prepared.optimizer), "loader": lambda one: ShardedLoader(self, one)}
+        done = {
+            "model": lambda one: prepared.model,
+            "trainable": lambda one: trainable,
+            "optimizer": lambda one: made,
+            "factory": lambda one: made,
+            "scheduler": lambda one: PreparedScheduler(self, one, prepared.optimizer),
+            "loader": lambda one: ShardedLoader(self, one),
+        }
         found = [done[name](one) for name, one in zip(named, objects, strict=True)]
         self._prepared += [one for one in found if isinstance(one, (PreparedScheduler, ShardedLoader))]
         return found[0] if len(found) == 1 else tuple(found)
@@ -199,7 +227,9 @@ class Runtime:
         ZeRO 1 to 3, which measure in their step (`grad_norm` has it then)."""
         return self.strategy.clip(max_norm) if self.sync_gradients else None
 
-    def optimizer_step_and_zero_grad(self, optimizer=None, model=None, max_grad_norm: float | None = None) -> float | None:
+    def optimizer_step_and_zero_grad(
+        self, optimizer=None, model=None, max_grad_norm: float | None = None
+    ) -> float | None:
         """At a boundary: clip, update, clear. Returns the gradient norm before clipping; None off a boundary, where nothing happens."""
         if not self.sync_gradients:
             return None
@@ -212,7 +242,9 @@ class Runtime:
         return self._step(max_grad_norm, skip)
 
     def _step(self, max_grad_norm: float | None, skip: bool = False) -> StepResult:
-        with room_for("the optimizer's step", "--optimizer adamw_8bit or sgd, a smaller --lora_rank, or a smaller --batch_size"):
+        with room_for(
+            "the optimizer's step", "--optimizer adamw_8bit or sgd, a smaller --lora_rank, or a smaller --batch_size"
+        ):
             result = self.strategy.step(max_grad_norm=max_grad_norm, skip=skip)
         self.grad_norm, self.skipped = result.grad_norm, result.skipped
         return result
@@ -261,7 +293,11 @@ class Runtime:
         number of processes. All processes call it; the first one writes."""
         learned, moments = self.strategy.gather_trainable(), self.strategy.gather_moments()
         if self.is_main_process:
-            loop = {"scaler": self.strategy.scaler.state_dict(), "counted": self._counted, "prepared": [one.state_dict() for one in self._prepared]}
+            loop = {
+                "scaler": self.strategy.scaler.state_dict(),
+                "counted": self._counted,
+                "prepared": [one.state_dict() for one in self._prepared],
+            }
             files = {LEARNED: _bytes(learned), MOMENTS: _bytes(moments), LOOP: to_json(loop)}
             write_directory(Path(directory), files, Disk(), manifest={})
         self.wait_for_everyone()
@@ -273,10 +309,15 @@ class Runtime:
             learned, moments = load_file(directory / LEARNED), load_file(directory / MOMENTS)
             loop = json.loads((directory / LOOP).read_bytes())
         except (OSError, ValueError) as error:
-            raise UsageError(f"no state that can be read: {error}", where=str(directory), cure="a directory that save_state wrote") from None
+            raise UsageError(
+                f"no state that can be read: {error}", where=str(directory), cure="a directory that save_state wrote"
+            ) from None
         if learned.keys() != self.strategy.trainable.keys():
             strange = sorted(learned.keys() ^ self.strategy.trainable.keys())
-            raise UsageError(f"the state of another model: {len(strange)} names differ, {strange[0]} is the first", where=str(directory))
+            raise UsageError(
+                f"the state of another model: {len(strange)} names differ, {strange[0]} is the first",
+                where=str(directory),
+            )
         self.strategy.load_trainable(learned)
         self.strategy.load_moments(moments)
         self.strategy.scaler.load_state_dict(loop["scaler"]) if loop["scaler"] else None

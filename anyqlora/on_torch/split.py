@@ -45,12 +45,20 @@ def summed(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def gathered(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """All processes' features side by side; backward takes the own ones."""
-    return DTensor.from_local(y, mesh, [Shard(y.ndim - 1)], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    return (
+        DTensor.from_local(y, mesh, [Shard(y.ndim - 1)], run_check=False)
+        .redistribute(placements=[Replicate()])
+        .to_local()
+    )
 
 
 def sliced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """This process's features of x; backward puts them side by side."""
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(x.ndim - 1)]).to_local()
+    return (
+        DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        .redistribute(placements=[Shard(x.ndim - 1)])
+        .to_local()
+    )
 
 
 class Copier:
@@ -93,7 +101,9 @@ class SliceDropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.p:
             return x
-        mask = F.dropout(torch.ones((*x.shape[:-1], x.shape[-1] * self.mesh.size()), dtype=x.dtype, device=x.device), self.p)
+        mask = F.dropout(
+            torch.ones((*x.shape[:-1], x.shape[-1] * self.mesh.size()), dtype=x.dtype, device=x.device), self.p
+        )
         return x * mask.chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()]
 
 
@@ -106,7 +116,9 @@ def split_frozen(module: nn.Module, split: Split, mesh: DeviceMesh, copier: Copi
             module.bias = nn.Parameter(bias.chunk(mesh.size())[mesh.get_local_rank()].clone(), requires_grad=False)
     else:
         module.bias = None  # added once, to the sum
-        module.register_forward_hook(lambda _, args, y: summed(y, mesh) if bias is None else summed(y, mesh) + bias.to(y.dtype))
+        module.register_forward_hook(
+            lambda _, args, y: summed(y, mesh) if bias is None else summed(y, mesh) + bias.to(y.dtype)
+        )
 
 
 def split_adapter(layer: LoraLayer, split: Split | None, mesh: DeviceMesh) -> None:

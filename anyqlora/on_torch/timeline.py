@@ -53,7 +53,11 @@ class Timeline(Unwatched):
 
     def _write(self, found: list[dict]) -> None:
         if self.run.ranks.is_first:
-            trace = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"collectives": counted(found, self.run.ranks.rank)}}
+            trace = {
+                "traceEvents": found,
+                "displayTimeUnit": "ms",
+                "otherData": {"collectives": counted(found, self.run.ranks.rank)},
+            }
             replace(self.path, json.dumps(trace).encode(), Disk())
 
 
@@ -63,9 +67,29 @@ def events(recorded, rank: int) -> list[dict]:
     for event in recorded:
         start, length = event.time_range.start, event.time_range.end - event.time_range.start
         if event.name.startswith(PHASE):
-            found.append({"name": event.name.removeprefix(PHASE), "cat": "phase", "ph": "X", "ts": start, "dur": length, "pid": rank, "tid": 0})
+            found.append(
+                {
+                    "name": event.name.removeprefix(PHASE),
+                    "cat": "phase",
+                    "ph": "X",
+                    "ts": start,
+                    "dur": length,
+                    "pid": rank,
+                    "tid": 0,
+                }
+            )
         elif event.name.startswith(COLLECTIVES) and not event.name.endswith(NO_COLLECTIVES):
-            found.append({"name": event.name.partition("::")[2].strip("_"), "cat": "collective", "ph": "X", "ts": start, "dur": length, "pid": rank, "tid": 1})
+            found.append(
+                {
+                    "name": event.name.partition("::")[2].strip("_"),
+                    "cat": "collective",
+                    "ph": "X",
+                    "ts": start,
+                    "dur": length,
+                    "pid": rank,
+                    "tid": 1,
+                }
+            )
     phases = [event for event in found if event["cat"] == "phase"]
     for event in found:
         around = [phase for phase in phases if phase["ts"] <= event["ts"] < phase["ts"] + phase["dur"]]

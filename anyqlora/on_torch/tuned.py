@@ -49,17 +49,29 @@ class Tuned:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
         torch.manual_seed(self.plan.config.seed)
         with self.runtime.autocast():
-            return answers(self.model, self.tokenizer, prompts, max_new_tokens=self.plan.config.max_new_tokens, ends=learned_ends(self.run.report),
-                           **sampling, **options)
+            return answers(
+                self.model,
+                self.tokenizer,
+                prompts,
+                max_new_tokens=self.plan.config.max_new_tokens,
+                ends=learned_ends(self.run.report),
+                **sampling,
+                **options,
+            )
 
     def _check(self, prompts: list[list[int]]) -> None:
-        named = [(ids, f"question {number}" if len(prompts) > 1 else "the question") for number, ids in enumerate(prompts, 1)]
+        named = [
+            (ids, f"question {number}" if len(prompts) > 1 else "the question") for number, ids in enumerate(prompts, 1)
+        ]
         check_tokens(self.plan.config, self.tokenizer, named)
         fits = room(self.model, self.plan.config.max_new_tokens)
         for ids, where in named:
             if not fits(ids):
-                raise UsageError(f"its {len(ids)} tokens fill the model's positions and leave no room for an answer", where=where,
-                                 cure="a shorter one")
+                raise UsageError(
+                    f"its {len(ids)} tokens fill the model's positions and leave no room for an answer",
+                    where=where,
+                    cure="a shorter one",
+                )
 
 
 def load(run: Finished, changed: dict) -> Tuned:
@@ -83,8 +95,13 @@ def opened(run: Finished, plan) -> Tuned:
         saved = load_file(run.folder / ADAPTER)
         strange = sorted(saved.keys() ^ built.trainable.keys())
         if strange:
-            raise UsageError(f"the adapter does not fit the base: {len(strange)} tensors are in one only, {strange[0]} is the first",
-                             where=str(run.folder / ADAPTER), cure="--model_name with the base that the run was trained on")
+            raise UsageError(
+                f"the adapter does not fit the base: {len(strange)} tensors are in one only, {strange[0]} is the first",
+                where=str(run.folder / ADAPTER),
+                cure="--model_name with the base that the run was trained on",
+            )
         # PiSSA's file has what it started from appended to each tensor; the leading part was trained.
-        runtime.strategy.load_trainable({name: saved[name][tuple(map(slice, p.shape))] for name, p in built.trainable.items()})
+        runtime.strategy.load_trainable(
+            {name: saved[name][tuple(map(slice, p.shape))] for name, p in built.trainable.items()}
+        )
     return Tuned(run, plan, words, model, runtime)

@@ -29,7 +29,9 @@ from .linears import kept_in_float32, linears
 from .quantizers.experts import PackedExperts, expert_parameters
 
 METHOD = "anyqlora"
-LEFT_OUT = 1 / 20  # of the weights, embeddings aside, that a quantized model may keep as they are: convolutions, routers
+LEFT_OUT = (
+    1 / 20
+)  # of the weights, embeddings aside, that a quantized model may keep as they are: convolutions, routers
 
 
 @dataclass
@@ -79,12 +81,18 @@ class _Stream(HfQuantizer):
             self.filled[name] = placing.quantizer.empty(module)
             model.set_submodule(name, self.filled[name])
         quantized = placing.quantizer.bits < 16
-        self.experts = {name: PackedExperts(name, model.get_parameter(name).shape, placing.quantizer)
-                        for name in (expert_parameters(model) if quantized else ())}
+        self.experts = {
+            name: PackedExperts(name, model.get_parameter(name).shape, placing.quantizer)
+            for name in (expert_parameters(model) if quantized else ())
+        }
         if quantized:
             refuse_what_stays(model, {*self.experts, *(f"{name}.weight" for name in self.filled)})
         for name, parameter in model.named_parameters():
-            if parameter.is_floating_point() and not kept_in_float32(model, name) and not (quantized and self.param_needs_quantization(model, name)):
+            if (
+                parameter.is_floating_point()
+                and not kept_in_float32(model, name)
+                and not (quantized and self.param_needs_quantization(model, name))
+            ):
                 parameter.data = parameter.data.to(self.quantization_config.dtype)
 
     def param_needs_quantization(self, model, param_name: str, **_) -> bool:
@@ -126,9 +134,14 @@ class _Fill(ConversionOps):
     @torch.no_grad()
     def filled(self, name: str, tensor) -> nn.Parameter:
         tensor = tensor[0] if isinstance(tensor, list) else tensor
-        if not tensor.is_floating_point():  # whole numbers that a library made of a weight would be packed without a word, most of them as 0
-            raise UsageError(f"{name} comes as {tensor.dtype}".replace("torch.", ""), where=self.stream.directory,
-                             cure="weights in bf16, fp16 or float32; and the versions of requirements.txt")
+        if (
+            not tensor.is_floating_point()
+        ):  # whole numbers that a library made of a weight would be packed without a word, most of them as 0
+            raise UsageError(
+                f"{name} comes as {tensor.dtype}".replace("torch.", ""),
+                where=self.stream.directory,
+                cure="weights in bf16, fp16 or float32; and the versions of requirements.txt",
+            )
         if name in self.stream.experts:
             self.stream.experts[name].fill(tensor)
             return nn.Parameter(torch.empty(0, device=tensor.device), requires_grad=False)
@@ -136,8 +149,11 @@ class _Fill(ConversionOps):
         weight = tensor.T if owner in self.stream.transposed else tensor
         module = self.stream.filled[owner]
         if weight.shape != (module.out_features, module.in_features):
-            raise UsageError(f"{name} has shape {list(weight.shape)} in the files and [{module.out_features}, {module.in_features}] in the model",
-                             where=self.stream.directory, cure="a config.json and weights that belong together")
+            raise UsageError(
+                f"{name} has shape {list(weight.shape)} in the files and [{module.out_features}, {module.in_features}] in the model",
+                where=self.stream.directory,
+                cure="a config.json and weights that belong together",
+            )
         return self.stream.quantization_config.placing.fill(owner, module, weight)
 
 
@@ -154,36 +170,67 @@ def refuse_what_stays(model: nn.Module, packed: set[str]) -> None:
     share = sum(left.values()) / max(1, sum(sizes.values()))
     if share > LEFT_OUT:
         name = max(left, key=left.get)
-        raise NotBuilt(f"{name} {list(model.get_parameter(name).shape)} and others like it, {share:.0%} of the weights of a "
-                       f"{model.config.model_type} model, are in no linear layer and would stay unquantized", cure="--quantizer none")
+        raise NotBuilt(
+            f"{name} {list(model.get_parameter(name).shape)} and others like it, {share:.0%} of the weights of a "
+            f"{model.config.model_type} model, are in no linear layer and would stay unquantized",
+            cure="--quantizer none",
+        )
 
 
-def read(directory: str, placing: Placing, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
+def read(
+    directory: str, placing: Placing, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> nn.Module:
     """The causal LM of `directory`, its linear and expert weights through `placing`, everything else in `dtype`.
 
     Raises UsageError for files that are not this model's, NotBuilt for weights that cannot be quantized.
     """
     stream = _StreamConfig(placing, dtype)
-    eager = {"experts_implementation": "eager"} if placing.quantizer.bits < 16 else {}  # the one that takes an expert at a time
+    eager = (
+        {"experts_implementation": "eager"} if placing.quantizer.bits < 16 else {}
+    )  # the one that takes an expert at a time
     try:
-        model = _loaded(directory, trust_remote_code, dtype=exact_dtype(directory, dtype), device_map={"": device}, quantization_config=stream, **eager)
+        model = _loaded(
+            directory,
+            trust_remote_code,
+            dtype=exact_dtype(directory, dtype),
+            device_map={"": device},
+            quantization_config=stream,
+            **eager,
+        )
     except RuntimeError as error:
         raise (stream.failure or error) from None
     own(model)
     model.hf_quantizer.remove_quantization_config(model)
-    model.config.dtype = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code).dtype  # the files' own, for saving
+    model.config.dtype = AutoConfig.from_pretrained(
+        directory, trust_remote_code=trust_remote_code
+    ).dtype  # the files' own, for saving
     return model
 
 
 def outline(model: nn.Module, quantizer) -> dict:
     """What another process must know of a model that was read to make the same without its values, JSON-able: which layers the quantizer
     holds, and which experts."""
-    return {"layers": [name for name, module in linears(model, quantizer.module_type).items() if isinstance(module, quantizer.module_type)],
-            "experts": [[name, list(module.shape)] for name, module in model.named_modules() if isinstance(module, PackedExperts)]}
+    return {
+        "layers": [
+            name
+            for name, module in linears(model, quantizer.module_type).items()
+            if isinstance(module, quantizer.module_type)
+        ],
+        "experts": [
+            [name, list(module.shape)] for name, module in model.named_modules() if isinstance(module, PackedExperts)
+        ],
+    }
 
 
-def outlined(directory: str, quantizer, choose: Callable[[nn.Module], None], about: dict, *, dtype: torch.dtype,
-             trust_remote_code: bool = False) -> nn.Module:
+def outlined(
+    directory: str,
+    quantizer,
+    choose: Callable[[nn.Module], None],
+    about: dict,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+) -> nn.Module:
     """The causal LM of `directory` without values (on the meta device), its layers as `about`, an `outline`, says.
 
     Parameters that stay as they are have the type that the reader gives them only once they are shared.
@@ -214,12 +261,24 @@ def exact_dtype(directory: str, dtype: torch.dtype) -> torch.dtype:
 
     Codes must not depend on the precision, so a weight is never rounded before it is quantized.
     """
-    kinds = {about["dtype"] for path in Path(directory).glob("*.safetensors") for name, about in check_safetensors(path).items() if name != "__metadata__"}
+    kinds = {
+        about["dtype"]
+        for path in Path(directory).glob("*.safetensors")
+        for name, about in check_safetensors(path).items()
+        if name != "__metadata__"
+    }
     return dtype if dtype == torch.bfloat16 and kinds <= {"BF16"} else torch.float32
 
 
-def read_quantized(directory: str, quantizer, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False,
-                   made_in: torch.dtype | None = None) -> nn.Module:
+def read_quantized(
+    directory: str,
+    quantizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    made_in: torch.dtype | None = None,
+) -> nn.Module:
     """The causal LM of a checkpoint that bitsandbytes has already quantized as `quantizer` does: codes and scales as they are in the
     files, in modules as the quantizer makes them (transformers' own compute in the dtype that they were saved with).
 
@@ -248,19 +307,40 @@ def give_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def read_packed(directory: str, quantizer, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False,
-                made_in: torch.dtype | None = None) -> nn.Module:
+def read_packed(
+    directory: str,
+    quantizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    made_in: torch.dtype | None = None,
+) -> nn.Module:
     """The causal LM of a directory whose linear weights are packed as the affine quantizer packs them: codes, scales and biases as they are
     in the files; `made_in` as for `read_quantized`. Raises UsageError for files that are not this model's, NotBuilt where more than linear layers is packed."""
-    there = {name: about["dtype"] for path in Path(directory).glob("*.safetensors") for name, about in check_safetensors(path).items() if name != "__metadata__"}
+    there = {
+        name: about["dtype"]
+        for path in Path(directory).glob("*.safetensors")
+        for name, about in check_safetensors(path).items()
+        if name != "__metadata__"
+    }
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # mlx-lm's words, which transformers does not know
     stream = _PackedConfig(quantizer, there, dtype)
-    model = _loaded(directory, trust_remote_code, dtype=made_in or dtype, device_map={"": device}, quantization_config=stream, config=config)
+    model = _loaded(
+        directory,
+        trust_remote_code,
+        dtype=made_in or dtype,
+        device_map={"": device},
+        quantization_config=stream,
+        config=config,
+    )
     model.hf_quantizer.remove_quantization_config(model)
     for module in model.modules():
-        if isinstance(module, quantizer.module_type):  # codes, scale and bias are read as they are; no precision changes them
+        if isinstance(
+            module, quantizer.module_type
+        ):  # codes, scale and bias are read as they are; no precision changes them
             scales, biases = module.scales.data, module.biases.data
             del module.scales, module.biases
             module.scales, module.biases = scales.clone(), biases.clone()
@@ -293,8 +373,11 @@ class _Packed(HfQuantizer):
         layers = linears(model)
         others = sorted(packed - layers.keys())
         if others:
-            raise NotBuilt(f"{len(others)} parts of the checkpoint are packed that are no frozen linear layers here, {others[0]} is the first",
-                           where=model.name_or_path, cure="python -m anyqlora quantize of the full-precision model: it packs linear layers only")
+            raise NotBuilt(
+                f"{len(others)} parts of the checkpoint are packed that are no frozen linear layers here, {others[0]} is the first",
+                where=model.name_or_path,
+                cure="python -m anyqlora quantize of the full-precision model: it packs linear layers only",
+            )
         for name in packed:
             scales = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[about.there[f"{name}.scales"]]
             model.set_submodule(name, about.quantizer.empty(layers[name]).expect_files(scales))
@@ -312,15 +395,28 @@ def _loaded(directory: str, trust_remote_code: bool, **options) -> nn.Module:
     with _without_reports():
         try:
             model, loaded = AutoModelForCausalLM.from_pretrained(
-                directory, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+                directory,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
         except ValueError as error:
-            raise UsageError(f"transformers makes no causal language model of it: {str(error).strip().splitlines()[0]}", where=directory,
-                             cure="a causal language model (a decoder)") from None
+            raise UsageError(
+                f"transformers makes no causal language model of it: {str(error).strip().splitlines()[0]}",
+                where=directory,
+                cure="a causal language model (a decoder)",
+            ) from None
     refuse_what_does_not_fit(loaded, directory)
     if loaded["unexpected_keys"]:
         strange = sorted(loaded["unexpected_keys"])
-        print(printable(f"warning: {directory}: {len(strange)} tensors of the files are in no part of the model, {strange[0]} is the first"),
-              file=sys.stderr)
+        print(
+            printable(
+                f"warning: {directory}: {len(strange)} tensors of the files are in no part of the model, {strange[0]} is the first"
+            ),
+            file=sys.stderr,
+        )
     return model
 
 
@@ -328,11 +424,16 @@ def _check_config(directory: str, trust_remote_code: bool) -> None:
     """Raises UsageError for a config.json that transformers does not understand."""
     try:
         AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except Exception as error:  # an unknown model_type, a value of a wrong type and code that is not to be run come as other kinds
+    except (
+        Exception
+    ) as error:  # an unknown model_type, a value of a wrong type and code that is not to be run come as other kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         cure = "a model that this version of transformers knows, or a newer transformers"
         if not trust_remote_code and "trust_remote_code" in str(error):
-            reason, cure = "the model comes with Python code of its own, which is not run unasked", "read its *.py files, then --trust_remote_code true"
+            reason, cure = (
+                "the model comes with Python code of its own, which is not run unasked",
+                "read its *.py files, then --trust_remote_code true",
+            )
         raise UsageError(f"not read by transformers: {reason}", where=f"{directory}/config.json", cure=cure) from None
 
 
@@ -366,8 +467,14 @@ def refuse_what_does_not_fit(loaded: dict, directory: str) -> None:
     missing, others = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
     if others:
         name, there, here = others[0]
-        raise UsageError(f"{len(others)} weights have another shape in the files than in the model, the first: {name} {list(there)}, not {list(here)}",
-                         where=directory, cure="a config.json and weights that belong together")
+        raise UsageError(
+            f"{len(others)} weights have another shape in the files than in the model, the first: {name} {list(there)}, not {list(here)}",
+            where=directory,
+            cure="a config.json and weights that belong together",
+        )
     if missing:
-        raise UsageError(f"{len(missing)} weights are not in the files, {missing[0]} is the first", where=directory,
-                         cure="download the model again, or use a checkpoint of this very architecture")
+        raise UsageError(
+            f"{len(missing)} weights are not in the files, {missing[0]} is the first",
+            where=directory,
+            cure="download the model again, or use a checkpoint of this very architecture",
+        )

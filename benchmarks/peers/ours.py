@@ -31,16 +31,27 @@ def main(settings: dict, warmup: int, imports: tuple[str, ...] = AS_THE_OTHERS) 
     imported = time.time() - psutil.Process().create_time()
     with tempfile.TemporaryDirectory() as output:
         peak = Peak()
-        result = train.train(resolve({**settings, "output_dir": output, "run_name": "run", "save_steps": 0, "log_to": "none"}, environ={}))
+        result = train.train(
+            resolve(
+                {**settings, "output_dir": output, "run_name": "run", "save_steps": 0, "log_to": "none"}, environ={}
+            )
+        )
         lines = [json.loads(line) for line in (Path(output) / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "event" not in line]
     timed = steps[warmup:]
     seconds = sum(s["seconds"] for s in timed)
-    return {"losses": [s["loss"] for s in steps], "grad_norms": [s["grad_norm"] for s in steps],
-            "tokens_per_second": sum(s["tokens"] for s in timed) / seconds,
-            "trained_tokens_per_second": sum(s["trained_tokens"] for s in timed) / seconds, "peak_rise_bytes": peak.rise(),
-            "imports_s": imported, "time_to_first_step_s": result["time_to_first_step_s"], "planned_memory_bytes": result["planned_memory_bytes"],
-            "peak_memory_bytes": result["peak_memory_bytes"], "backend": result["backend"]}
+    return {
+        "losses": [s["loss"] for s in steps],
+        "grad_norms": [s["grad_norm"] for s in steps],
+        "tokens_per_second": sum(s["tokens"] for s in timed) / seconds,
+        "trained_tokens_per_second": sum(s["trained_tokens"] for s in timed) / seconds,
+        "peak_rise_bytes": peak.rise(),
+        "imports_s": imported,
+        "time_to_first_step_s": result["time_to_first_step_s"],
+        "planned_memory_bytes": result["planned_memory_bytes"],
+        "peak_memory_bytes": result["peak_memory_bytes"],
+        "backend": result["backend"],
+    }
 
 
 if __name__ == "__main__":

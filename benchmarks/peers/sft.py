@@ -30,13 +30,28 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
     imported = time.time() - psutil.Process().create_time()
     config = resolve(settings, environ={})
     tokenizer = AutoTokenizer.from_pretrained(config.model_name)
-    stream = data.Stream(data.prepare(config, tokenizer).train, batch_size=config.batch_size, max_steps=config.max_steps, num_epochs=1,
-                         gradient_accumulation_steps=config.gradient_accumulation_steps, seed=config.seed, packing=False,
-                         context_length=config.context_length, pad_id=0)
+    stream = data.Stream(
+        data.prepare(config, tokenizer).train,
+        batch_size=config.batch_size,
+        max_steps=config.max_steps,
+        num_epochs=1,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        seed=config.seed,
+        packing=False,
+        context_length=config.context_length,
+        pad_id=0,
+    )
     index = {e.where: e for sequence in stream.sequences for e in sequence}
     chosen = [index[where] for step in range(stream.total_steps) for where in stream.rows(step)]
-    rows = Dataset.from_list([{"input_ids": e.ids.tolist(), "labels": [int(t) if k else -100 for t, k in zip(e.ids, e.trained, strict=True)]}
-                              for e in chosen])
+    rows = Dataset.from_list(
+        [
+            {
+                "input_ids": e.ids.tolist(),
+                "labels": [int(t) if k else -100 for t, k in zip(e.ids, e.trained, strict=True)],
+            }
+            for e in chosen
+        ]
+    )
     peak = Peak()
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -58,20 +73,52 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
     options = dict(options)
     kind = options.pop("adapters", "float32")
     with tempfile.TemporaryDirectory() as output:
-        arguments = SFTConfig(**{
-            "output_dir": output, "max_steps": config.max_steps, "num_train_epochs": 1, "per_device_train_batch_size": config.batch_size,
-            "gradient_accumulation_steps": config.gradient_accumulation_steps, "learning_rate": config.lr, "lr_scheduler_type": "constant", "warmup_steps": 0,
-            "weight_decay": config.wd, "max_grad_norm": config.grad_norm, "logging_steps": 1, "report_to": [], "save_strategy": "no",
-            "use_cpu": device == "cpu", "bf16": False, "fp16": False, "seed": config.seed, "max_length": config.context_length,
-            "gradient_checkpointing": config.use_gradient_checkpointing is True, "train_sampling_strategy": "sequential",
-            "dataset_kwargs": {"skip_prepare_dataset": not options.get("packing")}, "optim": "adamw_torch", "disable_tqdm": True,
-            "dataloader_pin_memory": False, **options})
-        trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=arguments, callbacks=[clock], peft_config=adapters)
+        arguments = SFTConfig(
+            **{
+                "output_dir": output,
+                "max_steps": config.max_steps,
+                "num_train_epochs": 1,
+                "per_device_train_batch_size": config.batch_size,
+                "gradient_accumulation_steps": config.gradient_accumulation_steps,
+                "learning_rate": config.lr,
+                "lr_scheduler_type": "constant",
+                "warmup_steps": 0,
+                "weight_decay": config.wd,
+                "max_grad_norm": config.grad_norm,
+                "logging_steps": 1,
+                "report_to": [],
+                "save_strategy": "no",
+                "use_cpu": device == "cpu",
+                "bf16": False,
+                "fp16": False,
+                "seed": config.seed,
+                "max_length": config.context_length,
+                "gradient_checkpointing": config.use_gradient_checkpointing is True,
+                "train_sampling_strategy": "sequential",
+                "dataset_kwargs": {"skip_prepare_dataset": not options.get("packing")},
+                "optim": "adamw_torch",
+                "disable_tqdm": True,
+                "dataloader_pin_memory": False,
+                **options,
+            }
+        )
+        trainer = SFTTrainer(
+            model=model,
+            processing_class=tokenizer,
+            train_dataset=rows,
+            args=arguments,
+            callbacks=[clock],
+            peft_config=adapters,
+        )
         for name, p in trainer.model.named_parameters():
             if "lora_" in name and kind != "own":
                 p.data = p.data.to(getattr(torch, kind))
             if "lora_A" in name:
-                p.data.copy_(torch.from_numpy(uniform_start(name.split(".lora_A")[0], tuple(p.shape), 1 / math.sqrt(p.shape[1]), config.seed)))
+                p.data.copy_(
+                    torch.from_numpy(
+                        uniform_start(name.split(".lora_A")[0], tuple(p.shape), 1 / math.sqrt(p.shape[1]), config.seed)
+                    )
+                )
         collate = trainer.data_collator
 
         def counted(examples: list[dict]) -> dict:
@@ -83,9 +130,17 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
         trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     queue = iter(batches)  # in the order of training, whatever was fetched ahead
-    per_step = [tuple(map(sum, zip(*islice(queue, arguments.gradient_accumulation_steps), strict=True))) for _ in clock.steps]
+    per_step = [
+        tuple(map(sum, zip(*islice(queue, arguments.gradient_accumulation_steps), strict=True))) for _ in clock.steps
+    ]
     seconds = sum(clock.steps[warmup:])
-    return {"losses": [entry["loss"] for entry in history], "grad_norms": [entry["grad_norm"] for entry in history],
-            "tokens_per_second": sum(tokens for tokens, _ in per_step[warmup:]) / seconds,
-            "trained_tokens_per_second": sum(trained for _, trained in per_step[warmup:]) / seconds,
-            "peak_rise_bytes": peak.rise(), "imports_s": imported, "time_to_first_step_s": clock.first, "versions": versions()}
+    return {
+        "losses": [entry["loss"] for entry in history],
+        "grad_norms": [entry["grad_norm"] for entry in history],
+        "tokens_per_second": sum(tokens for tokens, _ in per_step[warmup:]) / seconds,
+        "trained_tokens_per_second": sum(trained for _, trained in per_step[warmup:]) / seconds,
+        "peak_rise_bytes": peak.rise(),
+        "imports_s": imported,
+        "time_to_first_step_s": clock.first,
+        "versions": versions(),
+    }

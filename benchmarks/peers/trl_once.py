@@ -9,7 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this directory, in which this file has the package's own name
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # not this directory, in which this file has the package's own name
 
 from peers import trl  # noqa: E402
 

@@ -11,23 +11,39 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this directory, in which this file has the package's own name
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # not this directory, in which this file has the package's own name
 
 
 def load(config, dtype, device):
     from unsloth import FastLanguageModel
 
     recompute = "unsloth" if config.use_gradient_checkpointing is True else False
-    model, _ = FastLanguageModel.from_pretrained(config.model_name, max_seq_length=config.context_length, dtype=dtype,
-                                                 load_in_4bit=config.quantizer == "nf4", use_gradient_checkpointing=recompute)
+    model, _ = FastLanguageModel.from_pretrained(
+        config.model_name,
+        max_seq_length=config.context_length,
+        dtype=dtype,
+        load_in_4bit=config.quantizer == "nf4",
+        use_gradient_checkpointing=recompute,
+    )
     model = FastLanguageModel.get_peft_model(
-        model, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, bias="none", random_state=config.seed,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], use_gradient_checkpointing=recompute)
+        model,
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        bias="none",
+        random_state=config.seed,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        use_gradient_checkpointing=recompute,
+    )
     return model, None
 
 
 def main(settings: dict, warmup: int, options: dict) -> dict:
-    os.environ["UNSLOTH_CPU_COMPILE"] = str(int(options.pop("compile", False)))  # its CPU backend's only switch for speed
+    os.environ["UNSLOTH_CPU_COMPILE"] = str(
+        int(options.pop("compile", False))
+    )  # its CPU backend's only switch for speed
     import torch
     import unsloth  # noqa: F401 - asks to be imported before what it patches
     from peers import sft

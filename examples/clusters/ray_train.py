@@ -26,7 +26,9 @@ def main(argv: list[str]) -> None:
     from anyqlora.config import spelled
 
     flags = dict(word.removeprefix("--").split("=", 1) for word in spelled(argv[2:]))
-    TorchTrainer(worker, train_loop_config=flags, scaling_config=ScalingConfig(num_workers=int(argv[1]), use_gpu=True)).fit()
+    TorchTrainer(
+        worker, train_loop_config=flags, scaling_config=ScalingConfig(num_workers=int(argv[1]), use_gpu=True)
+    ).fit()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,12 @@ from backend_manager import BackendManager
 
 def some(values, default) -> list:
     """Test parameters; those that are not among `default` run by name only, marked slow."""
-    return [value if value in default else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
+    return [
+        value
+        if value in default
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+        for value in values
+    ]
 
 
 PLANS = [3, 1, 4, 2, 2]  # micro-batches of each step
@@ -29,9 +34,24 @@ ROWS = 2  # per micro-batch
 
 def planned(base, world_size: int, **settings):
     """A real plan. SGD and AdamW take a rate of 1e-2; nothing is dropped out."""
-    given = {"model_name": str(base), "dataset": "demo", "backend": "cpu", "precision": "fp32", "batch_size": ROWS, "lora_rank": 4, "lora_alpha": 8,
-             "lora_dropout": 0, "lr": 1e-2, "wd": 0.01, "log_to": "none", "use_gradient_checkpointing": False, "context_length": 64,
-             "fused": False, "flat": False, **settings}  # the fast paths of one process round otherwise in 16 bits
+    given = {
+        "model_name": str(base),
+        "dataset": "demo",
+        "backend": "cpu",
+        "precision": "fp32",
+        "batch_size": ROWS,
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0,
+        "lr": 1e-2,
+        "wd": 0.01,
+        "log_to": "none",
+        "use_gradient_checkpointing": False,
+        "context_length": 64,
+        "fused": False,
+        "flat": False,
+        **settings,
+    }  # the fast paths of one process round otherwise in 16 bits
     if given.get("train_type") == "full" or given.get("adapter") == "full":
         given = {key: value for key, value in given.items() if not key.startswith("lora_")}
     config = resolve({**given, "world_size": world_size} if world_size > 1 else given, environ={}, said="test")
@@ -46,9 +66,15 @@ def batch(step: int, rank: int, number: int, vocabulary: int = 128, ragged: bool
     ids, targets, segments = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32), np.full(shape, -1, np.int32)
     for row, length in enumerate(lengths):
         ids[row, :length] = draw.integers(3, vocabulary, length)
-        targets[row, 1:length - 1] = ids[row, 2:length]
+        targets[row, 1 : length - 1] = ids[row, 2:length]
         segments[row, :length] = 0
-    return Batch(ids, targets, np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(), segments, tuple("test:1" for _ in range(ROWS)))
+    return Batch(
+        ids,
+        targets,
+        np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
+        segments,
+        tuple("test:1" for _ in range(ROWS)),
+    )
 
 
 def rows_of(step: int, ranks, plan) -> list[Batch]:
@@ -57,12 +83,16 @@ def rows_of(step: int, ranks, plan) -> list[Batch]:
 
 def counted(profile) -> int:
     """Collectives that the profiler saw."""
-    return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::") and "barrier" not in event.key)
+    return sum(
+        event.count for event in profile.key_averages() if event.key.startswith("c10d::") and "barrier" not in event.key
+    )
 
 
 def gradient_traffic(profile) -> int:
     """Collectives that add: all-reduce, reduce-scatter, reduce."""
-    return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::") and "reduce" in event.key)
+    return sum(
+        event.count for event in profile.key_averages() if event.key.startswith("c10d::") and "reduce" in event.key
+    )
 
 
 class Trained:
@@ -123,13 +153,22 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
 def fast_paths(runtime, model) -> dict:
     """What this process runs on: fused layers, those with products in 8 bits and those in C, modules of our kernels, and what a batch is for the model."""
     layers = fused_layers(model)
-    return {"fused": len(layers), "rounded": sum(layer.group.products is not layer.group.whole for layer in layers),
-            "in_c": sum(is_in_c(layer.group.products) for layer in layers), "kernels": sum(type(module).__module__ == "anyqlora.on_torch.kernels.modules" for module in model.modules()),
-            "inputs": runtime.loss.inputs.__name__, "last_mlp": runtime.loss.last_mlp is not None}
+    return {
+        "fused": len(layers),
+        "rounded": sum(layer.group.products is not layer.group.whole for layer in layers),
+        "in_c": sum(is_in_c(layer.group.products) for layer in layers),
+        "kernels": sum(type(module).__module__ == "anyqlora.on_torch.kernels.modules" for module in model.modules()),
+        "inputs": runtime.loss.inputs.__name__,
+        "last_mlp": runtime.loss.last_mlp is not None,
+    }
 
 
 def is_in_c(products) -> bool:
-    return is_in_c(products.ahead) and is_in_c(products.back) if isinstance(products, EachWay) else isinstance(products, NativeWhole | NativeInt8)
+    return (
+        is_in_c(products.ahead) and is_in_c(products.back)
+        if isinstance(products, EachWay)
+        else isinstance(products, NativeWhole | NativeInt8)
+    )
 
 
 def micro_batch(runtime, model, rows, everything, is_final, form, spoil, step) -> float:
@@ -153,7 +192,11 @@ def micro_batch(runtime, model, rows, everything, is_final, form, spoil, step) -
 def watching(count: bool):
     import contextlib
 
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if count else contextlib.nullcontext(Counter())
+    return (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        if count
+        else contextlib.nullcontext(Counter())
+    )
 
 
 def numpy_of(tensors) -> dict:

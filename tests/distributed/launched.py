@@ -13,19 +13,43 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-JOB = {"backend": "cpu", "strategy": "ddp", "world_size": 2, "precision": "fp32", "batch_size": 2, "gradient_accumulation_steps": 2, "context_length": 128,
-       "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "lora_target_modules": "q_proj,v_proj", "max_steps": 30, "save_steps": 3, "eval_dataset": "",
-       "log_to": "stdout", "model_name": "demo", "dataset": "demo", "run_name": "run"}
+JOB = {
+    "backend": "cpu",
+    "strategy": "ddp",
+    "world_size": 2,
+    "precision": "fp32",
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "context_length": 128,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "lora_dropout": 0.1,
+    "lora_target_modules": "q_proj,v_proj",
+    "max_steps": 30,
+    "save_steps": 3,
+    "eval_dataset": "",
+    "log_to": "stdout",
+    "model_name": "demo",
+    "dataset": "demo",
+    "run_name": "run",
+}
 
 
 def command(output, **settings) -> list[str]:
-    flags = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in {**JOB, **settings}.items() if value != ""]
+    flags = [
+        f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in {**JOB, **settings}.items()
+        if value != ""
+    ]
     return [sys.executable, str(ROOT / "train.py"), f"--output_dir={output}", *flags]
 
 
 def environment() -> dict[str, str]:
     """As on a machine where nobody has set anything of a launcher."""
-    return {**{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}, "OMP_NUM_THREADS": "1"}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 class Launched:
@@ -35,7 +59,9 @@ class Launched:
         output.mkdir(parents=True, exist_ok=True)
         self.output, self.paths = output, (output / "out.txt", output / "err.txt")
         with open(self.paths[0], "w") as out, open(self.paths[1], "w") as err:
-            self.process = subprocess.Popen(command(output, **settings), stdout=out, stderr=err, env=environment(), cwd=ROOT)
+            self.process = subprocess.Popen(
+                command(output, **settings), stdout=out, stderr=err, env=environment(), cwd=ROOT
+            )
 
     def __enter__(self):
         return self
@@ -55,7 +81,9 @@ class Launched:
     def ranks(self) -> list[psutil.Process]:
         """The processes of the run, in the order of their ranks."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            found = [child for child in psutil.Process(self.process.pid).children() if "anyqlora.worker" in child.cmdline()]
+            found = [
+                child for child in psutil.Process(self.process.pid).children() if "anyqlora.worker" in child.cmdline()
+            ]
             return sorted(found, key=lambda child: int(child.environ()["RANK"]))
         return []
 

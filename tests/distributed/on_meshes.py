@@ -23,10 +23,17 @@ def vocabulary():
     whole = spread.distribute_tensor(by_columns, spread.TensorLayout((None, None), mesh))
     variable = spread.distribute_variable(torch.nn.Parameter(rows), spread.TensorLayout(("model", None), mesh))
     own = spread.distribute_data_input(rows[:1], spread.TensorLayout(("model", None), mesh))
-    return {"devices": spread.list_devices(), "count": spread.get_device_count("cpu"), "who": (spread.num_processes(), spread.process_id()),
-            "columns": by_columns.to_local().numpy(), "whole": whole.to_local().numpy(), "variable": variable.detach().to_local().numpy(),
-            "is_parameter": isinstance(variable, torch.nn.Parameter) and variable.requires_grad, "own": own.full_tensor().numpy(),
-            "moved": spread.DeviceMesh((2,), ("batch",), ["cpu:1", "cpu:0"]).backend_mesh.mesh.tolist()}
+    return {
+        "devices": spread.list_devices(),
+        "count": spread.get_device_count("cpu"),
+        "who": (spread.num_processes(), spread.process_id()),
+        "columns": by_columns.to_local().numpy(),
+        "whole": whole.to_local().numpy(),
+        "variable": variable.detach().to_local().numpy(),
+        "is_parameter": isinstance(variable, torch.nn.Parameter) and variable.requires_grad,
+        "own": own.full_tensor().numpy(),
+        "moved": spread.DeviceMesh((2,), ("batch",), ["cpu:1", "cpu:0"]).backend_mesh.mesh.tolist(),
+    }
 
 
 def refused():
@@ -44,11 +51,18 @@ def refused():
         "device": lambda: spread.list_devices("gpu"),
         "kind": lambda: spread.list_devices("abacus"),
         "again": lambda: spread.initialize("127.0.0.1:1", 2, 1 - rank),
-        "uneven": lambda: spread.DataParallel().distribute_dataset(DataLoader(TensorDataset(torch.arange(7)), batch_size=4)),
-        "odd": lambda: spread.DataParallel().distribute_dataset(DataLoader(TensorDataset(torch.arange(6)), batch_size=3)),
+        "uneven": lambda: spread.DataParallel().distribute_dataset(
+            DataLoader(TensorDataset(torch.arange(7)), batch_size=4)
+        ),
+        "odd": lambda: spread.DataParallel().distribute_dataset(
+            DataLoader(TensorDataset(torch.arange(6)), batch_size=3)
+        ),
         "iterable": lambda: spread.DataParallel().distribute_dataset([1, 2]),
         "none set": lambda: spread.distribute_dataset([1, 2]),
-        "other mesh": lambda: spread.distribute_tensor(spread.distribute_tensor(torch.ones(2), layout), spread.TensorLayout((None,), spread.DeviceMesh((1, 2), ("a", "b")))),
+        "other mesh": lambda: spread.distribute_tensor(
+            spread.distribute_tensor(torch.ones(2), layout),
+            spread.TensorLayout((None,), spread.DeviceMesh((1, 2), ("a", "b"))),
+        ),
     }
     found = {}
     for name, attempt in tries.items():
@@ -125,7 +139,9 @@ def torch_steps(kind):
     """Three SGD steps of a torch module under `kind`; None: undistributed. Returns ({name: value}, {name: local shape})."""
     joined()
     model, (x, y) = network(), data()
-    found = kind and distribution_of(kind, spread, ".", {r"up\.weight": ("model", None), r"up\.bias": ("model",), r"down\.weight": (None, "model")})
+    found = kind and distribution_of(
+        kind, spread, ".", {r"up\.weight": ("model", None), r"up\.bias": ("model",), r"down\.weight": (None, "model")}
+    )
     if found:
         found.distribute_module(model)
         x, y = (spread.distribute_tensor(t, found.get_data_layout(t.shape)) for t in (x, y))
@@ -149,11 +165,23 @@ def keras_steps(kind):
     bridge.install()
     bridge.install()  # a second time changes nothing
     keras.utils.set_random_seed(rank)  # processes that start differently end with process 0's variables
-    names = {".*/up/kernel": (None, "model"), ".*/up/bias": ("model",), ".*/down/kernel": ("model", None), "model/down/output": ("batch", None, None)}
+    names = {
+        ".*/up/kernel": (None, "model"),
+        ".*/up/bias": ("model",),
+        ".*/down/kernel": ("model", None),
+        "model/down/output": ("batch", None, None),
+    }
     found = kind and distribution_of(kind, keras.distribution, "/", names)
     keras.distribution.set_distribution(found)
-    model = keras.Sequential([keras.layers.Embedding(12, 8, name="embed"), keras.layers.Dense(16, activation="gelu", name="up"),
-                              keras.layers.LayerNormalization(name="norm"), keras.layers.Dense(12, name="down")], name="model")
+    model = keras.Sequential(
+        [
+            keras.layers.Embedding(12, 8, name="embed"),
+            keras.layers.Dense(16, activation="gelu", name="up"),
+            keras.layers.LayerNormalization(name="norm"),
+            keras.layers.Dense(12, name="down"),
+        ],
+        name="model",
+    )
     model.build((8, 5))
     (x, y) = data()
     if found:
@@ -165,12 +193,18 @@ def keras_steps(kind):
         optimizer.step()
         optimizer.zero_grad()
     after = {v.path: v.numpy() for v in model.trainable_variables}
-    shapes = {v.path: tuple(v.value.to_local().shape) if isinstance(v.value, DTensor) else tuple(v.value.shape) for v in model.trainable_variables}
+    shapes = {
+        v.path: tuple(v.value.to_local().shape) if isinstance(v.value, DTensor) else tuple(v.value.shape)
+        for v in model.trainable_variables
+    }
     model.trainable_variables[0].assign(np.zeros((12, 8)))
     refusal = ""
     if found:
         model.compile("sgd", "mse")
-        for train in (lambda: model.fit(np.zeros((8, 5)), np.zeros((8, 5, 12))), lambda: model.predict(np.zeros((8, 5)))):
+        for train in (
+            lambda: model.fit(np.zeros((8, 5)), np.zeros((8, 5, 12))),
+            lambda: model.predict(np.zeros((8, 5))),
+        ):
             with pytest.raises(ValueError, match="does not distribute") as caught:
                 train()
         refusal = str(caught.value)

@@ -33,8 +33,20 @@ def joined():
 
 COUNTS = [3, 1, 4, 2, 3]  # micro-batches of each step
 ROWS = 4  # of a micro-batch, over all processes
-SETTINGS = {"backend": "cpu", "dataset": "demo", "lora_dropout": 0.0, "lr": 2e-4, "precision": "fp32", "context_length": 128, "wd": 0.01, "lora_rank": 8,
-            "lora_alpha": 16, "warmup_steps": 0, "lr_scheduler": "constant", "max_steps": len(COUNTS)}
+SETTINGS = {
+    "backend": "cpu",
+    "dataset": "demo",
+    "lora_dropout": 0.0,
+    "lr": 2e-4,
+    "precision": "fp32",
+    "context_length": 128,
+    "wd": 0.01,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+    "warmup_steps": 0,
+    "lr_scheduler": "constant",
+    "max_steps": len(COUNTS),
+}
 
 
 class Started:
@@ -53,13 +65,18 @@ class Started:
         self.runtime = Runtime(self.plan)
         self.strategy = self.runtime.strategy
         self.built = build(config, self.runtime)
-        self.model, _, self.optimizer = self.runtime.prepare(self.built.model, self.built.trainable, optimizer_factory(config))
+        self.model, _, self.optimizer = self.runtime.prepare(
+            self.built.model, self.built.trainable, optimizer_factory(config)
+        )
 
     def batches(self, step, count):
         """(this process's micro-batches, trained tokens of the step over all processes)."""
-        share = slice(self.strategy.data_rank * ROWS // self.strategy.data_size, (self.strategy.data_rank + 1) * ROWS // self.strategy.data_size)
+        share = slice(
+            self.strategy.data_rank * ROWS // self.strategy.data_size,
+            (self.strategy.data_rank + 1) * ROWS // self.strategy.data_size,
+        )
         first = 20 * step
-        whole = [self.rows[first + ROWS * i:first + ROWS * (i + 1)] for i in range(count)]
+        whole = [self.rows[first + ROWS * i : first + ROWS * (i + 1)] for i in range(count)]
         trained = sum(data.padded([[e] for e in rows], 0).trained for rows in whole)
         return [data.padded([[e] for e in rows[share]], 0) for rows in whole], trained
 
@@ -87,8 +104,15 @@ def trained(settings, counts=COUNTS):
     started = Started(**settings)
     start = started.adapter()
     steps = [started.step(number, count) for number, count in enumerate(counts)]
-    return {"losses": [loss for loss, _ in steps], "norms": [norm for _, norm in steps], "start": arrays(start), "adapter": arrays(started.adapter()),
-            "gathered": arrays(started.strategy.gather_trainable()), "moments": arrays(started.strategy.gather_moments()), "data": (started.strategy.data_rank, started.strategy.data_size)}
+    return {
+        "losses": [loss for loss, _ in steps],
+        "norms": [norm for _, norm in steps],
+        "start": arrays(start),
+        "adapter": arrays(started.adapter()),
+        "gathered": arrays(started.strategy.gather_trainable()),
+        "moments": arrays(started.strategy.gather_moments()),
+        "data": (started.strategy.data_rank, started.strategy.data_size),
+    }
 
 
 def arrays(tensors):
@@ -100,8 +124,6 @@ def distance(a, b, start):
     assert a.keys() == b.keys() == start.keys()
     far = sum(np.square(a[k].astype(np.float64) - b[k]).sum() for k in a)
     return float(np.sqrt(far / sum(np.square(a[k].astype(np.float64) - start[k]).sum() for k in a)))
-
-
 
 
 def compared(settings, counts, mesh="model=2", layout="default"):
@@ -130,9 +152,14 @@ def watched(settings, counts):
         batches, trained_tokens = started.batches(number, count)
         for i, batch in enumerate(batches, 1):
             loss = started.runtime.loss(started.model, batch, started.runtime.device) / trained_tokens
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, started.runtime.micro_batch(is_final=i == count):
+            with (
+                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+                started.runtime.micro_batch(is_final=i == count),
+            ):
                 started.runtime.backward(loss)
-            seen = Counter({event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")})
+            seen = Counter(
+                {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
+            )
             found.append({key: seen[key] for key in sorted(seen)})
         started.runtime.step(started.config.lr, 1.0)
     codes = {name: p for name, p in started.built.model.named_parameters() if p.dtype == torch.uint8}
@@ -159,7 +186,9 @@ def guarded(settings):
     found = []
     for other in (full, spread):
         try:
-            started.strategy.assert_in_effect(started.model, {**started.built.trainable, name: torch.nn.Parameter(other)})
+            started.strategy.assert_in_effect(
+                started.model, {**started.built.trainable, name: torch.nn.Parameter(other)}
+            )
         except RunError as error:
             found.append(str(error))
     return found

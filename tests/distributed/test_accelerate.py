@@ -21,10 +21,21 @@ def test_the_model_is_wrapped_by_accelerate():
     assert world(2, made, {}) == [("DistributedDataParallel", 2)] * 2
 
 
-@pytest.mark.parametrize("size, environ, why", [
-    pytest.param(2, {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP is set: strategy accelerate is data parallel", marks=pytest.mark.slow),
-    pytest.param(2, {"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED is set", marks=pytest.mark.slow),
-    (1, {}, "Accelerate wraps nothing there")])
+@pytest.mark.parametrize(
+    "size, environ, why",
+    [
+        pytest.param(
+            2,
+            {"ACCELERATE_USE_FSDP": "true"},
+            "ACCELERATE_USE_FSDP is set: strategy accelerate is data parallel",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2, {"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED is set", marks=pytest.mark.slow
+        ),
+        (1, {}, "Accelerate wraps nothing there"),
+    ],
+)
 def test_what_accelerate_would_drop_is_refused(size, environ, why):
     with pytest.raises(WorldFailed, match=why):
         world(size, made, environ)

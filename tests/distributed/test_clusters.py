@@ -37,12 +37,24 @@ def submitted(tmp_path, code: int):
     """The script run as sbatch runs it, in an allocation of two tasks."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, text in {"srun": SRUN, "scontrol": '#!/bin/bash\necho "scontrol $*"\n', "python": f'#!/bin/bash\nexec {sys.executable} {tmp_path}/told.py "$@"\n'}.items():
+    for name, text in {
+        "srun": SRUN,
+        "scontrol": '#!/bin/bash\necho "scontrol $*"\n',
+        "python": f'#!/bin/bash\nexec {sys.executable} {tmp_path}/told.py "$@"\n',
+    }.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     (tmp_path / "told.py").write_text(TOLD)
-    environ = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHON": str(tools / "python"), "SLURM_JOB_ID": "70001", "SLURM_NTASKS": "2",
-               "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "gpu[07-08]", "TASKS_END_WITH": str(code)}
+    environ = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHON": str(tools / "python"),
+        "SLURM_JOB_ID": "70001",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "0",
+        "SLURM_JOB_NODELIST": "gpu[07-08]",
+        "TASKS_END_WITH": str(code),
+    }
     return subprocess.run(["bash", str(SCRIPT), "--lr", "1e-3"], capture_output=True, text=True, cwd=ROOT, env=environ)
 
 
@@ -56,7 +68,9 @@ def test_the_slurm_script_is_a_script():
 def test_each_task_is_a_process_of_one_run(code, tmp_path):
     done = submitted(tmp_path, code)
     port = 20000 + 70001 % 20000
-    assert done.stdout.splitlines()[:2] == [f"task {rank} 2 {rank} gpu07 {port} 2 slurm-70001 0.001" for rank in (0, 1)], done.stderr
+    assert done.stdout.splitlines()[:2] == [
+        f"task {rank} 2 {rank} gpu07 {port} 2 slurm-70001 0.001" for rank in (0, 1)
+    ], done.stderr
     assert done.returncode == code
     assert ("scontrol requeue 70001" in done.stdout) == (code == 75)  # stopped and resumable: queued again
 
@@ -66,16 +80,30 @@ def test_the_kubeflow_job_starts_train_py_by_torchrun():
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     (container,) = worker["template"]["spec"]["containers"]
-    assert container["command"][:2] == ["torchrun", "train.py"] and container["name"] == "pytorch"  # the name that the operator looks for
+    assert (
+        container["command"][:2] == ["torchrun", "train.py"] and container["name"] == "pytorch"
+    )  # the name that the operator looks for
     flags = dict(word.removeprefix("--").split("=", 1) for word in spelled(container["command"][2:]))
     config = resolve(flags, environ={})
     assert config.output_dir in {mount["mountPath"] for mount in container["volumeMounts"]}
     size = worker["replicas"] * int(job["spec"]["nprocPerNode"])
-    pod = {"RANK": "5", "WORLD_SIZE": str(size), "LOCAL_RANK": "1", "MASTER_ADDR": "kubeflow-worker-0", "MASTER_PORT": "29500"}  # what torchrun sets in a pod
+    pod = {
+        "RANK": "5",
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "kubeflow-worker-0",
+        "MASTER_PORT": "29500",
+    }  # what torchrun sets in a pod
     assert World.here(config, pod).size == size == 8
 
 
 def test_the_ray_recipe_takes_the_flags_of_train_py():
     """Ray itself is not installed here: what is seen is that the file says how it is used, and that its flags are ours."""
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / "clusters" / "ray_train.py")], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and "usage: ray_train.py --workers N [flags of train.py]" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "clusters" / "ray_train.py")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (
+        done.returncode == 1
+        and "usage: ray_train.py --workers N [flags of train.py]" in done.stderr
+        and "Traceback" not in done.stderr
+    )

@@ -42,6 +42,7 @@ class TestDeepSpeed3(StrategyContract):
 class TestAccelerate(StrategyContract):
     strategy, works_alone = "accelerate", False
 
+
 class TestTensorParallel(StrategyContract):
     """Over a model of somebody's own, whose frozen layers a layout file splits; all processes are along the model axis."""
 

@@ -26,7 +26,11 @@ def loading_before_the_first_step(linked):
     runtime.prepare(model, torch.optim.Adam(model.parameters()))
     strategy = runtime.strategy
     flat = strategy._flat(model.weight)
-    strategy.optimizer.state[flat] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+    strategy.optimizer.state[flat] = {
+        "step": torch.tensor(1.0),
+        "exp_avg": torch.zeros_like(flat),
+        "exp_avg_sq": torch.zeros_like(flat),
+    }
     if linked:
         link_moments(strategy.zero)
     try:
@@ -57,10 +61,21 @@ def engine_of(options):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
     runtime.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     strategy = runtime.strategy
-    return strategy.engine.zero_optimization_stage(), type(strategy.engine.optimizer).__name__, hasattr(model[0].weight, "ds_tensor")
+    return (
+        strategy.engine.zero_optimization_stage(),
+        type(strategy.engine.optimizer).__name__,
+        hasattr(model[0].weight, "ds_tensor"),
+    )
 
 
-@pytest.mark.parametrize("stage, optimizer, sharded", [(0, "SGD", False), (1, "DeepSpeedZeroOptimizer", False), (2, "DeepSpeedZeroOptimizer", False),
-                                                        (3, "DeepSpeedZeroOptimizer_Stage3", True)])
+@pytest.mark.parametrize(
+    "stage, optimizer, sharded",
+    [
+        (0, "SGD", False),
+        (1, "DeepSpeedZeroOptimizer", False),
+        (2, "DeepSpeedZeroOptimizer", False),
+        (3, "DeepSpeedZeroOptimizer_Stage3", True),
+    ],
+)
 def test_the_engine_has_the_stage_that_was_asked_for(stage, optimizer, sharded):
     assert world(2, engine_of, f"zero_stage={stage}") == [(stage, optimizer, sharded)] * 2

@@ -22,9 +22,16 @@ def test_a_layout_map_takes_the_exact_key_then_the_one_regex_that_matches_fully(
     assert layouts["a/dense_1/kernel"] is None and layouts["dense_1/kernel/more"] is None
     assert list(layouts) == ["dense.*kernel", ".*bias", "dense_9/kernel"] and len(layouts) == 3
     layouts["dense_1.*"] = TensorLayout((None, None))
-    with pytest.raises(LayoutError, match=r"'dense_1/kernel' matches several layout keys: 'dense\.\*kernel', 'dense_1\.\*'"):
+    with pytest.raises(
+        LayoutError, match=r"'dense_1/kernel' matches several layout keys: 'dense\.\*kernel', 'dense_1\.\*'"
+    ):
         layouts["dense_1/kernel"]
-    for key, value, said in ((".*bias", ("model",), "there already"), ("(", (None,), "not a regex"), ("x", 3, "not a layout"), ("y", ("pipe",), "unknown axes")):
+    for key, value, said in (
+        (".*bias", ("model",), "there already"),
+        ("(", (None,), "not a regex"),
+        ("x", 3, "not a layout"),
+        ("y", ("pipe",), "unknown axes"),
+    ):
         with pytest.raises(ValueError, match=said):
             layouts[key] = value
     del layouts["dense_1.*"]
@@ -37,18 +44,30 @@ def test_tensors_lie_as_their_layouts_say():
     for rank, found in enumerate((first, second)):
         assert found["devices"] == ["cpu:0", "cpu:1"] and found["count"] == 2 and found["who"] == (2, rank)
         assert found["is_parameter"] and found["moved"] == [1, 0]
-        np.testing.assert_array_equal(found["columns"], whole[:, 2 * rank:2 * rank + 2])
-        np.testing.assert_array_equal(found["variable"], whole[rank:rank + 1])
+        np.testing.assert_array_equal(found["columns"], whole[:, 2 * rank : 2 * rank + 2])
+        np.testing.assert_array_equal(found["variable"], whole[rank : rank + 1])
         np.testing.assert_array_equal(found["whole"], whole)
         np.testing.assert_array_equal(found["own"], np.stack([whole[0], whole[0] + 100]))
 
 
 def test_what_cannot_be_in_effect_is_refused():
     first, second = world(2, on_meshes.refused)
-    said = {"too many": "there are 2 processes", "shape": "needs 3 devices, and there are 2", "axis": "unknown axes ['model']", "no mesh": "has no mesh",
-            "dimensions": "a layout of 1 dimensions", "twice": "two dimensions by one axis", "device": "no gpu", "kind": "unknown device type 'abacus'",
-            "again": "already", "uneven": "a batch of 3 rows", "odd": "a batch of 3 rows", "iterable": "list cannot be shared", "none set": "no distribution is set",
-            "other mesh": "cannot be laid out"}
+    said = {
+        "too many": "there are 2 processes",
+        "shape": "needs 3 devices, and there are 2",
+        "axis": "unknown axes ['model']",
+        "no mesh": "has no mesh",
+        "dimensions": "a layout of 1 dimensions",
+        "twice": "two dimensions by one axis",
+        "device": "no gpu",
+        "kind": "unknown device type 'abacus'",
+        "again": "already",
+        "uneven": "a batch of 3 rows",
+        "odd": "a batch of 3 rows",
+        "iterable": "list cannot be shared",
+        "none set": "no distribution is set",
+        "other mesh": "cannot be laid out",
+    }
     assert said.keys() == first.keys()
     for name, words in said.items():
         assert words in first[name] and words in second[name], name
@@ -78,9 +97,17 @@ def test_processes_meet_without_a_launcher(environ):
     assert world(2, on_meshes.meet, f"127.0.0.1:{port},127.0.0.1:{port + 1}", environ) == [(2, 0, 3.0), (2, 1, 3.0)]
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (("127.0.0.1:1", 2), "does not know process_id"), ((None, 2, 0), "does not know job_addresses"), (("127.0.0.1", 2, 0), "is not host:port"),
-    (("a:1,b:1,c:1", 2, 0), "3 addresses, and num_processes is 2"), (("a:1", 2, 2), "process_id 2 is not one of 2"), (("a:1", "two", 0), "not a whole number")])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("127.0.0.1:1", 2), "does not know process_id"),
+        ((None, 2, 0), "does not know job_addresses"),
+        (("127.0.0.1", 2, 0), "is not host:port"),
+        (("a:1,b:1,c:1", 2, 0), "3 addresses, and num_processes is 2"),
+        (("a:1", 2, 2), "process_id 2 is not one of 2"),
+        (("a:1", "two", 0), "not a whole number"),
+    ],
+)
 def test_half_of_an_initialization_is_refused(arguments, said, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -97,7 +124,11 @@ def torch_alone():
 @pytest.mark.parametrize("kind, size", [("data", 2), ("model", 2), ("model", 4)])
 def test_a_torch_module_steps_as_on_one_process(torch_alone, kind, size):
     for parameters, shapes in world(size, on_meshes.torch_steps, kind):
-        assert shapes["up.weight"] == ((8, 8) if kind == "model" else (16, 8)) and shapes["embed.weight"] == (12, 8) and parameters["tied"]
+        assert (
+            shapes["up.weight"] == ((8, 8) if kind == "model" else (16, 8))
+            and shapes["embed.weight"] == (12, 8)
+            and parameters["tied"]
+        )
         for name, value in torch_alone.items():
             np.testing.assert_allclose(parameters[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
@@ -115,7 +146,9 @@ def test_a_keras_model_steps_as_on_one_process(keras_alone, kind, size):
     start_alone, after_alone, *_ = keras_alone
     for start, after, shapes, assigned, devices, refusal in world(size, on_meshes.keras_steps, kind):
         assert devices == [f"cpu:{i}" for i in range(size)] and assigned == 0 and "loop of your own" in refusal
-        assert shapes["model/up/kernel"] == ((8, 8) if kind == "model" else (8, 16)) and shapes["model/embed/embeddings"] == (12, 8)
+        assert shapes["model/up/kernel"] == ((8, 8) if kind == "model" else (8, 16)) and shapes[
+            "model/embed/embeddings"
+        ] == (12, 8)
         for path, value in after_alone.items():
             np.testing.assert_array_equal(start[path], start_alone[path])
             assert not np.array_equal(value, start_alone[path])

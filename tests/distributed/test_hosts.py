@@ -48,11 +48,27 @@ class Host:
     def __init__(self, number: int, place):
         self.output, self.said = place / NAMES[number], place / f"{NAMES[number]}.txt"
         train = command(self.output, world_size="", strategy="ddp", max_steps=STEPS, save_steps=2, dist_timeout=10)[1:]
-        run = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29400",
-               f"--rdzv-conf=is_host={int(number == 0)},keep_alive_interval=1", "--rdzv-id=hosts", "--max-restarts=3", f"--local-addr={ADDRESSES[number]}"]
+        run = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={ADDRESSES[0]}:29400",
+            f"--rdzv-conf=is_host={int(number == 0)},keep_alive_interval=1",
+            "--rdzv-id=hosts",
+            "--max-restarts=3",
+            f"--local-addr={ADDRESSES[number]}",
+        ]
         with open(self.said, "a") as said:
-            self.process = subprocess.Popen(["ip", "netns", "exec", NAMES[number], sys.executable, *run, *train], stdout=said, stderr=said, cwd=ROOT,
-                                            env={**environment(), "GLOO_SOCKET_IFNAME": CARDS[number]}, start_new_session=True)
+            self.process = subprocess.Popen(
+                ["ip", "netns", "exec", NAMES[number], sys.executable, *run, *train],
+                stdout=said,
+                stderr=said,
+                cwd=ROOT,
+                env={**environment(), "GLOO_SOCKET_IFNAME": CARDS[number]},
+                start_new_session=True,
+            )
 
     def end(self) -> None:
         """Also its workers, which torchrun starts in sessions of their own."""

@@ -62,8 +62,22 @@ def test_a_process_that_has_no_row_in_a_step_takes_part_in_it(tmp_path):
     alike = {"dataset": few, "gradient_accumulation_steps": 1, "max_steps": 4, "lora_dropout": 0, "save_steps": 0}
     with Launched(tmp_path, **alike, batch_size=4) as run:
         assert run.end() == 0, run.said()
-    alone = runs.run(tmp_path, "alone", **{**JOB, **alike, "run_name": "alone", "dataset": str(few), "world_size": 1, "strategy": "single", "batch_size": 8})
-    assert [m["loss"] for m in runs.metrics(run.directory)] == pytest.approx([m["loss"] for m in runs.metrics(alone)], rel=1e-5)
+    alone = runs.run(
+        tmp_path,
+        "alone",
+        **{
+            **JOB,
+            **alike,
+            "run_name": "alone",
+            "dataset": str(few),
+            "world_size": 1,
+            "strategy": "single",
+            "batch_size": 8,
+        },
+    )
+    assert [m["loss"] for m in runs.metrics(run.directory)] == pytest.approx(
+        [m["loss"] for m in runs.metrics(alone)], rel=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -120,9 +134,17 @@ def test_a_signal_that_comes_while_the_processes_start_is_answered(tmp_path, mon
 def refused(output, *different: dict, places=(None, None)) -> str:
     """What two processes say that were started as torchrun does it and are not to train together: one message, exit 2, no hang."""
     shared = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    started = [subprocess.Popen(command(output, world_size="", **settings), env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=place,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-               for rank, (settings, place) in enumerate(zip(different, places, strict=True))]
+    started = [
+        subprocess.Popen(
+            command(output, world_size="", **settings),
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, (settings, place) in enumerate(zip(different, places, strict=True))
+    ]
     ended = [process.communicate(timeout=60) for process in started]
     assert [process.returncode for process in started] == [2, 2], ended
     assert ended[1][1] == "" and not (output / "run").exists()
@@ -131,8 +153,18 @@ def refused(output, *different: dict, places=(None, None)) -> str:
 
 def test_what_the_first_one_finds_wrong_with_the_model_is_said_once(tmp_path):
     """A regex: whether any layer has such a name is seen when the model is there."""
-    done = subprocess.run(command(tmp_path, lora_target_modules="nosuch.*"), capture_output=True, text=True, env=environment(), timeout=120)
-    assert done.returncode == 2 and done.stderr.count("train.py: ") == 1 and "'nosuch.*' matches no linear layer" in done.stderr, done.stderr
+    done = subprocess.run(
+        command(tmp_path, lora_target_modules="nosuch.*"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.count("train.py: ") == 1
+        and "'nosuch.*' matches no linear layer" in done.stderr
+    ), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,15 +178,24 @@ def test_what_one_rank_has_read_is_compared_before_the_first_step(tmp_path):
     places = tmp_path / "a", tmp_path / "b"
     for number, place in enumerate(places):
         place.mkdir()
-        (place / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?", "completion": "{n + number}"}}\n' for n in range(16)))
-    assert "rank 1 has read other rows than rank 0" in refused(tmp_path / "runs", *2 * [{"dataset": "rows.jsonl"}], places=places)
+        (place / "rows.jsonl").write_text(
+            "".join(f'{{"prompt": "{n}?", "completion": "{n + number}"}}\n' for n in range(16))
+        )
+    assert "rank 1 has read other rows than rank 0" in refused(
+        tmp_path / "runs", *2 * [{"dataset": "rows.jsonl"}], places=places
+    )
 
 
 def test_what_no_process_can_do_is_said_once_under_torchrun(tmp_path):
     asked = {"strategy": "tp", "mesh": "batch=1,model=2", "layout": str(tmp_path / "absent.yaml")}
     _, *rest = command(tmp_path, world_size="", **asked)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), *rest],
-                          env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), *rest],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode != 0 and (done.stdout + done.stderr).count("absent.yaml") == 1, done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -188,14 +229,23 @@ print("after it", flush=True)
 """
 
 
-@pytest.mark.parametrize(("end", "code", "said"), [("refused", 2, "it: not like this"), pytest.param("broken", 1, "ValueError: no reason", marks=pytest.mark.slow),
-                                                  pytest.param("well", 0, "", marks=pytest.mark.slow), pytest.param("early", 0, "", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("refused", 2, "it: not like this"),
+        pytest.param("broken", 1, "ValueError: no reason", marks=pytest.mark.slow),
+        pytest.param("well", 0, "", marks=pytest.mark.slow),
+        pytest.param("early", 0, "", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("group", ["none", "of the run", pytest.param("of the caller", marks=pytest.mark.slow)])
 def test_a_process_that_was_in_a_group_ends_at_once(group, end, code, said):
     """A thread of gloo's that lets go of a tensor while the interpreter ends aborts it, and the exit code would be lost."""
     done = subprocess.run([sys.executable, "-c", LEAVING, group, end], capture_output=True, text=True)
     assert done.returncode == code and done.stderr.strip().endswith(said) and bool(done.stderr) == bool(said)
-    assert ("the interpreter ended" in done.stdout) == (group == "none") and ("after it" in done.stdout) == (group == "none" and end == "well")
+    assert ("the interpreter ended" in done.stdout) == (group == "none") and ("after it" in done.stdout) == (
+        group == "none" and end == "well"
+    )
 
 
 NARROW = """
@@ -240,7 +290,9 @@ def test_collectives_of_ddp_are_at_boundaries_only(tmp_path):
     trace = json.loads((run.directory / "trace.json").read_text())
     counts = trace["otherData"]["collectives"]
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
-    assert set(counts) <= {"backward", "step", "between"} and counts["between"] == {"allreduce": 3}  # what all agree on, once a step
+    assert set(counts) <= {"backward", "step", "between"} and counts["between"] == {
+        "allreduce": 3
+    }  # what all agree on, once a step
     assert sum(counts.get("backward", {}).values()) + sum(counts.get("step", {}).values()) == 3
 
 
@@ -251,8 +303,13 @@ def test_a_port_in_use_is_told_once(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = subprocess.run(command(tmp_path, master_addr="127.0.0.1", master_port=taken.getsockname()[1]), capture_output=True, text=True,
-                              env=environment(), timeout=60)
+        done = subprocess.run(
+            command(tmp_path, master_addr="127.0.0.1", master_port=taken.getsockname()[1]),
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=60,
+        )
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("is in use") == 1 and "--master_port" in done.stderr and "Traceback" not in done.stderr
 

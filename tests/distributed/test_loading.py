@@ -56,7 +56,11 @@ ARCHITECTURES = {"llama": {}, "gpt2": {}, "gemma2": {}, "phi3": {}, "qwen3": {"t
 
 
 @pytest.mark.parametrize("architecture", some(ARCHITECTURES, ("gpt2", "qwen3")))
-@pytest.mark.parametrize("strategy", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed_zero_stage": 3}], ids=["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize(
+    "strategy",
+    [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed_zero_stage": 3}],
+    ids=["ddp", "fsdp", "zero3"],
+)
 def test_every_rank_has_the_model_that_one_process_reads(architecture, strategy, tmp_path):
     base = tiny_models.make(tmp_path, architecture, **ARCHITECTURES[architecture])
     ((expected, _),) = world(1, outputs, base, {"strategy": "single"})
@@ -66,10 +70,18 @@ def test_every_rank_has_the_model_that_one_process_reads(architecture, strategy,
     np.testing.assert_array_equal(first, second)
 
 
-OF_WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+OF_WHOLE_BLOCKS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
-@pytest.mark.parametrize("mesh, quantizer", some([("model=2", "nf4"), ("model=2", "none"), ("model=2,batch=2", "nf4")], [("model=2", "nf4")]))
+@pytest.mark.parametrize(
+    "mesh, quantizer", some([("model=2", "nf4"), ("model=2", "none"), ("model=2,batch=2", "nf4")], [("model=2", "nf4")])
+)
 @pytest.mark.parametrize("architecture", some(("llama", "gemma2"), ("llama",)))
 def test_every_rank_has_its_slices_of_the_model_that_one_process_reads(architecture, mesh, quantizer, tmp_path):
     """Scales of scales are not those of the whole, so there are none."""
@@ -85,7 +97,10 @@ def test_every_rank_has_its_slices_of_the_model_that_one_process_reads(architect
 
 @pytest.mark.parametrize("strategy", some(("fsdp", "ddp"), ("fsdp",)))
 def test_ranks_get_what_the_first_one_has_kept(strategy, tmp_path):
-    base, settings = tiny_models.make(tmp_path / "base"), {"strategy": strategy, "precision": "bf16", "quantized_cache": str(tmp_path / "kept")}
+    base, settings = (
+        tiny_models.make(tmp_path / "base"),
+        {"strategy": strategy, "precision": "bf16", "quantized_cache": str(tmp_path / "kept")},
+    )
     without = world(2, outputs, base, {**settings, "quantized_cache": False})
     written = world(2, outputs, base, settings)
     (manifest,) = (tmp_path / "kept").glob("*/manifest.json")
@@ -96,8 +111,14 @@ def test_ranks_get_what_the_first_one_has_kept(strategy, tmp_path):
     assert manifest.stat().st_mtime_ns == before
 
 
-KEPT = [{"quantizer": "int8"}, {"adapter": "pissa"}, {"quantizer": "fp4", "double_quant": False}, {"train_type": "lora"}, {"train_type": "full"},
-        {"adapter": "dora", "train_type": "lora"}]
+KEPT = [
+    {"quantizer": "int8"},
+    {"adapter": "pissa"},
+    {"quantizer": "fp4", "double_quant": False},
+    {"train_type": "lora"},
+    {"train_type": "full"},
+    {"adapter": "dora", "train_type": "lora"},
+]
 
 
 @pytest.mark.parametrize("settings", some(KEPT, KEPT[:2]), ids=str)
@@ -115,10 +136,14 @@ def test_quantized_experts_reach_the_other_ranks(tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings, why", [
-    ({"strategy": "fsdp", "quantizer": "int8"}, "int8 weights cannot be sharded"),
-    ({"strategy": "deepspeed", "deepspeed_zero_stage": 3, "quantizer": "int8"}, "int8 weights cannot be sharded"),
-    ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, "does not know sharded parameters")])
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"strategy": "fsdp", "quantizer": "int8"}, "int8 weights cannot be sharded"),
+        ({"strategy": "deepspeed", "deepspeed_zero_stage": 3, "quantizer": "int8"}, "int8 weights cannot be sharded"),
+        ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, "does not know sharded parameters"),
+    ],
+)
 def test_what_cannot_be_sharded_is_refused(settings, why, tmp_path):
     with pytest.raises(WorldFailed, match=why):
         world(2, outputs, tiny_models.make(tmp_path), settings)
@@ -129,7 +154,9 @@ def test_a_model_that_cannot_be_read_ends_all_ranks(tmp_path):
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     began = time.monotonic()
-    with pytest.raises(WorldFailed, match="cut short or damaged|rank 1 ends"):  # each looks at the file before it waits for the others
+    with pytest.raises(
+        WorldFailed, match="cut short or damaged|rank 1 ends"
+    ):  # each looks at the file before it waits for the others
         world(2, outputs, base, {"strategy": "ddp"})
     assert time.monotonic() - began < 30
 
@@ -153,10 +180,23 @@ def loading_memory(base, small, settings):
     _, runtime, built, _, _, _ = built_under(base, settings, stopped.set)
     thread.join()
     inner = runtime.unwrap_model()
-    layer = max(sum(whole(p) for p in block.parameters()) for block in next(m for m in inner.modules() if isinstance(m, torch.nn.ModuleList)))
+    layer = max(
+        sum(whole(p) for p in block.parameters())
+        for block in next(m for m in inner.modules() if isinstance(m, torch.nn.ModuleList))
+    )
     shard = sum(held(p) for p in inner.parameters()) + sum(b.numel() * b.element_size() for b in inner.buffers())
-    states = sum(v.numel() * v.element_size() for m in inner.modules() if getattr(m, "quant_state", None) is not None for v in m.quant_state.as_dict(packed=True).values())
-    return {"risen": highest[0] - before, "shard": shard + states, "layer": layer, "whole": sum(whole(p) for p in inner.parameters()) + states}
+    states = sum(
+        v.numel() * v.element_size()
+        for m in inner.modules()
+        if getattr(m, "quant_state", None) is not None
+        for v in m.quant_state.as_dict(packed=True).values()
+    )
+    return {
+        "risen": highest[0] - before,
+        "shard": shard + states,
+        "layer": layer,
+        "whole": sum(whole(p) for p in inner.parameters()) + states,
+    }
 
 
 def whole(p) -> int:
@@ -170,13 +210,26 @@ def held(p) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed_zero_stage": 3}, {"strategy": "tp", "mesh": "model=2"}],
-                         ids=["fsdp", "zero3", "tp"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed_zero_stage": 3}, {"strategy": "tp", "mesh": "model=2"}],
+    ids=["fsdp", "zero3", "tp"],
+)
 def test_a_rank_that_receives_holds_its_shard_and_a_layer(settings, tmp_path):
     """113 million weights, of which the full-precision model is 450 MB and the codes are 57 MB."""
-    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512,
-             "tie_word_embeddings": True}
-    base, small = tiny_models.make(tmp_path / "base", "llama", **shape), tiny_models.make(tmp_path / "small", "llama", vocab_size=512, **OF_WHOLE_BLOCKS)
+    shape = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    }
+    base, small = (
+        tiny_models.make(tmp_path / "base", "llama", **shape),
+        tiny_models.make(tmp_path / "small", "llama", vocab_size=512, **OF_WHOLE_BLOCKS),
+    )
     first, second = world(2, loading_memory, base, small, {**settings, "optimizer": "sgd"}, timeout=500)
     print(first, second)
     assert second["risen"] <= 1.25 * second["shard"] + second["layer"]

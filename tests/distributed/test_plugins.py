@@ -24,8 +24,22 @@ BASE = {"model_name": "demo", "dataset": "demo"}
 def installed(tmp_path_factory):
     """The example package, installed by pip where only this test looks."""
     target = tmp_path_factory.mktemp("site")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target), str(PACKAGE)], check=True,
-                   capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            str(target),
+            str(PACKAGE),
+        ],
+        check=True,
+        capture_output=True,
+    )
     return target
 
 
@@ -55,13 +69,26 @@ def test_it_is_listed_shown_and_planned(on_the_path, capsys):
 
 @pytest.mark.slow
 def test_train_takes_it_by_module_and_class(on_the_path, tmp_path):
-    flags = {"strategy": "local_sgd:LocalSgd", "strategy_opt": "every=2", "world_size": 2, "max_steps": 4, "batch_size": 4, "output_dir": tmp_path, "run_name": "run",
-             "backend": "cpu", "log_to": "none", "eval_batch_size": 64, "exact_match": "false"}
+    flags = {
+        "strategy": "local_sgd:LocalSgd",
+        "strategy_opt": "every=2",
+        "world_size": 2,
+        "max_steps": 4,
+        "batch_size": 4,
+        "output_dir": tmp_path,
+        "run_name": "run",
+        "backend": "cpu",
+        "log_to": "none",
+        "eval_batch_size": 64,
+        "exact_match": "false",
+    }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     import os
 
     environ = {**os.environ, "PYTHONPATH": str(on_the_path)}
-    done = subprocess.run([sys.executable, str(PACKAGE.parents[1] / "train.py"), *words], capture_output=True, text=True, env=environ)
+    done = subprocess.run(
+        [sys.executable, str(PACKAGE.parents[1] / "train.py"), *words], capture_output=True, text=True, env=environ
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
 
@@ -86,7 +113,16 @@ def test_a_run_lets_go_of_all_it_took(is_member, tmp_path, monkeypatch):
         dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     before = {name: os.environ.get(name) for name in OF_TORCHRUN}
     try:
-        runs.run(tmp_path, strategy="torn_down:TornDown", model_name="demo", dataset="demo", eval_dataset="", max_steps=1, batch_size=1, log_to="none")
+        runs.run(
+            tmp_path,
+            strategy="torn_down:TornDown",
+            model_name="demo",
+            dataset="demo",
+            eval_dataset="",
+            max_steps=1,
+            batch_size=1,
+            log_to="none",
+        )
         assert dist.is_initialized() == is_member
     finally:
         if dist.is_initialized():
@@ -126,29 +162,42 @@ def test_settings_and_options_say_the_same():
         options(strategy="deepspeed", deepspeed_zero_stage=1, strategy_opt="zero_stage=2")
 
 
-@pytest.mark.parametrize("given, why", [
-    ({"strategy": "dpp"}, "did you mean 'ddp'"),
-    ({"strategy": "megatron"}, "Megatron-LM is not offered"), ({"strategy": "pipeline"}, "not offered"), ({"strategy": "tpu"}, "not offered"),
-    ({"strategy": "ddp", "strategy_opt": "buckets=3"}, "unknown option 'buckets' of DdpPlugin"),
-    ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb=many"}, "bucket_cap_mb: 'many' is not a whole number"),
-    ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb=0"}, "at least 1"),
-    ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb"}, "is not name=value"),
-    ({"strategy": "ddp", "strategy_opt": "overlap=true,overlap=false"}, "given twice"),
-    ({"strategy": "single", "strategy_opt": "overlap=true"}, "has no options"),
-    ({"strategy": "deepspeed", "strategy_opt": "zero_stage=4"}, "one of 0, 1, 2, 3"),
-    ({"strategy": "deepspeed", "deepspeed_zero_stage": 2, "use_cpu_offload": True}, "only stage 3 shards weights"),
-    ({"strategy": "nowhere.to:Be"}, "cannot be imported"), ({"strategy": "json:dumps"}, "is no Strategy class"),
-    ({"strategy": "ddp", "sharding_strategy": "shard_grad_op"}, "only fsdp shards"),
-    ({"strategy": "fsdp", "deepspeed_zero_stage": 2}, "only deepspeed has stages"),
-])
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ({"strategy": "dpp"}, "did you mean 'ddp'"),
+        ({"strategy": "megatron"}, "Megatron-LM is not offered"),
+        ({"strategy": "pipeline"}, "not offered"),
+        ({"strategy": "tpu"}, "not offered"),
+        ({"strategy": "ddp", "strategy_opt": "buckets=3"}, "unknown option 'buckets' of DdpPlugin"),
+        ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb=many"}, "bucket_cap_mb: 'many' is not a whole number"),
+        ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb=0"}, "at least 1"),
+        ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb"}, "is not name=value"),
+        ({"strategy": "ddp", "strategy_opt": "overlap=true,overlap=false"}, "given twice"),
+        ({"strategy": "single", "strategy_opt": "overlap=true"}, "has no options"),
+        ({"strategy": "deepspeed", "strategy_opt": "zero_stage=4"}, "one of 0, 1, 2, 3"),
+        ({"strategy": "deepspeed", "deepspeed_zero_stage": 2, "use_cpu_offload": True}, "only stage 3 shards weights"),
+        ({"strategy": "nowhere.to:Be"}, "cannot be imported"),
+        ({"strategy": "json:dumps"}, "is no Strategy class"),
+        ({"strategy": "ddp", "sharding_strategy": "shard_grad_op"}, "only fsdp shards"),
+        ({"strategy": "fsdp", "deepspeed_zero_stage": 2}, "only deepspeed has stages"),
+    ],
+)
 def test_bad_input_is_named(given, why):
     with pytest.raises(UsageError, match=why):
         options(**given)
 
 
-@pytest.mark.parametrize("text, place, why", [
-    ("bucket_cap_mb: [", ":1:17", "not YAML"), ('{"bucket_cap_mb": 3,}', "1:21", "not JSON"), ("- 3\n", ":1", "not a map"),
-    ("overlap: true\nbuckets: 3\n", ":2", "unknown option 'buckets'"), ("overlap: true\noverlap: false\n", ":2", "stated twice")])
+@pytest.mark.parametrize(
+    "text, place, why",
+    [
+        ("bucket_cap_mb: [", ":1:17", "not YAML"),
+        ('{"bucket_cap_mb": 3,}', "1:21", "not JSON"),
+        ("- 3\n", ":1", "not a map"),
+        ("overlap: true\nbuckets: 3\n", ":2", "unknown option 'buckets'"),
+        ("overlap: true\noverlap: false\n", ":2", "stated twice"),
+    ],
+)
 def test_a_malformed_file_is_named_to_the_line(text, place, why, tmp_path):
     file = tmp_path / "options"
     file.write_text(text)
@@ -174,11 +223,15 @@ def test_a_deepspeed_file_is_taken_as_it_is(tmp_path):
     assert type(found).from_dict(found.to_dict()) == found
 
 
-@pytest.mark.parametrize("steps, rest, why, line", [
-    ("7", "", "gradient_accumulation_steps 7 contradicts gradient_accumulation_steps 1", 3),
-    ("1", ',\n  "optimizer": {"type": "Adam"}', "optimizer is not taken from this file", 6),
-    ("1", ',\n  "fp16": {"enabled": true}', "fp16 is not taken from this file", 6),
-    ("1", ',\n  "pipeline": {"stages": 2}', "pipeline of a DeepSpeed configuration is not built", 6)])
+@pytest.mark.parametrize(
+    "steps, rest, why, line",
+    [
+        ("7", "", "gradient_accumulation_steps 7 contradicts gradient_accumulation_steps 1", 3),
+        ("1", ',\n  "optimizer": {"type": "Adam"}', "optimizer is not taken from this file", 6),
+        ("1", ',\n  "fp16": {"enabled": true}', "fp16 is not taken from this file", 6),
+        ("1", ',\n  "pipeline": {"stages": 2}', "pipeline of a DeepSpeed configuration is not built", 6),
+    ],
+)
 def test_a_deepspeed_file_that_contradicts_us_is_named(steps, rest, why, line, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(DEEPSPEED_FILE % (steps, rest))
@@ -203,7 +256,10 @@ def test_a_package_that_does_not_import_is_listed_as_unusable(tmp_path, monkeypa
     (tmp_path / "broken_strategy.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     line = next(line for line in strategies.listed() if line.startswith("broken"))
-    assert "broken: no: strategy 'broken' cannot be imported: ModuleNotFoundError: No module named 'no_such_library'" in line
+    assert (
+        "broken: no: strategy 'broken' cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"
+        in line
+    )
     with pytest.raises(UsageError, match="no_such_library"):
         options(strategy="broken")
 
@@ -211,7 +267,10 @@ def test_a_package_that_does_not_import_is_listed_as_unusable(tmp_path, monkeypa
 def test_an_unknown_strategy_is_told_what_there_is_and_whose(tmp_path, monkeypatch):
     package(tmp_path, "a-package", "its_own = json:JSONDecoder")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UsageError, match=r"unknown strategy 'its_one'; did you mean 'its_own'\?(.|\n)*one of: single, ddp, .*its_own \(of a-package\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"unknown strategy 'its_one'; did you mean 'its_own'\?(.|\n)*one of: single, ddp, .*its_own \(of a-package\)",
+    ):
         options(strategy="its_one")
 
 

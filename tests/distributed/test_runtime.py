@@ -16,7 +16,12 @@ from anyqlora.testing import world
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop.py"
 ZERO = {f"zero {stage}": {"strategy": "deepspeed", "deepspeed_zero_stage": stage} for stage in range(4)}
-STRATEGIES = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}, "accelerate": {"strategy": "accelerate"}, **ZERO}
+STRATEGIES = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "accelerate": {"strategy": "accelerate"},
+    **ZERO,
+}
 
 
 def example():
@@ -84,10 +89,19 @@ def accelerate_style(settings):
         seen += x[:, 0].tolist()
         boundaries.append(runtime.sync_gradients)
         rates.append(scheduler.get_last_lr()[0])
-    return {"seen": seen, "norms": [None if n is None else float(n) for n in norms], "rates": rates, "boundaries": boundaries,
-            "learned": {k: v.numpy() for k, v in runtime.strategy.gather_trainable().items()}, "last": runtime.grad_norm,
-            "gathered": runtime.gather(torch.tensor(runtime.process_index)).tolist(), "mean": runtime.reduce(torch.tensor(float(runtime.process_index)), "mean").item(),
-            "rows": [float(v) for v in rows.tensors[0][:, 0]], "device": str(runtime.device), "main": runtime.is_main_process}
+    return {
+        "seen": seen,
+        "norms": [None if n is None else float(n) for n in norms],
+        "rates": rates,
+        "boundaries": boundaries,
+        "learned": {k: v.numpy() for k, v in runtime.strategy.gather_trainable().items()},
+        "last": runtime.grad_norm,
+        "gathered": runtime.gather(torch.tensor(runtime.process_index)).tolist(),
+        "mean": runtime.reduce(torch.tensor(float(runtime.process_index)), "mean").item(),
+        "rows": [float(v) for v in rows.tensors[0][:, 0]],
+        "device": str(runtime.device),
+        "main": runtime.is_main_process,
+    }
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero 0", "zero 2"])
@@ -97,11 +111,20 @@ def test_a_loop_written_for_accelerate(name):
     for rank, found in enumerate(ranks):
         assert found["boundaries"] == [False, True, False, True, True]
         assert found["rates"] == pytest.approx([0.5, 0.25, 0.25, 0.125, 0.0625])
-        assert [n is None for n in found["norms"]] == ([True] * 5 if name == "zero 2" else [True, False, True, False, False])
-        assert found["gathered"] == [0, 1] and found["mean"] == 0.5 and found["main"] == (rank == 0) and found["device"] == "cpu"
+        assert [n is None for n in found["norms"]] == (
+            [True] * 5 if name == "zero 2" else [True, False, True, False, False]
+        )
+        assert (
+            found["gathered"] == [0, 1]
+            and found["mean"] == 0.5
+            and found["main"] == (rank == 0)
+            and found["device"] == "cpu"
+        )
     assert sorted(ranks[0]["seen"] + ranks[1]["seen"]) == pytest.approx(sorted(ranks[0]["rows"]))
     assert ranks[0]["last"] == pytest.approx(ranks[1]["last"]) and ranks[0]["last"] > 0.1
-    torch.testing.assert_close(torch.from_numpy(ranks[0]["learned"]["0.weight"]), by_hand(ranks[0]["rows"]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.from_numpy(ranks[0]["learned"]["0.weight"]), by_hand(ranks[0]["rows"]), rtol=1e-5, atol=1e-6
+    )
 
 
 def by_hand(first_column):
@@ -129,13 +152,21 @@ def test_objects_come_back_in_their_order_and_one_comes_alone():
     runtime, model = alone(), torch.nn.Linear(2, 2)
     assert runtime.prepare(model) is model
     loader = DataLoader(TensorDataset(torch.zeros(3, 2)), batch_size=2)
-    kinds = [type(one).__name__ for one in alone().prepare(loader, torch.optim.Adam(model.parameters(), betas=(0.5, 0.6)), model)]
+    kinds = [
+        type(one).__name__
+        for one in alone().prepare(loader, torch.optim.Adam(model.parameters(), betas=(0.5, 0.6)), model)
+    ]
     assert kinds == ["ShardedLoader", "PreparedOptimizer", "Linear"]
 
 
 def test_a_rebuilt_optimizer_keeps_its_kind_groups_and_options():
     runtime, model = alone(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    made = torch.optim.AdamW([{"params": model[1].parameters(), "lr": 0.3}, {"params": [model[0].weight]}], lr=0.1, betas=(0.5, 0.6), weight_decay=0.7)
+    made = torch.optim.AdamW(
+        [{"params": model[1].parameters(), "lr": 0.3}, {"params": [model[0].weight]}],
+        lr=0.1,
+        betas=(0.5, 0.6),
+        weight_decay=0.7,
+    )
     optimizer, model = runtime.prepare(made, model)
     first, second = optimizer.param_groups
     assert type(optimizer.optimizer) is torch.optim.AdamW and optimizer.optimizer is not made
@@ -143,10 +174,19 @@ def test_a_rebuilt_optimizer_keeps_its_kind_groups_and_options():
     assert first["params"][0] is model[1].weight and second["params"] == [model[0].weight]
 
 
-@pytest.mark.parametrize("objects, why", [
-    (lambda m: (), "0 models"), (lambda m: (m, torch.nn.Linear(1, 1)), "2 models"), (lambda m: (m, 3), "int cannot be prepared"),
-    (lambda m: (m, torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1)), "parameters that the model does not train"),
-    (lambda m: (m, stepped(m)), "has stepped already")])
+@pytest.mark.parametrize(
+    "objects, why",
+    [
+        (lambda m: (), "0 models"),
+        (lambda m: (m, torch.nn.Linear(1, 1)), "2 models"),
+        (lambda m: (m, 3), "int cannot be prepared"),
+        (
+            lambda m: (m, torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1)),
+            "parameters that the model does not train",
+        ),
+        (lambda m: (m, stepped(m)), "has stepped already"),
+    ],
+)
 def test_what_cannot_be_prepared(objects, why):
     with pytest.raises(UsageError, match=why):
         alone().prepare(*objects(torch.nn.Linear(2, 2)))

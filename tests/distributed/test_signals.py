@@ -13,7 +13,15 @@ from anyqlora.errors import Stopped
 from anyqlora.run import Run
 from anyqlora.testing import world
 
-SHORT = {**SETTINGS, "strategy": "ddp", "batch_size": 2, "max_steps": 8, "save_steps": 0, "eval_fraction": 0.0, "exact_match": "auto"}
+SHORT = {
+    **SETTINGS,
+    "strategy": "ddp",
+    "batch_size": 2,
+    "max_steps": 8,
+    "save_steps": 0,
+    "eval_fraction": 0.0,
+    "exact_match": "auto",
+}
 
 
 def stopped(output, settings, during):

@@ -14,7 +14,13 @@ from anyqlora.mesh import axes, from_file
 from anyqlora.testing import world
 from backend_manager import BackendManager
 
-SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # slices of whole blocks
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}  # slices of whole blocks
 STEPS = [2, 1]
 
 
@@ -82,7 +88,11 @@ def test_any_layout_file_equals_one_process(base, tmp_path, layout):
 
 
 VARIANTS = {
-    "dropout": {"lora_dropout": 0.3, "fused": False, "flat": False},  # the fast paths of one process draw their masks otherwise
+    "dropout": {
+        "lora_dropout": 0.3,
+        "fused": False,
+        "flat": False,
+    },  # the fast paths of one process draw their masks otherwise
     "checkpointing": {"use_gradient_checkpointing": True},
     "reentrant checkpointing": {"use_gradient_checkpointing": True, "reentrant_checkpointing": True},
     "unquantized": {"quantizer": "none"},
@@ -100,11 +110,17 @@ def test_variants_equal_one_process(base, variant):
 @pytest.mark.slow
 def test_the_sliced_rank_of_a_ragged_adapter_equals_one_process(base):
     """Rank 3 is not shared evenly by two processes along the batch axis."""
-    for norm, adapter in world(4, steps_on_ranks.compared, {"model_name": base, "lora_rank": 3}, STEPS, "batch=2,model=2"):
+    for norm, adapter in world(
+        4, steps_on_ranks.compared, {"model_name": base, "lora_rank": 3}, STEPS, "batch=2,model=2"
+    ):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
 
 
-COARSER = {"double quantization": {"double_quant": True}, "bf16": {"precision": "bf16"}, "bf16 autocast": {"precision": "bf16_autocast"}}
+COARSER = {
+    "double quantization": {"double_quant": True},
+    "bf16": {"precision": "bf16"},
+    "bf16 autocast": {"precision": "bf16_autocast"},
+}
 
 
 @pytest.mark.parametrize("arithmetic", mostly_slow(COARSER, "double quantization"))
@@ -115,7 +131,19 @@ def test_coarser_arithmetic_is_near_one_process(base, arithmetic):
         assert norm < 2e-3 and adapter < 0.2
 
 
-ARCHITECTURES = ("qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "starcoder2", "gpt_neox", "mistral")
+ARCHITECTURES = (
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "granite",
+    "smollm3",
+    "starcoder2",
+    "gpt_neox",
+    "mistral",
+)
 
 
 @pytest.mark.parametrize("architecture", mostly_slow(ARCHITECTURES, "phi3"))
@@ -133,13 +161,29 @@ def test_tied_embeddings_equal_one_process_on_two_axes(tmp_path):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
 
 
-@pytest.mark.parametrize("before, after", [pytest.param("model=2", "", marks=pytest.mark.slow), ("", "batch=2,model=2"),
-                                           pytest.param("batch=2,model=2", "model=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        pytest.param("model=2", "", marks=pytest.mark.slow),
+        ("", "batch=2,model=2"),
+        pytest.param("batch=2,model=2", "model=2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_in_another_world(base, alone, before, after):
     """Adapter and moments of three steps, gathered in one world and loaded in another, end where one process ends."""
     size = {"": 1, "model=2": 2, "batch=2,model=2": 4}
-    first = world(size[before], steps_on_ranks.trained, {"model_name": base, "mesh": before}, steps_on_ranks.COUNTS[:3])[0]
-    adapters = world(size[after], steps_on_ranks.continued, {"model_name": base, "mesh": after}, steps_on_ranks.COUNTS, 3, first["adapter"], first["moments"])
+    first = world(
+        size[before], steps_on_ranks.trained, {"model_name": base, "mesh": before}, steps_on_ranks.COUNTS[:3]
+    )[0]
+    adapters = world(
+        size[after],
+        steps_on_ranks.continued,
+        {"model_name": base, "mesh": after},
+        steps_on_ranks.COUNTS,
+        3,
+        first["adapter"],
+        first["moments"],
+    )
     for adapter in adapters:
         assert steps_on_ranks.distance(alone["adapter"], adapter, alone["start"]) < BOUND["adapter"]
 
@@ -152,7 +196,9 @@ def test_gradients_travel_along_the_batch_axis_at_boundaries_only(base):
         for seen, codes, layers in ranks:
             reduced = [sum(count for key, count in micro.items() if "reduce_scatter" in key) for micro in seen]
             assert layers == 14
-            assert codes * size == 2 * (3 * 128 * 128 + 3 * 128 * 256) // 2  # two layers: q + o are 128 x 128 each, k + v together one more
+            assert (
+                codes * size == 2 * (3 * 128 * 128 + 3 * 128 * 256) // 2
+            )  # two layers: q + o are 128 x 128 each, k + v together one more
             # two layers: two sums for what attention and the MLP read (the first layer reads what nothing learns from), five for adapters
             assert [micro["c10d::allreduce_"] for micro in seen] == [2 * (2 + 5) - 1] * 4
             if mesh == "model=2":
@@ -174,9 +220,20 @@ def planned(**settings):
 
 
 def test_the_plan_resolves_mesh_layout_strategy_and_world_size(base):
-    for settings in ({"mesh": "batch=2,model=2"}, {"mesh": "model=2", "world_size": 4}, {"mesh": "model=2,batch=2", "layout": "default", "strategy": "tp"}):
+    for settings in (
+        {"mesh": "batch=2,model=2"},
+        {"mesh": "model=2", "world_size": 4},
+        {"mesh": "model=2,batch=2", "layout": "default", "strategy": "tp"},
+    ):
         plan = planned(model_name=base, batch_size=2, gradient_accumulation_steps=3, **settings)
-        found = (plan.strategy, plan.world_size, plan.config.mesh, plan.config.layout, plan.data_processes, plan.global_batch)
+        found = (
+            plan.strategy,
+            plan.world_size,
+            plan.config.mesh,
+            plan.config.layout,
+            plan.data_processes,
+            plan.global_batch,
+        )
         assert found == ("tp", 4, "batch=2,model=2", "default", 2, 12)
         assert BackendManager("cpu").plan(plan.config).config == plan.config
     assert planned(model_name=base, strategy="tp", world_size=2).config.mesh == "batch=1,model=2"
@@ -184,13 +241,23 @@ def test_the_plan_resolves_mesh_layout_strategy_and_world_size(base):
 
 
 REFUSED = {
-    "mesh=pipe=2": "unknown axis 'pipe'", "mesh=batch=2": "needs a model axis", "mesh=model=0": "does not say how many", "mesh=model=2,model=2": "does not say how many",
-    "mesh=batch=2,model=2 world_size=6": "world_size 6 is not divisible into the mesh batch=2,model=2", "mesh=model=2 world_size=3": "world_size 3 is not divisible",
-    "mesh=model=2 strategy=single": "mesh is for strategy tp", "strategy=tp": "needs a model axis", "layout=default": "needs a model axis",
-    "mesh=model=2 precision=fp16": "cannot mix the gradients", "mesh=model=2 train_type=bnb_dora": "adapter dora with strategy tp",
-    "mesh=model=2 adapter=pissa": "adapter pissa with strategy tp", "mesh=model=2 n_bits=8": "quantizer int8 with strategy tp",
-    "mesh=model=2 train_type=full": "adapter full with strategy tp", "mesh=model=2 optimizer=adamw_8bit": "optimizer adamw_8bit with strategy tp",
-    "mesh=model=4": "4 heads and 2 key heads cannot be shared evenly by 4", "mesh=model=2 layout=/nowhere/layout.yaml": "/nowhere/layout.yaml: the layout cannot be read",
+    "mesh=pipe=2": "unknown axis 'pipe'",
+    "mesh=batch=2": "needs a model axis",
+    "mesh=model=0": "does not say how many",
+    "mesh=model=2,model=2": "does not say how many",
+    "mesh=batch=2,model=2 world_size=6": "world_size 6 is not divisible into the mesh batch=2,model=2",
+    "mesh=model=2 world_size=3": "world_size 3 is not divisible",
+    "mesh=model=2 strategy=single": "mesh is for strategy tp",
+    "strategy=tp": "needs a model axis",
+    "layout=default": "needs a model axis",
+    "mesh=model=2 precision=fp16": "cannot mix the gradients",
+    "mesh=model=2 train_type=bnb_dora": "adapter dora with strategy tp",
+    "mesh=model=2 adapter=pissa": "adapter pissa with strategy tp",
+    "mesh=model=2 n_bits=8": "quantizer int8 with strategy tp",
+    "mesh=model=2 train_type=full": "adapter full with strategy tp",
+    "mesh=model=2 optimizer=adamw_8bit": "optimizer adamw_8bit with strategy tp",
+    "mesh=model=4": "4 heads and 2 key heads cannot be shared evenly by 4",
+    "mesh=model=2 layout=/nowhere/layout.yaml": "/nowhere/layout.yaml: the layout cannot be read",
 }
 
 
@@ -215,18 +282,30 @@ def test_experts_and_architectures_without_a_plan_are_refused(tmp_path):
     with pytest.raises(UsageError, match="experts would stay whole"):
         planned(model_name=str(mixture), mesh="model=2")
     gpt2 = tiny_models.make(tmp_path / "gpt2", "gpt2")
-    assert all("no tensor parallel plan for gpt2" in error for error in world(2, steps_on_ranks.error_of, {"model_name": str(gpt2), "mesh": "model=2"}))
+    assert all(
+        "no tensor parallel plan for gpt2" in error
+        for error in world(2, steps_on_ranks.error_of, {"model_name": str(gpt2), "mesh": "model=2"})
+    )
     packed = tiny_models.make(tmp_path / "packed", **SHAPE)
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     (packed / "config.json").write_text(json.dumps(config))
-    assert all("quantized in the files" in error for error in world(2, steps_on_ranks.error_of, {"model_name": str(packed), "mesh": "model=2"}))
+    assert all(
+        "quantized in the files" in error
+        for error in world(2, steps_on_ranks.error_of, {"model_name": str(packed), "mesh": "model=2"})
+    )
 
 
 BAD_FILES = {
-    "": ": no map of names to axes", "- a\n": ":1: no map", "a: [\n": "not YAML", "a: [model, null]\nb: model\n": ":2: b: 'model' is not one of",
-    "a: [model]\n": ":1: a: [\"model\"] is not one of", "a: [batch, null]\n": ":1:", "a: [null, model]\n\na: [model, null]\n": ":3: layout key 'a' is there already",
-    "a(: [model, null]\n": ":1: layout key 'a(' is not a regex", "a: {x: 1}\n": ":1:",
+    "": ": no map of names to axes",
+    "- a\n": ":1: no map",
+    "a: [\n": "not YAML",
+    "a: [model, null]\nb: model\n": ":2: b: 'model' is not one of",
+    "a: [model]\n": ':1: a: ["model"] is not one of',
+    "a: [batch, null]\n": ":1:",
+    "a: [null, model]\n\na: [model, null]\n": ":3: layout key 'a' is there already",
+    "a(: [model, null]\n": ":1: layout key 'a(' is not a regex",
+    "a: {x: 1}\n": ":1:",
 }
 
 
@@ -241,9 +320,14 @@ def test_a_bad_layout_file_is_named_with_its_line(tmp_path, text):
 
 def test_a_layout_that_does_not_fit_the_model_is_refused(base, tmp_path):
     path = tmp_path / "layout.yaml"
-    for text, said in ((".*up_proj.weight: [model, null]\n.*up_porj.weight: [model, null]\n", f"{path}:2: .*up_porj.weight matches no linear layer"),
-                       (".*up_proj.weight: [null, null]\n", "the layout splits no layer"),
-                       (".*up_proj.weight: [model, null]\n.*layers.0.*up.*: [null, model]\n", "matches several layout keys")):
+    for text, said in (
+        (
+            ".*up_proj.weight: [model, null]\n.*up_porj.weight: [model, null]\n",
+            f"{path}:2: .*up_porj.weight matches no linear layer",
+        ),
+        (".*up_proj.weight: [null, null]\n", "the layout splits no layer"),
+        (".*up_proj.weight: [model, null]\n.*layers.0.*up.*: [null, model]\n", "matches several layout keys"),
+    ):
         path.write_text(text)
         errors = world(2, steps_on_ranks.error_of, {"model_name": base, "mesh": "model=2", "layout": str(path)})
         assert all(said in error for error in errors), errors
@@ -261,6 +345,10 @@ def test_what_the_plan_thinks_of_a_split_is_what_transformers_does(architecture)
     from anyqlora.on_torch.strategies.tp_layout import STYLES
 
     config = AutoConfig.for_model(architecture)
-    theirs = {name.removeprefix("layers.*."): STYLES[style].along for name, style in config.base_model_tp_plan.items() if style in STYLES}
+    theirs = {
+        name.removeprefix("layers.*."): STYLES[style].along
+        for name, style in config.base_model_tp_plan.items()
+        if style in STYLES
+    }
     ours = {linear.name: linear.split for linear in shapes(config.to_dict()).linears if linear.split in (COLUMNS, ROWS)}
     assert ours == theirs

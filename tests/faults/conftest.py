@@ -27,7 +27,9 @@ def stopped(job, tmp_path_factory):
 
     def at(step):
         if step not in made:
-            trial = trials.run(tmp_path_factory.mktemp(f"stopped-{step}"), job, faults.signal_at, step - 1, signal.SIGTERM)
+            trial = trials.run(
+                tmp_path_factory.mktemp(f"stopped-{step}"), job, faults.signal_at, step - 1, signal.SIGTERM
+            )
             assert trial.code == 75, trial.said
             made[step] = trial.directory
         return made[step]

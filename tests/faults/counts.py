@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results"
-quick_and_full = pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "full"])
+quick_and_full = pytest.mark.parametrize(
+    "full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "full"]
+)
 
 
 def hold(row, full: bool, trial: str, number: int, failures: list[list[str]], **more) -> None:
@@ -15,6 +17,13 @@ def hold(row, full: bool, trial: str, number: int, failures: list[list[str]], **
     failed = [reasons for reasons in failures if reasons]
     if full:
         RESULTS.mkdir(exist_ok=True)
-        found = {"row": str(row), "trial": trial, "trials": number, "held": number - len(failed), **more, "cores": os.cpu_count()}
+        found = {
+            "row": str(row),
+            "trial": trial,
+            "trials": number,
+            "held": number - len(failed),
+            **more,
+            "cores": os.cpu_count(),
+        }
         (RESULTS / f"faults-{row}.json").write_text(json.dumps(found, indent=2) + "\n")
     assert not failed, "\n".join(reason for reasons in failed for reason in reasons)

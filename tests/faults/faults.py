@@ -40,6 +40,7 @@ def each_call(act) -> None:
 
 def record_calls(path: str) -> None:
     """Write every call as a line: [number, name, the file's or directory's name, in which directory]."""
+
     def act(number, name, paths, content, do):
         with open(path, "a") as file:
             file.write(json.dumps([number, name, paths[0].name, paths[0].parent.name]) + "\n")
@@ -50,6 +51,7 @@ def record_calls(path: str) -> None:
 
 def record_work(path: str) -> None:
     """Write as a line what each call of the seam, and each hash of a piece of a file, has to do: [what, of what, bytes]."""
+
     def note(*line):
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -78,6 +80,7 @@ def record_work(path: str) -> None:
 
 def slow_disk(seconds: float) -> None:
     """Every call takes so much longer, so that a signal finds the run inside a save."""
+
     def act(number, name, paths, content, do):
         time.sleep(seconds)
         return do()
@@ -87,6 +90,7 @@ def slow_disk(seconds: float) -> None:
 
 def crash_at(call: int, moment: str) -> None:
     """End the process before, in the middle of, or after a call."""
+
     def act(number, name, paths, content, do):
         if number != call:
             return do()
@@ -101,6 +105,7 @@ def crash_at(call: int, moment: str) -> None:
 
 def full_at(first: int, last: int, also_half: bool = True) -> None:
     """The disk is full at the calls from `first` to `last`: half of a file goes in."""
+
     def act(number, name, paths, content, do):
         if first <= number <= last and name in ("make_directory", "write", "rename"):
             if name == "write" and also_half:
@@ -114,10 +119,10 @@ def full_at(first: int, last: int, also_half: bool = True) -> None:
 def half(name: str, path, content: bytes | None) -> None:
     """Half of a call's work: half of a file written, half of a directory's files removed."""
     if name == "write":
-        path.write_bytes(content[:len(content) // 2])
+        path.write_bytes(content[: len(content) // 2])
     elif name == "remove":
         files = sorted(path.iterdir()) if path.is_dir() else []
-        for file in files[:len(files) // 2]:
+        for file in files[: len(files) // 2]:
             file.unlink()
 
 
@@ -129,6 +134,7 @@ def limit_files(size: int, step: int) -> None:
 
 def fill_disk(path: str, first: int, last: int, left: int) -> None:
     """From step `first` on somebody else fills the file system of `path` up to `left` bytes, and frees it at step `last`."""
+
     def act(step):
         filler = os.path.join(path, "filler")
         if step == first:
@@ -206,7 +212,9 @@ def poison(where: str, steps: list[int], values: list[float]) -> None:
             next(iter(built.trainable.values())).register_hook(once)
         elif where == "activation":
             name = next(n for n, _ in model.named_modules() if n.endswith("mlp.down_proj"))
-            model.get_submodule(name).register_forward_hook(lambda module, _, out: once(out) if module.training else None)
+            model.get_submodule(name).register_forward_hook(
+                lambda module, _, out: once(out) if module.training else None
+            )
         else:
             model.lm_head.register_forward_pre_hook(lambda module, given: _spoilt(given[0], now))
 
@@ -233,7 +241,11 @@ def run_out(largest: int, from_step: int = 0) -> None:
         if max(inputs[0].shape[0], documents) > largest and now["step"] >= from_step and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    with_model(lambda built: built.model.get_submodule(_first_block(built.model)).register_forward_pre_hook(check, with_kwargs=True))
+    with_model(
+        lambda built: built.model.get_submodule(_first_block(built.model)).register_forward_pre_hook(
+            check, with_kwargs=True
+        )
+    )
 
 
 def run_out_backward(step: int, micro_batch: int) -> None:
@@ -247,7 +259,11 @@ def run_out_backward(step: int, micro_batch: int) -> None:
             now["done"] = True
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    with_model(lambda built: built.model.get_submodule(_first_block(built.model) + ".mlp.act_fn").register_full_backward_pre_hook(check))
+    with_model(
+        lambda built: built.model.get_submodule(
+            _first_block(built.model) + ".mlp.act_fn"
+        ).register_full_backward_pre_hook(check)
+    )
 
 
 def _first_block(model) -> str:
@@ -256,6 +272,7 @@ def _first_block(model) -> str:
 
 def long_step(step: int, seconds: float) -> None:
     """A step whose time is spent in one call of the library, which no Python code interrupts."""
+
     def act(now):
         if now == step:
             size = 1000
@@ -321,6 +338,7 @@ def poison_cache(place: str, content: bytes) -> None:
 
 def crash_at_result() -> None:
     """End the process when all is done but result.json."""
+
     def act(number, name, paths, content, do):
         if paths[0].name.startswith("result.json"):
             os._exit(CRASHED)

@@ -22,6 +22,7 @@ FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetens
 
 def damages(drawn: random.Random, other, flips: int):
     """(name, damage(path of the checkpoint)) of every way to damage one of its files."""
+
     def flip(name, at):
         def damage(path):
             content = bytearray((path / name).read_bytes())
@@ -49,7 +50,7 @@ def damages(drawn: random.Random, other, flips: int):
         yield f"{name}: a directory", lambda path, name=name: ((path / name).unlink(), (path / name).mkdir())
         if name != "adapter_config.json":  # which is the same in both
             yield f"{name}: of another run", lambda path, name=name: shutil.copy(other / name, path / name)
-        for second in FILES[FILES.index(name) + 1:]:
+        for second in FILES[FILES.index(name) + 1 :]:
             yield f"{name} and {second}: swapped", swap(name, second)
 
 
@@ -76,16 +77,29 @@ def test_every_damage_to_the_newest_checkpoint(job, whole, stopped, other, tmp_p
         damage(checkpoints.path(NEWEST))
         restored, rejected = checkpoints.newest_good(identity)
         problems = [] if restored and restored.step == BEFORE and len(rejected) == 1 else ["not detected"]
-        problems += [] if rejected and any(file in rejected[0][1] for file in FILES if file in name or file == MANIFEST) else [f"not named: {rejected}"]
+        problems += (
+            []
+            if rejected and any(file in rejected[0][1] for file in FILES if file in name or file == MANIFEST)
+            else [f"not named: {rejected}"]
+        )
         if item[1] in trained:
             trial = trials.run(output, job)
-            problems += [] if trial.code == 0 and f"step-{NEWEST:06d} is not used: " in trial.said else [trial.said[-1000:]]
+            problems += (
+                [] if trial.code == 0 and f"step-{NEWEST:06d} is not used: " in trial.said else [trial.said[-1000:]]
+            )
             problems += trials.differences(directory, whole) if trial.code == 0 else []
         shutil.rmtree(output)
         return [f"{name}: {p}" for p in problems]
 
     failures = trials.each(damage_and_go, enumerate(several))
-    counts.hold(4, full, "damage to each file of the newest checkpoint", len(failures), failures, continued_to_the_end=len(trained))
+    counts.hold(
+        4,
+        full,
+        "damage to each file of the newest checkpoint",
+        len(failures),
+        failures,
+        continued_to_the_end=len(trained),
+    )
 
 
 def test_a_damaged_checkpoint_is_no_reason_to_remove_a_good_one(job, whole, stopped, tmp_path):
@@ -134,11 +148,19 @@ def test_all_checkpoints_bad(job, stopped, tmp_path, full):
         before = {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in output.rglob("*")}
         flags = [f"--{name}={value}" for name, value in job.items()]
         slowest, began = 2.0 + _start_up(), time.perf_counter()
-        done = subprocess.run([sys.executable, str(trials.ROOT / "train.py"), *flags, f"--output_dir={output}"], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, str(trials.ROOT / "train.py"), *flags, f"--output_dir={output}"],
+            capture_output=True,
+            text=True,
+        )
         took = time.perf_counter() - began
         problems = [] if done.returncode == 3 else [f"exit code {done.returncode}: {done.stderr}"]
         problems += [f"{step} is not named" for step in (BEFORE, NEWEST) if f"step-{step:06d}: " not in done.stderr]
-        problems += [] if {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in output.rglob("*")} == before else ["something changed"]
+        problems += (
+            []
+            if {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in output.rglob("*")} == before
+            else ["something changed"]
+        )
         problems += [f"it took {took:.1f} s"] if took > slowest else []
         failures.append(problems)
     counts.hold(5, full, "all checkpoints bad: exit code 3", len(failures), failures)

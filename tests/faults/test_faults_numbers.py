@@ -33,16 +33,36 @@ def test_what_is_not_finite_is_caught_before_the_update(job, tmp_path, full):
         checkpoints = Checkpoints(trial.directory / "checkpoints")
         kept = {step: checkpoints.read(step) for step in checkpoints.steps()}
         lines = {line["step"]: line for line in trials.metrics(trial.directory) if "event" not in line}
-        finite = all(np.isfinite(tensor).all() for loaded in kept.values() for tensors in (loaded.adapter, loaded.moments) for tensor in tensors.values())
+        finite = all(
+            np.isfinite(tensor).all()
+            for loaded in kept.values()
+            for tensors in (loaded.adapter, loaded.moments)
+            for tensor in tensors.values()
+        )
         failures = [[] if finite and len(kept) == length else [f"{where}: something that is not finite was saved"]]
         for step in steps:
             line = lines[step + 1]
-            problems = [] if line["skipped"] and line["rows"].count("rows.jsonl:") == 8 else [f"not skipped, or its rows not named: {line}"]
-            problems += [] if {line["loss"], line["grad_norm"]} & {"nan", "inf"} and 0 not in (line["loss"], line["grad_norm"]) else [f"told as {line}"]
-            problems += [] if f"step {step + 1} is skipped: loss or gradient is not finite" in trial.said else ["no warning"]
-            same = all((getattr(kept[step], what)[name] == getattr(kept[step + 1], what)[name]).all()
-                       for what in ("adapter", "moments") for name in getattr(kept[step], what))
-            failures.append([f"{where}, step {step + 1}: {p}" for p in problems + ([] if same else ["adapter or moments changed"])])
+            problems = (
+                []
+                if line["skipped"] and line["rows"].count("rows.jsonl:") == 8
+                else [f"not skipped, or its rows not named: {line}"]
+            )
+            problems += (
+                []
+                if {line["loss"], line["grad_norm"]} & {"nan", "inf"} and 0 not in (line["loss"], line["grad_norm"])
+                else [f"told as {line}"]
+            )
+            problems += (
+                [] if f"step {step + 1} is skipped: loss or gradient is not finite" in trial.said else ["no warning"]
+            )
+            same = all(
+                (getattr(kept[step], what)[name] == getattr(kept[step + 1], what)[name]).all()
+                for what in ("adapter", "moments")
+                for name in getattr(kept[step], what)
+            )
+            failures.append(
+                [f"{where}, step {step + 1}: {p}" for p in problems + ([] if same else ["adapter or moments changed"])]
+            )
         untouched = [line["step"] for line in lines.values() if line["skipped"] and line["step"] - 1 not in steps]
         return [*failures, [f"{where}: steps {untouched} were skipped too"] if untouched else []]
 
@@ -56,7 +76,12 @@ def test_three_in_a_row_end_the_run(job, tmp_path, full):
         where, value = item
         trial = trials.run(tmp_path / f"{where}-{value}", job, faults.poison, where, [7, 8, 9], [value] * 3)
         good = trials.good_steps(trial.directory)
-        held = trial.code == 4 and good == [6, 9] and "Traceback" not in trial.said and "3 steps in a row were not finite" in trial.said
+        held = (
+            trial.code == 4
+            and good == [6, 9]
+            and "Traceback" not in trial.said
+            and "3 steps in a row were not finite" in trial.said
+        )
         return [] if held else [f"{where} {value}: exit code {trial.code}, checkpoints {good}: {trial.said[-800:]}"]
 
     every = [(where, value) for where in ("loss", "activation", "gradient") for value in (NAN, INF)]
@@ -105,13 +130,24 @@ def test_label_noise_is_skipped_and_nothing_else(job, tmp_path, full):
     """All rows of some steps get answers of random letters; which rows those are is known, since the order is a function of the seed."""
     steps, spikes = (525, [60, 140, 230, 310, 450]) if full else (40, [22, 30])
     rows = 8 * steps
-    settings = {**job, "gradient_accumulation_steps": 1, "batch_size": 8, "max_steps": steps, "eval_steps": 0, "eval_dataset": "", "samples": 0,
-                "save_steps": 100, "spike_guard": 8.0, "dataset": str(tmp_path / "noisy.jsonl"), "lr": 1e-3}
+    settings = {
+        **job,
+        "gradient_accumulation_steps": 1,
+        "batch_size": 8,
+        "max_steps": steps,
+        "eval_steps": 0,
+        "eval_dataset": "",
+        "samples": 0,
+        "save_steps": 100,
+        "spike_guard": 8.0,
+        "dataset": str(tmp_path / "noisy.jsonl"),
+        "lr": 1e-3,
+    }
     source = [json.loads(line) for line in (trials.DEMO_ROWS / "train.jsonl").read_text().splitlines()]
     lines = [dict(source[n % len(source)]) for n in range(rows)]
     drawn, answer = random.Random(9), next(key for key in ("completion", "answer", "output") if key in source[0])
     for spike in spikes:
-        for row in shuffled(rows, 42, 0)[spike * 8:(spike + 1) * 8]:
+        for row in shuffled(rows, 42, 0)[spike * 8 : (spike + 1) * 8]:
             lines[row][answer] = "".join(drawn.choice("zqxkvjwy#%&@") for _ in range(len(lines[row][answer])))
     (tmp_path / "noisy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     trial = trials.run(tmp_path, settings)
@@ -119,8 +155,15 @@ def test_label_noise_is_skipped_and_nothing_else(job, tmp_path, full):
     skipped = [line["step"] - 1 for line in trials.metrics(trial.directory) if line.get("skipped")]
     failures = [[f"step {spike} was not skipped"] if spike not in skipped else [] for spike in spikes]
     false = [step for step in skipped if step not in spikes]
-    counts.hold(9, full, "loss spikes by label noise are skipped", len(spikes), [*failures, [f"steps {false} were skipped too"] if false else []],
-                clean_steps=steps - len(spikes), false_skips=len(false))
+    counts.hold(
+        9,
+        full,
+        "loss spikes by label noise are skipped",
+        len(spikes),
+        [*failures, [f"steps {false} were skipped too"] if false else []],
+        clean_steps=steps - len(spikes),
+        false_skips=len(false),
+    )
     assert trial.said.count("its loss is a spike") == len(spikes)
 
 
@@ -137,7 +180,11 @@ def test_memory_that_runs_out(job, tmp_path, full):
 
     def compare(name, reference, fault, *arguments):
         trial = trials.run(tmp_path / name, four, fault, *arguments)
-        problems = [f"exit code {trial.code}: {trial.said[-1500:]}"] if trial.code else trials.differences(trial.directory, reference)
+        problems = (
+            [f"exit code {trial.code}: {trial.said[-1500:]}"]
+            if trial.code
+            else trials.differences(trial.directory, reference)
+        )
         problems += [] if "out of memory in step" in trial.said else ["not told"]
         state = json.loads((trial.directory / f"checkpoints/step-{four['max_steps']:06d}/state.json").read_text())
         problems += [] if state["batch_size"] == 2 else [f"the checkpoint says {state['batch_size']}"]
@@ -157,7 +204,11 @@ def test_memory_that_runs_out_once_in_a_backward_pass(job, tmp_path, full):
     for step, micro_batch in ((0, 1), (5, 2), (5, 4), (23, 3)) if full else ((2, 3),):
         told = trials.run(tmp_path / f"told-{step}-{micro_batch}", job, faults.resize_at, step, 1)
         trial = trials.run(tmp_path / f"out-{step}-{micro_batch}", job, faults.run_out_backward, step, micro_batch)
-        problems = [f"exit code {trial.code}: {trial.said[-1500:]}"] if trial.code else trials.differences(trial.directory, told.directory)
+        problems = (
+            [f"exit code {trial.code}: {trial.said[-1500:]}"]
+            if trial.code
+            else trials.differences(trial.directory, told.directory)
+        )
         problems += [] if f"out of memory in step {step + 1}" in trial.said else ["it did not run out"]
         failures.append([f"{step}, {micro_batch}: {p}" for p in problems])
     counts.hold("10b", full, "out of memory once, in the middle of backward", len(failures), failures)
@@ -177,5 +228,9 @@ def test_a_run_that_was_halved_goes_on_halved(job, tmp_path, full):
 
 def test_a_single_row_that_does_not_fit(job, tmp_path):
     trial = trials.run(tmp_path, job, faults.run_out, 0)
-    assert trial.code == 1 and "out of memory with a single row" in trial.said and "rows.jsonl:" in trial.said and "Traceback" not in trial.said
-
+    assert (
+        trial.code == 1
+        and "out of memory with a single row" in trial.said
+        and "rows.jsonl:" in trial.said
+        and "Traceback" not in trial.said
+    )

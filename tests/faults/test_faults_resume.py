@@ -18,11 +18,14 @@ SLOW_DISK = (faults.slow_disk, 0.005)  # seconds a call: a save takes long enoug
 @quick_and_full
 def test_stop_after_any_step(job, whole, tmp_path, full):
     """The reference is the run that was never stopped."""
+
     def stop_and_go(step):
         output = tmp_path / str(step)
         first = trials.run(output, job, faults.signal_at, step - 1, signal.SIGTERM)
         if step == STEPS:  # the last step is over and saved before the stop
-            return [] if first.code == 75 and not trials.finished(output, job, whole) else [f"step {step}: {first.said}"]
+            return (
+                [] if first.code == 75 and not trials.finished(output, job, whole) else [f"step {step}: {first.said}"]
+            )
         problems = [] if first.code == 75 else [f"exit code {first.code}"]
         return [f"step {step}: {p}" for p in problems + trials.finished(output, job, whole)]
 
@@ -33,18 +36,32 @@ def test_stop_after_any_step(job, whole, tmp_path, full):
 
 KINDS = {
     "fp16, with a loss scale that overflows": {"precision": "fp16_autocast"},
-    "early stopping": {"early_stopping": 1, "lr": 0.3, "lr_scheduler": "constant", "warmup_steps": 0, "grad_norm": 100, "eval_steps": 2},
+    "early stopping": {
+        "early_stopping": 1,
+        "lr": 0.3,
+        "lr_scheduler": "constant",
+        "warmup_steps": 0,
+        "grad_norm": 100,
+        "eval_steps": 2,
+    },
     "keep best": {"keep": "best", "lr": 0.3, "lr_scheduler": "constant", "grad_norm": 100, "eval_steps": 2},
-    "packed rows": {"packing": True}, "another optimizer": {"optimizer": "adam", "lr_scheduler": "cosine_with_restarts", "lr_cycles": 3},
-    "plain LoRA": {"train_type": "lora"}, "a full fine-tune": {"train_type": "full", "lr": 1e-4}, "DoRA": {"train_type": "bnb_dora"},
-    "8 bits": {"n_bits": 8}, "bf16": {"precision": "bf16"}, "checkpointed activations": {"use_gradient_checkpointing": True},
-    "a spike guard": {"spike_guard": 4.0, "max_steps": 24}, "no held-out rows": {"eval_dataset": "", "eval_steps": 0, "samples": 0},
+    "packed rows": {"packing": True},
+    "another optimizer": {"optimizer": "adam", "lr_scheduler": "cosine_with_restarts", "lr_cycles": 3},
+    "plain LoRA": {"train_type": "lora"},
+    "a full fine-tune": {"train_type": "full", "lr": 1e-4},
+    "DoRA": {"train_type": "bnb_dora"},
+    "8 bits": {"n_bits": 8},
+    "bf16": {"precision": "bf16"},
+    "checkpointed activations": {"use_gradient_checkpointing": True},
+    "a spike guard": {"spike_guard": 4.0, "max_steps": 24},
+    "no held-out rows": {"eval_dataset": "", "eval_steps": 0, "samples": 0},
 }
 
 
 @quick_and_full
 def test_stop_in_runs_of_other_kinds(job, tmp_path, full):
     """Each kind of run is stopped at three steps, one after the other, and killed at the end while its result is written."""
+
     def stop_and_go(item):
         kind, changes = item
         settings = {**job, "max_steps": 24 if full else 9, "samples": 0, **changes}
@@ -69,7 +86,9 @@ def test_stop_in_runs_of_other_kinds(job, tmp_path, full):
 def test_kill_at_random_moments(job, whole, tmp_path, full):
     """kill -9; every third trial in the middle of a save."""
     drawn = random.Random(2)
-    trials_of = [(number, number % 3 == 0, drawn.randrange(1, STEPS), drawn.random()) for number in range(50 if full else 4)]
+    trials_of = [
+        (number, number % 3 == 0, drawn.randrange(1, STEPS), drawn.random()) for number in range(50 if full else 4)
+    ]
     saving = []
 
     def kill_and_go(trial_of):
@@ -85,19 +104,26 @@ def test_kill_at_random_moments(job, whole, tmp_path, full):
         if trial.wait().code != -signal.SIGKILL:
             return [f"{number}: it was over before the kill: {trial.code}"]
         saving.append(bool(trials.stale(trial.directory)))
-        lost = sum("event" not in line for line in trials.metrics(trial.directory)) - max(trials.good_steps(trial.directory), default=0)
+        lost = sum("event" not in line for line in trials.metrics(trial.directory)) - max(
+            trials.good_steps(trial.directory), default=0
+        )
         problems = [f"{lost} steps lost"] if lost > SAVED_EVERY else []
         return [f"{number}: {p}" for p in problems + trials.finished(output, job, whole)]
 
     failures = trials.each(kill_and_go, trials_of)
-    counts.hold(2, full, "kill -9 at random moments, resume until done", len(failures), failures, inside_a_save=sum(saving))
+    counts.hold(
+        2, full, "kill -9 at random moments, resume until done", len(failures), failures, inside_a_save=sum(saving)
+    )
     assert sum(saving) >= (15 if full else 1)
 
 
 @quick_and_full
 def test_signals_at_random_moments(job, whole, tmp_path, full):
     drawn = random.Random(6)
-    trials_of = [(n, signal.SIGINT if n % 2 else signal.SIGTERM, n % 4 == 0, drawn.randrange(STEPS - 2), drawn.random()) for n in range(20 if full else 2)]
+    trials_of = [
+        (n, signal.SIGINT if n % 2 else signal.SIGTERM, n % 4 == 0, drawn.randrange(STEPS - 2), drawn.random())
+        for n in range(20 if full else 2)
+    ]
     waits, saving = [], []
 
     def stop_and_go(trial_of):
@@ -121,13 +147,21 @@ def test_signals_at_random_moments(job, whole, tmp_path, full):
         return [f"{number}: {p}" for p in problems + trials.finished(output, job, whole)]
 
     failures = trials.each(stop_and_go, trials_of)
-    counts.hold(6, full, "SIGTERM and SIGINT at random moments, resume", len(failures), failures,
-                inside_a_save=sum(saving), slowest_seconds=round(max(waits), 2))
+    counts.hold(
+        6,
+        full,
+        "SIGTERM and SIGINT at random moments, resume",
+        len(failures),
+        failures,
+        inside_a_save=sum(saving),
+        slowest_seconds=round(max(waits), 2),
+    )
 
 
 @quick_and_full
 def test_second_interrupt_ends_a_long_step_at_once(job, tmp_path, full):
     """The step is one matrix product of several seconds, in which the interpreter calls no handler."""
+
     def interrupt_twice(number):
         trial = Trial(tmp_path / str(number), job, faults.long_step, 2, 8.0)
         trial.wait_until(lambda: trial.lines() >= 3)  # the first evaluation and two steps
@@ -139,7 +173,11 @@ def test_second_interrupt_ends_a_long_step_at_once(job, tmp_path, full):
         trial.signal(signal.SIGINT)
         trial.wait()
         took = time.monotonic() - sent
-        return [] if still and trial.code == 130 and took < 0.5 else [f"{number}: code {trial.code} after {took:.2f} s, running before: {still}"]
+        return (
+            []
+            if still and trial.code == 130 and took < 0.5
+            else [f"{number}: code {trial.code} after {took:.2f} s, running before: {still}"]
+        )
 
     failures = trials.each(interrupt_twice, range(5 if full else 1), at_once=1)
     counts.hold("6b", full, "second SIGINT within 0.5 s, inside a long step", len(failures), failures)

@@ -30,12 +30,33 @@ def forbidden(tree: ast.AST):
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            yield from ((node.lineno, name) for name in names if name.split(".")[0] in ("pickle", "cPickle", "dill", "joblib", "marshal", "shelve", "cloudpickle"))
+            yield from (
+                (node.lineno, name)
+                for name in names
+                if name.split(".")[0] in ("pickle", "cPickle", "dill", "joblib", "marshal", "shelve", "cloudpickle")
+            )
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        if called in ("eval", "exec", "compile", "os.system", "os.popen", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
-                      "np.load", "numpy.load", "subprocess.getoutput", "commands.getoutput", "builtins.eval", "__import__", "torch.hub.load"):
+        if called in (
+            "eval",
+            "exec",
+            "compile",
+            "os.system",
+            "os.popen",
+            "torch.load",
+            "torch.save",
+            "yaml.load",
+            "yaml.unsafe_load",
+            "yaml.full_load",
+            "np.load",
+            "numpy.load",
+            "subprocess.getoutput",
+            "commands.getoutput",
+            "builtins.eval",
+            "__import__",
+            "torch.hub.load",
+        ):
             yield node.lineno, called
         for keyword in node.keywords:
             text = ast.unparse(keyword.value)
@@ -48,12 +69,29 @@ def forbidden(tree: ast.AST):
 
 
 def test_the_source_runs_nothing_that_it_reads():
-    found = [f"{path.relative_to(ROOT)}:{line}: {what}" for path in PRODUCT for line, what in forbidden(ast.parse(path.read_text(encoding="utf-8")))]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in PRODUCT
+        for line, what in forbidden(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert found == []
 
 
-@pytest.mark.parametrize("line", ["import pickle", "from joblib import load", "torch.load(path, weights_only=True)", "eval(text)", "yaml.load(text)", "exec(code)",
-                                  "os.system(x)", "subprocess.run(x, shell=True)", "np.load(p, allow_pickle=True)", "f(trust_remote_code=True)"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from joblib import load",
+        "torch.load(path, weights_only=True)",
+        "eval(text)",
+        "yaml.load(text)",
+        "exec(code)",
+        "os.system(x)",
+        "subprocess.run(x, shell=True)",
+        "np.load(p, allow_pickle=True)",
+        "f(trust_remote_code=True)",
+    ],
+)
 def test_the_check_of_the_source_finds(line):
     assert list(forbidden(ast.parse(line)))
 
@@ -82,9 +120,13 @@ class Bomb:
 
 CODE = "from pathlib import Path\nPath({mark!r}).touch()\nclass Evil:\n    pass\n"
 TEMPLATES = (
-    "{{{{ cycler.__init__.__globals__.os.system('touch {mark}') }}}}", "{{{{ lipsum.__globals__['os'].popen('touch {mark}').read() }}}}",
-    "{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}", "{{{{ messages.__class__.__base__.__subclasses__() }}}}",
-    "{{% for c in ().__class__.__base__.__subclasses__() %}}{{{{ c }}}}{{% endfor %}}", "{{% include '/etc/passwd' %}}", "{{{{ self._TemplateReference__context }}}}",
+    "{{{{ cycler.__init__.__globals__.os.system('touch {mark}') }}}}",
+    "{{{{ lipsum.__globals__['os'].popen('touch {mark}').read() }}}}",
+    "{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}",
+    "{{{{ messages.__class__.__base__.__subclasses__() }}}}",
+    "{{% for c in ().__class__.__base__.__subclasses__() %}}{{{{ c }}}}{{% endfor %}}",
+    "{{% include '/etc/passwd' %}}",
+    "{{{{ self._TemplateReference__context }}}}",
 )
 
 
@@ -121,21 +163,46 @@ def canaries(mark: str):
     def template(text):
         def plant(place, base):
             edit(base, "tokenizer_config.json", chat_template=text)
-            (place / "talk.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "{{ 7 * 7 }}"}, {"role": "assistant", "content": "x"}]}) + "\n")
+            (place / "talk.jsonl").write_text(
+                json.dumps(
+                    {"messages": [{"role": "user", "content": "{{ 7 * 7 }}"}, {"role": "assistant", "content": "x"}]}
+                )
+                + "\n"
+            )
             return {"dataset": str(place / "talk.jsonl")}
 
         return plant
 
-    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-                 "chat_template.jinja", "pytorch_model.bin", "added_tokens.json", "training_args.bin", "model.safetensors.index.json"):
+    for name in (
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "pytorch_model.bin",
+        "added_tokens.json",
+        "training_args.bin",
+        "model.safetensors.index.json",
+    ):
         yield f"a pickle as the base's {name}", in_base(name)
     for name in ("rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.pkl"):
         yield f"a pickle as {name}", as_rows(name)
     maps = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
-    yield "remote code of an unknown kind of model", remote(lambda base: edit(base, "config.json", model_type="evil", auto_map=maps))
+    yield (
+        "remote code of an unknown kind of model",
+        remote(lambda base: edit(base, "config.json", model_type="evil", auto_map=maps)),
+    )
     yield "remote code of a known kind of model", remote(lambda base: edit(base, "config.json", auto_map=maps))
-    yield "remote code of the tokenizer", remote(lambda base: edit(base, "tokenizer_config.json", auto_map=maps, tokenizer_class="Evil"))
-    yield "remote code of the generation", remote(lambda base: edit(base, "generation_config.json", auto_map=maps, custom_generate="evil"))
+    yield (
+        "remote code of the tokenizer",
+        remote(lambda base: edit(base, "tokenizer_config.json", auto_map=maps, tokenizer_class="Evil")),
+    )
+    yield (
+        "remote code of the generation",
+        remote(lambda base: edit(base, "generation_config.json", auto_map=maps, custom_generate="evil")),
+    )
     for text in TEMPLATES:
         yield f"template {text[:30]}", template(text.format(mark=mark))
 
@@ -143,7 +210,7 @@ def canaries(mark: str):
 @quick_and_full
 def test_nothing_that_is_read_is_run(job, tmp_path, full):
     mark = tmp_path / "executed"
-    planted = list(canaries(str(mark)))[::1 if full else 5]
+    planted = list(canaries(str(mark)))[:: 1 if full else 5]
 
     def try_one(item):
         number, (name, plant) = item
@@ -165,14 +232,30 @@ def test_pickles_in_a_run_directory_and_in_the_cache(job, stopped, tmp_path, ful
     """Each file that a start reads, and that of a finished run."""
     mark = tmp_path / "executed"
     bomb = pickle.dumps(Bomb(str(mark)))
-    names = ["identity.json", "metrics.jsonl", "samples.jsonl", "env.json", "plan.json", "config.resolved.yaml", "data_report.json", "result.json"]
-    names += [f"checkpoints/step-000020/{name}" for name in ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")]
+    names = [
+        "identity.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "env.json",
+        "plan.json",
+        "config.resolved.yaml",
+        "data_report.json",
+        "result.json",
+    ]
+    names += [
+        f"checkpoints/step-000020/{name}"
+        for name in ("adapter_model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+    ]
 
     def try_one(name):
         output = tmp_path / name.replace("/", "-")
         (trials.copied(stopped(20), output) / name).write_bytes(bomb)
         trial = trials.run(output, job)
-        return [f"{name}: code {trial.code}: {trial.said[-800:]}"] if mark.exists() or "Traceback" in trial.said or trial.code not in (0, 2, 3) else []
+        return (
+            [f"{name}: code {trial.code}: {trial.said[-800:]}"]
+            if mark.exists() or "Traceback" in trial.said or trial.code not in (0, 2, 3)
+            else []
+        )
 
     failures = trials.each(try_one, names if full else names[:3])
     trial = trials.run(tmp_path / "cache", {**job, **SHORT}, faults.poison_cache, str(tmp_path / "xdg"), bomb)
@@ -180,8 +263,17 @@ def test_pickles_in_a_run_directory_and_in_the_cache(job, stopped, tmp_path, ful
     counts.hold("13a", full, "canaries executed: pickles in a run directory and in the cache", len(failures), failures)
 
 
-@pytest.mark.parametrize("text", ['name: !!python/object/apply:os.system ["touch {mark}"]', "name: !!python/name:os.system", "!!python/object:os.x {{name: x}}",
-                                  "lr: !!python/object/new:os.system [touch {mark}]", "&a [*a]", "{bomb}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'name: !!python/object/apply:os.system ["touch {mark}"]',
+        "name: !!python/name:os.system",
+        "!!python/object:os.x {{name: x}}",
+        "lr: !!python/object/new:os.system [touch {mark}]",
+        "&a [*a]",
+        "{bomb}",
+    ],
+)
 def test_yaml_runs_nothing(tmp_path, text):
     mark, path = tmp_path / "executed", tmp_path / "run.yaml"
     path.write_bytes(pickle.dumps(Bomb(str(mark))) if text == "{bomb}" else text.format(mark=mark).encode())
@@ -193,7 +285,20 @@ def test_yaml_runs_nothing(tmp_path, text):
 # ------------------------------------------------------------------------------------------------------------ confinement
 
 
-NAMES = ["../out", "..", ".", "/tmp/out", "a/../../out", "a/b", "a\\..\\b", "out\0", "%2e%2e/x", "a\nb", "~/x", "x\u202ey"]
+NAMES = [
+    "../out",
+    "..",
+    ".",
+    "/tmp/out",
+    "a/../../out",
+    "a/b",
+    "a\\..\\b",
+    "out\0",
+    "%2e%2e/x",
+    "a\nb",
+    "~/x",
+    "x\u202ey",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -219,7 +324,10 @@ def test_names_in_a_tokenizer_stay_inside_too(job, tmp_path):
     """transformers writes each named chat template as a file of that name."""
     base = Path(shutil.copytree(job["model_name"], tmp_path / "base"))
     path = base / "tokenizer_config.json"
-    templates = [{"name": "default", "template": "{{ messages }}"}, {"name": "../../../../../../../../" + str(tmp_path) + "/escaped", "template": "x"}]
+    templates = [
+        {"name": "default", "template": "{{ messages }}"},
+        {"name": "../../../../../../../../" + str(tmp_path) + "/escaped", "template": "x"},
+    ]
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
     trial = trials.run(tmp_path / "output", {**job, **SHORT, "model_name": str(base)})
     assert not list(tmp_path.glob("escaped*")), trial.said
@@ -229,8 +337,14 @@ def test_names_in_a_tokenizer_stay_inside_too(job, tmp_path):
 # ---------------------------------------------------------------------------------------------------- secrets and displays
 
 
-SECRETS = {"HF_TOKEN": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz123456", "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567", "MY_SERVICE_PASSWORD": "correct-horse-7",
-           "yaml": "sk-proj4bcdefghijklmnop", "query": "qtoken5ecret", "url": "pa55word-of-url"}
+SECRETS = {
+    "HF_TOKEN": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz123456",
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "MY_SERVICE_PASSWORD": "correct-horse-7",
+    "yaml": "sk-proj4bcdefghijklmnop",
+    "query": "qtoken5ecret",
+    "url": "pa55word-of-url",
+}
 
 
 @quick_and_full
@@ -239,18 +353,44 @@ def test_secrets_are_nowhere(job, tmp_path, full):
     settings = {**job, **SHORT, "log_to": "stdout,tensorboard" if find_spec("tensorboard") else "stdout"}
     address = f"https://user:{SECRETS['url']}@example.invalid/rows.jsonl?token={SECRETS['query']}"
     environment = {name: SECRETS[name] for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_SERVICE_PASSWORD")}
-    stated = {"name": f"of {SECRETS['yaml']}", "group": SECRETS["HF_TOKEN"], "project_name": SECRETS["WANDB_API_KEY"], "entity": SECRETS["MY_SERVICE_PASSWORD"]}
-    runs_of = {"works": stated, "rows": {"dataset": address}, "model": {"model_name": address}, "held": {"eval_dataset": address}}
+    stated = {
+        "name": f"of {SECRETS['yaml']}",
+        "group": SECRETS["HF_TOKEN"],
+        "project_name": SECRETS["WANDB_API_KEY"],
+        "entity": SECRETS["MY_SERVICE_PASSWORD"],
+    }
+    runs_of = {
+        "works": stated,
+        "rows": {"dataset": address},
+        "model": {"model_name": address},
+        "held": {"eval_dataset": address},
+    }
 
     def try_one(item):
         name, changes = item
         trial = trials.run(tmp_path / name, {**settings, **changes}, faults.set_environment, environment)
-        return [] if trial.code == (0 if name == "works" else 2) and "Traceback" not in trial.said else [f"{name}: {trial.code}: {trial.said[-800:]}"]
+        return (
+            []
+            if trial.code == (0 if name == "works" else 2) and "Traceback" not in trial.said
+            else [f"{name}: {trial.code}: {trial.said[-800:]}"]
+        )
 
     failures = trials.each(try_one, runs_of.items())
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    found = [f"{secret} in {path.relative_to(tmp_path)}" for path in files for secret, text in SECRETS.items() if text.encode() in path.read_bytes()]
-    counts.hold("13b", full, "planted secrets found in a file or an output", len(SECRETS), [*failures, found], files_searched=len(files))
+    found = [
+        f"{secret} in {path.relative_to(tmp_path)}"
+        for path in files
+        for secret, text in SECRETS.items()
+        if text.encode() in path.read_bytes()
+    ]
+    counts.hold(
+        "13b",
+        full,
+        "planted secrets found in a file or an output",
+        len(SECRETS),
+        [*failures, found],
+        files_searched=len(files),
+    )
 
 
 def test_a_terminal_is_not_steered_and_a_page_is_not_written(job, tmp_path):
@@ -258,8 +398,18 @@ def test_a_terminal_is_not_steered_and_a_page_is_not_written(job, tmp_path):
     rows = [{"prompt": f"{hostile} {n}:", "completion": f" {hostile}"} for n in range(4)]
     place = tmp_path / f"{hostile.replace('/', '|')}.jsonl"
     place.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trial = trials.run(tmp_path / "output", {**job, "max_steps": 2, "dataset": str(place), "eval_dataset": str(place), "samples": 3, "max_new_tokens": 4,
-                                             "lora_target_modules": ".*(q_proj|v_proj|<b>)"})
+    trial = trials.run(
+        tmp_path / "output",
+        {
+            **job,
+            "max_steps": 2,
+            "dataset": str(place),
+            "eval_dataset": str(place),
+            "samples": 3,
+            "max_new_tokens": 4,
+            "lora_target_modules": ".*(q_proj|v_proj|<b>)",
+        },
+    )
     assert trial.code == 0 and "\x1b" not in trial.said and "\x07" not in trial.said, trial.said
     assert "[red]x[/red]" in trial.said
     card = (trial.directory / "adapter/README.md").read_text()

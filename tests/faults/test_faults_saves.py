@@ -39,9 +39,24 @@ def test_what_must_be_on_disk_is_synced_before_what_names_it(calls):
     """The order that a power failure asks for: files, their directory, the name, its directory; only then is an older one removed."""
     names = [(name, of) for _, name, of, _ in of_save(calls)]
     staged, older = f"step-{SAVED:06d}.staged", "step-000018"
-    assert names == [("make_directory", staged), *(("write", f) for f in ("adapter_model.safetensors", "adapter_config.json",
-                     "optimizer.safetensors", "state.json", "manifest.json")), ("sync_directory", staged), ("rename", staged),
-                     ("sync_directory", "checkpoints"), ("rename", older), ("remove", older + ".removed")]
+    assert names == [
+        ("make_directory", staged),
+        *(
+            ("write", f)
+            for f in (
+                "adapter_model.safetensors",
+                "adapter_config.json",
+                "optimizer.safetensors",
+                "state.json",
+                "manifest.json",
+            )
+        ),
+        ("sync_directory", staged),
+        ("rename", staged),
+        ("sync_directory", "checkpoints"),
+        ("rename", older),
+        ("remove", older + ".removed"),
+    ]
 
 
 def test_macos_flushes_the_drives_own_cache(tmp_path, monkeypatch):
@@ -68,8 +83,12 @@ def test_macos_flushes_the_drives_own_cache(tmp_path, monkeypatch):
 
 @quick_and_full
 def test_crash_at_every_call_of_a_save(job, whole, stopped, calls, tmp_path, full):
-    moments = [(n, moment) for n, name, _, _ in of_save(calls) for moment in ("before", "middle", "after")
-               if moment != "middle" or name in ("write", "remove")]
+    moments = [
+        (n, moment)
+        for n, name, _, _ in of_save(calls)
+        for moment in ("before", "middle", "after")
+        if moment != "middle" or name in ("write", "remove")
+    ]
     moments = moments if full else moments[::9]
 
     def crash_and_go(point):
@@ -122,10 +141,16 @@ def test_full_at_every_write_of_a_save(job, whole, stopped, calls, tmp_path, ful
         trials.copied(stopped(STOPPED), output)
         trial = trials.run(output, job, faults.full_at, call, call)
         pruning = calls[call][2] == "step-000018"
-        warning = "an old checkpoint cannot be removed" if pruning else f"the checkpoint of step {SAVED} cannot be written (No space left on device)"
+        warning = (
+            "an old checkpoint cannot be removed"
+            if pruning
+            else f"the checkpoint of step {SAVED} cannot be written (No space left on device)"
+        )
         problems = [] if trial.code == 0 else [f"exit code {trial.code}: {trial.said[-500:]}"]
         problems += [] if trial.said.count("warning: ") == 1 and warning in trial.said else [trial.said]
-        return [f"{calls[call]}: {p}" for p in problems + ([] if trial.code else trials.differences(trial.directory, whole))]
+        return [
+            f"{calls[call]}: {p}" for p in problems + ([] if trial.code else trials.differences(trial.directory, whole))
+        ]
 
     failures = trials.each(fill_and_go, points)
     counts.hold(7, full, "ENOSPC at every write of a save", len(failures), failures)
@@ -140,8 +165,16 @@ def test_full_and_told_to_stop(job, whole, stopped, calls, tmp_path, full):
         output = tmp_path / str(call)
         directory = trials.copied(stopped(STOPPED), output)
         trial = trials.run(output, job, faults.full_at, call, 10**9, on_disk_full="stop")
-        problems = [] if trial.code == 5 and "Traceback" not in trial.said else [f"exit code {trial.code}: {trial.said[-500:]}"]
-        problems += [] if trials.good_steps(directory) == [18, STOPPED] else [f"good checkpoints: {trials.good_steps(directory)}"]
+        problems = (
+            []
+            if trial.code == 5 and "Traceback" not in trial.said
+            else [f"exit code {trial.code}: {trial.said[-500:]}"]
+        )
+        problems += (
+            []
+            if trials.good_steps(directory) == [18, STOPPED]
+            else [f"good checkpoints: {trials.good_steps(directory)}"]
+        )
         return [f"{calls[call]}: {p}" for p in problems + trials.finished(output, job, whole, on_disk_full="stop")]
 
     failures = trials.each(fill_and_stop, points)
@@ -160,7 +193,11 @@ def test_full_when_the_result_is_written(job, whole, stopped, calls, tmp_path, f
         output = tmp_path / str(call)
         trials.copied(stopped(STOPPED), output)
         trial = trials.run(output, job, faults.full_at, call, 10**9)
-        problems = [] if trial.code == 5 and "Traceback" not in trial.said else [f"exit code {trial.code}: {trial.said[-500:]}"]
+        problems = (
+            []
+            if trial.code == 5 and "Traceback" not in trial.said
+            else [f"exit code {trial.code}: {trial.said[-500:]}"]
+        )
         return [f"{calls[call]}: {p}" for p in problems + trials.finished(output, job, whole)]
 
     failures = trials.each(fill_and_go, points)
@@ -171,9 +208,14 @@ def test_files_that_may_not_grow(job, whole, tmp_path):
     """RLIMIT_FSIZE: the kernel refuses the moments' file from step 13 on, and in the end the run is completed without the limit."""
     trial = trials.run(tmp_path, job, faults.limit_files, 50_000, 12)
     assert trial.code == 0, trial.said
-    assert trial.said.count("warning: ") == 1 and "the checkpoint of step 15 cannot be written (File too large)" in trial.said
+    assert (
+        trial.said.count("warning: ") == 1
+        and "the checkpoint of step 15 cannot be written (File too large)" in trial.said
+    )
     assert trials.good_steps(trial.directory) == [9, 12] and not trials.stale(trial.directory)
-    assert (trial.directory / "adapter/adapter_model.safetensors").read_bytes() == (whole / "adapter/adapter_model.safetensors").read_bytes()
+    assert (trial.directory / "adapter/adapter_model.safetensors").read_bytes() == (
+        whole / "adapter/adapter_model.safetensors"
+    ).read_bytes()
     assert trials.metrics(trial.directory) == trials.metrics(whole)
 
 
@@ -186,8 +228,14 @@ def test_a_small_file_system_that_somebody_fills(job, whole, tmp_path):
     try:
         trial = trials.run(place, job, faults.fill_disk, str(place), 7, 15, 6000)
         assert trial.code == 0 and not trials.differences(trial.directory, whole), trial.said
-        assert "the checkpoint of step 9 cannot be written (No space left on device); the checkpoint of step 6 stands; training goes on" in trial.said
-        assert trial.said.count("cannot be written") == 1 + trial.said.count("metrics.jsonl cannot") and "Traceback" not in trial.said
+        assert (
+            "the checkpoint of step 9 cannot be written (No space left on device); the checkpoint of step 6 stands; training goes on"
+            in trial.said
+        )
+        assert (
+            trial.said.count("cannot be written") == 1 + trial.said.count("metrics.jsonl cannot")
+            and "Traceback" not in trial.said
+        )
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
 

@@ -22,9 +22,23 @@ from anyqlora.testing import server
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 STEPS, SAVED_EVERY = 24, 3
-JOB = {"context_length": 128, "batch_size": 2, "gradient_accumulation_steps": 4, "precision": "fp32", "max_steps": STEPS, "lr": 2e-3,
-       "lora_rank": 4, "lora_dropout": 0.1, "save_steps": SAVED_EVERY, "eval_steps": 5, "exact_match": False, "samples": 1,
-       "max_new_tokens": 2, "backend": "cpu", "run_name": "run"}
+JOB = {
+    "context_length": 128,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "precision": "fp32",
+    "max_steps": STEPS,
+    "lr": 2e-3,
+    "lora_rank": 4,
+    "lora_dropout": 0.1,
+    "save_steps": SAVED_EVERY,
+    "eval_steps": 5,
+    "exact_match": False,
+    "samples": 1,
+    "max_new_tokens": 2,
+    "backend": "cpu",
+    "run_name": "run",
+}
 ROWS, HELD_OUT = 88, 8  # 11 steps to an epoch: 24 steps end within the third
 TIMING = ("seconds", "_per_second", "_bytes")  # ends of the names of what differs from run to run
 
@@ -44,7 +58,12 @@ def job(directory: Path) -> dict:
     for name, source, count in (("rows.jsonl", "train.jsonl", ROWS), ("held_out.jsonl", "heldout.jsonl", HELD_OUT)):
         lines = (DEMO_ROWS / source).read_text().splitlines(keepends=True)
         (directory / name).write_text("".join(lines[:count]))
-    return {**JOB, "model_name": str(base), "dataset": str(directory / "rows.jsonl"), "eval_dataset": str(directory / "held_out.jsonl")}
+    return {
+        **JOB,
+        "model_name": str(base),
+        "dataset": str(directory / "rows.jsonl"),
+        "eval_dataset": str(directory / "held_out.jsonl"),
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- children
@@ -121,7 +140,9 @@ def _child(log: str, settings: dict, fault, arguments) -> None:
         os.dup2(file.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell started these tests in the background, and had them ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # also where a shell started these tests in the background, and had them ignore it
     import train
     from anyqlora.config import resolve
     from anyqlora.errors import explained
@@ -164,12 +185,18 @@ def differences(directory: Path, whole: Path) -> list[str]:
     """In what a finished run differs from another: bytes of adapter, moments and samples, fields of metrics and result; and what is left."""
     checkpoints = Checkpoints(whole / "checkpoints")
     last = checkpoints.path(checkpoints.steps()[-1]).relative_to(whole)
-    names = [path.relative_to(whole) for folder in ("adapter", "model") for path in sorted((whole / folder).glob("*.*"))]
-    names += [last / "adapter_model.safetensors", last / "optimizer.safetensors"] + ["samples.jsonl"] * (whole / "samples.jsonl").exists()
+    names = [
+        path.relative_to(whole) for folder in ("adapter", "model") for path in sorted((whole / folder).glob("*.*"))
+    ]
+    names += [last / "adapter_model.safetensors", last / "optimizer.safetensors"] + ["samples.jsonl"] * (
+        whole / "samples.jsonl"
+    ).exists()
     found = [f"{name} differs" for name in names if (directory / name).read_bytes() != (whole / name).read_bytes()]
     if metrics(directory) != metrics(whole):
         found.append("metrics.jsonl differs")
-    if without_times(json.loads((directory / "result.json").read_text())) != without_times(json.loads((whole / "result.json").read_text())):
+    if without_times(json.loads((directory / "result.json").read_text())) != without_times(
+        json.loads((whole / "result.json").read_text())
+    ):
         found.append("result.json differs")
     return found + [f"{path.name} is left" for path in stale(directory)]
 
@@ -179,7 +206,9 @@ def metrics(directory: Path) -> list[dict]:
 
 
 def without_times(record: dict) -> dict:
-    return {name: value for name, value in record.items() if not name.endswith(TIMING) and name != "time_to_first_step_s"}
+    return {
+        name: value for name, value in record.items() if not name.endswith(TIMING) and name != "time_to_first_step_s"
+    }
 
 
 def stale(directory: Path) -> list[Path]:

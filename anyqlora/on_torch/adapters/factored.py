@@ -49,7 +49,9 @@ class _Factored(Lora):
     def attach(self, model: nn.Module) -> nn.Module:
         model = super().attach(model)
         if self.starts:
-            raise RunError(f"{len(self.starts)} weights were factored for an adapter that is not there, {min(self.starts)} is the first")
+            raise RunError(
+                f"{len(self.starts)} weights were factored for an adapter that is not there, {min(self.starts)} is the first"
+            )
         self.initial = {name: p.detach().clone().cpu() for name, p in self.trainable(model).items() if not p.is_meta}
         return model
 

@@ -16,7 +16,9 @@ from ..linears import is_linear
 from ..linears import linears as linear_layers
 
 DEFAULT = ["default"]  # PEFT's name of the one adapter
-PLAIN = tuple(getattr(lora, name) for name in ("Linear", "Linear4bit") if hasattr(lora, name))  # the latter where bitsandbytes is
+PLAIN = tuple(
+    getattr(lora, name) for name in ("Linear", "Linear4bit") if hasattr(lora, name)
+)  # the latter where bitsandbytes is
 
 
 class _Fused:
@@ -33,9 +35,17 @@ class _Fused:
 class Group:
     """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
 
-    def __init__(self, layers: dict[str, nn.Module], quantizer, keeps: bool = False, product=linears, whole: Products = WHOLE):
+    def __init__(
+        self, layers: dict[str, nn.Module], quantizer, keeps: bool = False, product=linears, whole: Products = WHOLE
+    ):
         """`keeps`: what is made of the weights stays in memory once it is there. `product` computes, and `whole` multiplies in x's dtype."""
-        self.names, self.layers, self.quantizer, self.keeps, self.product = list(layers), list(layers.values()), quantizer, keeps, product
+        self.names, self.layers, self.quantizer, self.keeps, self.product = (
+            list(layers),
+            list(layers.values()),
+            quantizer,
+            keeps,
+            product,
+        )
         self.forget()
         self.whole = whole
         self.multiply_by(whole)
@@ -83,7 +93,14 @@ class Group:
 
     @staticmethod
     def _parts(layer: nn.Module, weight, is_kept: bool) -> Linear:
-        return Linear(weight, layer.base_layer.bias, layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.scaling["default"], is_kept)
+        return Linear(
+            weight,
+            layer.base_layer.bias,
+            layer.lora_A["default"].weight,
+            layer.lora_B["default"].weight,
+            layer.scaling["default"],
+            is_kept,
+        )
 
 
 @functools.cache
@@ -113,9 +130,17 @@ def fuse(model: nn.Module, quantizer, cached: int = 0, product=linears, whole: P
 def _is_plain(module: lora.LoraLayer, quantizer) -> bool:
     """Whether the layer's output is W x + bias + scale B A x with a frozen W that `quantizer` gives as [out, in]."""
     base = module.base_layer
-    is_product = isinstance(base, quantizer.module_type) if quantizer.bits == 4 else isinstance(base, nn.Linear) and is_linear(base)
-    return is_product and quantizer.bits != 8 and type(module) in PLAIN and not (
-        module.lora_variant or any(module.lora_bias.values()) or module.fan_in_fan_out)
+    is_product = (
+        isinstance(base, quantizer.module_type)
+        if quantizer.bits == 4
+        else isinstance(base, nn.Linear) and is_linear(base)
+    )
+    return (
+        is_product
+        and quantizer.bits != 8
+        and type(module) in PLAIN
+        and not (module.lora_variant or any(module.lora_bias.values()) or module.fan_in_fan_out)
+    )
 
 
 def fused_layers(model: nn.Module) -> list[nn.Module]:
@@ -127,4 +152,6 @@ def all_fused(model: nn.Module, held: type) -> bool:
     layers = fused_layers(model)
     inside = {id(layer.base_layer) for layer in layers}
     frozen = [module for name, module in linear_layers(model, held).items() if "lora_" not in name]
-    return all(layer.lora_A["default"].out_features % 2 == 0 for layer in layers) and all(id(module) in inside for module in frozen)
+    return all(layer.lora_A["default"].out_features % 2 == 0 for layer in layers) and all(
+        id(module) in inside for module in frozen
+    )

@@ -42,21 +42,36 @@ class Lora:
         if stated in ALL:
             self.chosen -= wrong
         elif wrong:
-            raise UsageError(f"lora_target_modules: PEFT cannot load an adapter on {min(wrong)} of a {model.config.model_type} model: it takes the name "
-                             "for one of the experts, or its kernel passes the module by", where=where, cure=f"among: {', '.join(sorted(lasts - barred))}")
+            raise UsageError(
+                f"lora_target_modules: PEFT cannot load an adapter on {min(wrong)} of a {model.config.model_type} model: it takes the name "
+                "for one of the experts, or its kernel passes the module by",
+                where=where,
+                cure=f"among: {', '.join(sorted(lasts - barred))}",
+            )
         if not self.chosen:
-            raise UsageError(f"lora_target_modules: {stated!r} matches no linear layer of this {model.config.model_type} model",
-                             where=where, cure=f"all, or some of: {', '.join(sorted(lasts - barred))}")
+            raise UsageError(
+                f"lora_target_modules: {stated!r} matches no linear layer of this {model.config.model_type} model",
+                where=where,
+                cure=f"all, or some of: {', '.join(sorted(lasts - barred))}",
+            )
 
     def residual(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
     def attach(self, model: nn.Module) -> nn.Module:
         self.peft_config = LoraConfig(
-            r=self.config.lora_rank, lora_alpha=whole(self.config.lora_alpha), lora_dropout=self.config.lora_dropout,
-            target_modules=shortest(self.chosen, (name for name, _ in model.named_modules())), bias="none", task_type="CAUSAL_LM", **self.variant)
+            r=self.config.lora_rank,
+            lora_alpha=whole(self.config.lora_alpha),
+            lora_dropout=self.config.lora_dropout,
+            target_modules=shortest(self.chosen, (name for name, _ in model.named_modules())),
+            bias="none",
+            task_type="CAUSAL_LM",
+            **self.variant,
+        )
         model = get_peft_model(model, self.peft_config, autocast_adapter_dtype=True)
-        layers = {name.removeprefix(PREFIX): module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        layers = {
+            name.removeprefix(PREFIX): module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+        }
         if layers.keys() != self.chosen:
             raise RunError(f"PEFT put adapters elsewhere than planned: {sorted(layers.keys() ^ self.chosen)[:3]}")
         with torch.no_grad():
@@ -78,7 +93,9 @@ class Lora:
         return trainable
 
     def describe(self) -> dict:
-        return plain({**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)})
+        return plain(
+            {**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
+        )
 
 
 class RankStabilisedLora(Lora):
@@ -97,10 +114,14 @@ class Dora(Lora):
         # PEFT takes a row's norm from bitsandbytes' own dequantization, which is wrong there (see quantizers/bnb.py).
         across = sorted(name for name in self.chosen if inputs(model.get_submodule(name)) % BLOCK)
         if across and self.config.quantizer in ("nf4", "fp4") and self.device.type == "cpu":
-            raise NotBuilt(f"DoRA on {self.config.quantizer} weights of {across[0]}, whose inputs are no multiple of {BLOCK}, on a CPU",
-                           cure="--adapter lora, or --quantizer none")
+            raise NotBuilt(
+                f"DoRA on {self.config.quantizer} weights of {across[0]}, whose inputs are no multiple of {BLOCK}, on a CPU",
+                cure="--adapter lora, or --quantizer none",
+            )
 
 
 def peft_name(parameter: str) -> str:
     """The name in adapter_model.safetensors of a parameter of a PEFT model."""
-    return re.sub(r"\.default(\.weight)?$", r"\1", parameter).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    return re.sub(r"\.default(\.weight)?$", r"\1", parameter).replace(
+        "lora_magnitude_vector.weight", "lora_magnitude_vector"
+    )

@@ -17,8 +17,16 @@ SCORES = 1 << 20  # of the blocks that are looked at together, float32: they sta
 MASKED = float("-inf")
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, documents: torch.Tensor | None = None,
-              window: int | None = None, is_native: bool = False) -> torch.Tensor:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    documents: torch.Tensor | None = None,
+    window: int | None = None,
+    is_native: bool = False,
+) -> torch.Tensor:
     """softmax(scale q k^T) v under a causal mask, [B, T, H, D]; equal to `defined`.
 
     q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents int [B, T]: tokens see tokens of their own document
@@ -26,7 +34,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
     attention.c, where heads are of a width that it takes.
     """
     if is_native and native.is_for(q, k, v) and q.shape[3] % native.LANES == 0:
-        return _InC.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), _table(q, documents), window or q.shape[2], scale)
+        return _InC.apply(
+            *(x.transpose(1, 2).contiguous() for x in (q, k, v)), _table(q, documents), window or q.shape[2], scale
+        )
     if documents is None:
         return _one(q, k, v, scale, window)
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
@@ -36,8 +46,15 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
     return out
 
 
-def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, documents: torch.Tensor | None = None,
-            window: int | None = None) -> torch.Tensor:
+def defined(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    documents: torch.Tensor | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
     """What `attention` computes, with whole masks and scores."""
     length = q.shape[2]
     place = torch.arange(length, device=q.device)
@@ -73,7 +90,7 @@ class _Table(NamedTuple):
     """Documents as attention.c takes them."""
 
     spans: torch.Tensor  # int64 [N, 3]: row, first token, end
-    longest: int         # tokens
+    longest: int  # tokens
 
 
 def _table(q: torch.Tensor, documents: torch.Tensor | None) -> _Table:
@@ -81,7 +98,9 @@ def _table(q: torch.Tensor, documents: torch.Tensor | None) -> _Table:
     known = getattr(documents, "table", None)
     if known is None:
         spans = [(row, 0, q.shape[2]) for row in range(len(q))] if documents is None else _spans(documents)
-        known = _Table(torch.tensor(spans, dtype=torch.int64).view(-1, 3), max((end - first for _, first, end in spans), default=0))
+        known = _Table(
+            torch.tensor(spans, dtype=torch.int64).view(-1, 3), max((end - first for _, first, end in spans), default=0)
+        )
         if documents is not None:
             documents.table = known
     return known
@@ -165,7 +184,13 @@ def _blocks(x: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[int, slice, int,
             some = slice(head, head + together)
             for first in range(0, length, queries):
                 end = min(first + queries, length)
-                yield row, some, first, end, grouped[row, some, :, first:end].reshape(-1, (heads // shared) * (end - first), width)
+                yield (
+                    row,
+                    some,
+                    first,
+                    end,
+                    grouped[row, some, :, first:end].reshape(-1, (heads // shared) * (end - first), width),
+                )
 
 
 def _softmax(scores: torch.Tensor, first: int, end: int, scale: float) -> torch.Tensor:

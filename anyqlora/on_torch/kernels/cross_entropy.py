@@ -8,7 +8,9 @@ import torch
 
 from . import native
 
-LIFT = {torch.float16: 1024.0}  # probabilities lie below fp16's smallest normal number, 6e-5: the gradient is made so much greater
+LIFT = {
+    torch.float16: 1024.0
+}  # probabilities lie below fp16's smallest normal number, 6e-5: the gradient is made so much greater
 
 
 class After(NamedTuple):
@@ -22,8 +24,18 @@ class After(NamedTuple):
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
 
-def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After(),
-                  rows: int, is_native: bool = False, is_fused: bool = False, rounded: native.Rounded | None = None) -> torch.Tensor:
+def cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    after: After = After(),
+    rows: int,
+    is_native: bool = False,
+    is_fused: bool = False,
+    rounded: native.Rounded | None = None,
+) -> torch.Tensor:
     """Sum of -log softmax(after(hidden W^T + bias))[target], float32, a scalar with gradient; equal to `defined`.
 
     hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. `rows` of the N are looked at together, so that of the logits
@@ -32,14 +44,27 @@ def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     that a second backward of the same graph is an error. is_native: rows of bf16 by native.c, in the place of the
     logits; is_fused: by head.c, which needs no memory for them, where weight and bias do not learn; `rounded`: with a gradient in 8 bits.
     """
-    dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
-    return _CrossEntropy.apply(hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled(), is_native, is_fused, rounded)
+    dtype = (
+        torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+    )
+    return _CrossEntropy.apply(
+        hidden, weight, bias, targets, after, rows, dtype, torch.is_grad_enabled(), is_native, is_fused, rounded
+    )
 
 
-def defined(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, after: After = After()) -> torch.Tensor:
+def defined(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    after: After = After(),
+) -> torch.Tensor:
     """What `cross_entropy` computes."""
     logits = after(torch.nn.functional.linear(hidden, weight, bias))
-    return torch.nn.functional.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, targets, reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits.float() if logits.dtype != torch.float64 else logits, targets, reduction="sum"
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -49,9 +74,11 @@ class _CrossEntropy(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)  # float64 stays
         ctx.kinds, ctx.lift = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype), LIFT.get(dtype, 1.0)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        gradients = [hidden.new_empty(hidden.shape, dtype=dtype if ctx.lift == 1 else exact) if wanted[0] else None,
-                     torch.zeros_like(weight, dtype=exact) if wanted[1] else None,
-                     torch.zeros_like(bias, dtype=exact) if wanted[2] else None]
+        gradients = [
+            hidden.new_empty(hidden.shape, dtype=dtype if ctx.lift == 1 else exact) if wanted[0] else None,
+            torch.zeros_like(weight, dtype=exact) if wanted[1] else None,
+            torch.zeros_like(bias, dtype=exact) if wanted[2] else None,
+        ]
         in_c = after.cap is None and native.is_for(w)
         if is_fused and in_c and not any(wanted[1:]) and hidden.shape[1] % 2 == 0:
             losses = native.head(hidden.to(dtype), w, b, targets, after.scale, rows, gradients[0], rounded)
@@ -64,20 +91,38 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, of_loss):
         of_hidden, of_weight, of_bias = ctx.saved_tensors
         factor = of_loss / ctx.lift
-        found = None if of_hidden is None else of_hidden * factor, *(None if g is None else g.mul_(factor) for g in (of_weight, of_bias))
+        found = (
+            None if of_hidden is None else of_hidden * factor,
+            *(None if g is None else g.mul_(factor) for g in (of_weight, of_bias)),
+        )
         return *(None if g is None else g.to(kind) for g, kind in zip(found, ctx.kinds, strict=True)), *[None] * 8
 
 
-def _by_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, after: After, rows: int, gradients: list,
-               in_place: bool, lift: float) -> torch.Tensor:
+def _by_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    after: After,
+    rows: int,
+    gradients: list,
+    in_place: bool,
+    lift: float,
+) -> torch.Tensor:
     """The loss of each row [N]; what it gives, `lift` times as much, is put into the gradients of hidden [N, H], weight [V, H] and bias [V]; None is not wanted."""
     exact = torch.promote_types(weight.dtype, torch.float32)
     losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
-    room = weight.new_empty(min(rows, len(hidden)), len(weight))  # once: on a CPU fresh pages cost more than the writing
+    room = weight.new_empty(
+        min(rows, len(hidden)), len(weight)
+    )  # once: on a CPU fresh pages cost more than the writing
     for first in range(0, len(hidden), rows):
         some = slice(first, first + rows)
         h = hidden[some].to(weight.dtype)
-        logits = torch.mm(h, weight.T, out=room[:len(h)]) if bias is None else torch.addmm(bias, h, weight.T, out=room[:len(h)])
+        logits = (
+            torch.mm(h, weight.T, out=room[: len(h)])
+            if bias is None
+            else torch.addmm(bias, h, weight.T, out=room[: len(h)])
+        )
         if in_place:
             losses[some], z = native.losses_(logits, targets[some], after.scale), logits
         else:
@@ -89,7 +134,9 @@ def _by_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return losses
 
 
-def _losses(logits: torch.Tensor, targets: torch.Tensor, after: After, exact: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _losses(
+    logits: torch.Tensor, targets: torch.Tensor, after: After, exact: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each row [N], and the gradient of their sum by `logits` [N, V], in the dtype `exact`."""
     z = logits.to(exact, copy=True)
     slope = None
@@ -112,7 +159,9 @@ def _losses(logits: torch.Tensor, targets: torch.Tensor, after: After, exact: to
     return total.log() - chosen, z
 
 
-def _add_gradients(gradients: list, some: slice, of_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+def _add_gradients(
+    gradients: list, some: slice, of_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor
+) -> None:
     """Put what these rows' logits [rows, V] give into the gradients."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:

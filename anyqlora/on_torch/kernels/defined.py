@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False
+) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis (Zhang and Sennrich 2019).
 
     The quotient is rounded to x's dtype before the product (Llama), or the product after (`is_late`: Gemma, with offset 1; OLMo 2).
@@ -31,8 +33,13 @@ def promoted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 def are_read(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether kernels, which go by x's width, can read cos and sin: they turn all of each head, and are of x's dtype or float32."""
-    return (cos.shape[-1] == sin.shape[-1] == x.shape[-1] and cos.dtype == sin.dtype and cos.dtype in (x.dtype, torch.float32)
-            and x.dtype != torch.float64 and x.device == cos.device == sin.device)
+    return (
+        cos.shape[-1] == sin.shape[-1] == x.shape[-1]
+        and cos.dtype == sin.dtype
+        and cos.dtype in (x.dtype, torch.float32)
+        and x.dtype != torch.float64
+        and x.device == cos.device == sin.device
+    )
 
 
 class Rotation(torch.autograd.Function):

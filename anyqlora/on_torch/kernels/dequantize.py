@@ -26,24 +26,56 @@ def dequantize(codes: torch.Tensor, state: QuantState, out: torch.Tensor | None 
     scales, offset = (state.state2, state.offset) if nested else (state, state.absmax)
     blocks = triton.cdiv(out.numel(), state.blocksize)
     _dequantize[(triton.cdiv(blocks, TILE),)](
-        codes, state.code, state.absmax, scales.code, scales.absmax, offset, out, codes.numel(), out.numel(), NESTED=nested, BLOCK=state.blocksize,
-        SCALES=scales.blocksize, TILE=TILE, enable_fp_fusion=False)  # a fused multiply-add rounds once where the definition rounds twice
+        codes,
+        state.code,
+        state.absmax,
+        scales.code,
+        scales.absmax,
+        offset,
+        out,
+        codes.numel(),
+        out.numel(),
+        NESTED=nested,
+        BLOCK=state.blocksize,
+        SCALES=scales.blocksize,
+        TILE=TILE,
+        enable_fp_fusion=False,
+    )  # a fused multiply-add rounds once where the definition rounds twice
     return out.view(state.shape)
 
 
 def defined(codes: torch.Tensor, state: QuantState) -> torch.Tensor:
     """What `dequantize` computes, in steps that anybody can follow."""
-    nibbles = torch.stack([codes.flatten() >> 4, codes.flatten() & 15], 1).flatten()[: state.shape.numel()].long()  # [n]
+    nibbles = (
+        torch.stack([codes.flatten() >> 4, codes.flatten() & 15], 1).flatten()[: state.shape.numel()].long()
+    )  # [n]
     absmax = state.absmax
     if state.state2 is not None:
         levels = state.state2.code[absmax.long()]
         absmax = levels * state.state2.absmax.repeat_interleave(state.state2.blocksize)[: len(levels)] + state.offset
-    return (state.code[nibbles] * absmax.repeat_interleave(state.blocksize)[: len(nibbles)]).to(state.dtype).view(state.shape)
+    return (
+        (state.code[nibbles] * absmax.repeat_interleave(state.blocksize)[: len(nibbles)])
+        .to(state.dtype)
+        .view(state.shape)
+    )
 
 
 @triton.jit
-def _dequantize(codes, levels, absmax, scale_levels, scale_absmax, offset, out, size, n, NESTED: tl.constexpr, BLOCK: tl.constexpr,
-                SCALES: tl.constexpr, TILE: tl.constexpr):
+def _dequantize(
+    codes,
+    levels,
+    absmax,
+    scale_levels,
+    scale_absmax,
+    offset,
+    out,
+    size,
+    n,
+    NESTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     exists = blocks * BLOCK < n
     scale = tl.load(absmax + blocks, exists, other=0)  # [TILE]: float32, or the 8-bit codes of what follows

@@ -17,6 +17,7 @@ WARN, REFUSE = 1, 2  # torch.set_deterministic_debug_mode
 
 def deterministic(attend: Callable) -> Callable:
     """transformers' attention interface `attend` as it is, with such a backward where deterministic algorithms are asked for."""
+
     @functools.wraps(attend)
     def wrapped(module, query, key, value, *masks, **options):
         if not (query.device.type in DEVICES and torch.are_deterministic_algorithms_enabled()):

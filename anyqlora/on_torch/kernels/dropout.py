@@ -19,7 +19,9 @@ RANKS = 256  # bytes of a tile's ranks at most: of the shared memory of a GPU of
 STRIPS = 16  # programs that share the rows of `outer`: each sums its own, and the sums are added in one order
 
 
-def linears(x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0, products: Products = WHOLE) -> tuple[torch.Tensor, ...]:
+def linears(
+    x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0, products: Products = WHOLE
+) -> tuple[torch.Tensor, ...]:
     """lora.linears, where what is dropped is drawn again in each product from one number of torch's own generator on the CPU.
 
     For backward x is kept once and [..., rank] of each layer; of what was dropped, only the seed.
@@ -51,7 +53,9 @@ class _Linears(torch.autograd.Function):
         x, middles, *factors = ctx.saved_tensors
         flat, kind, drop = x.reshape(-1, x.shape[-1]).contiguous(), x.dtype, ctx.drop
         of_x, of_middles, of_b = None, [], []
-        for layer, b, middle, of_y in zip(ctx.layers, factors[1::2], middles.split(ctx.ranks, 1), of_outputs, strict=True):
+        for layer, b, middle, of_y in zip(
+            ctx.layers, factors[1::2], middles.split(ctx.ranks, 1), of_outputs, strict=True
+        ):
             g, scale = of_y.reshape(-1, of_y.shape[-1]), layer.scale / drop.part  # [M, out]
             of_middles.append((g @ b.to(kind)).mul_(scale))
             of_b.append((g.T @ middle).mul_(scale).to(b.dtype))
@@ -61,7 +65,17 @@ class _Linears(torch.autograd.Function):
         of_a = drop.outer(of_middle, flat).split(ctx.ranks)
         if of_x is not None:
             of_x = drop.add_back(of_x, of_middle, stacked(factors[::2]).to(kind)).view(x.shape)
-        return of_x, None, None, None, *(gradient for a, one, other in zip(factors[::2], of_a, of_b, strict=True) for gradient in (one.to(a.dtype), other))
+        return (
+            of_x,
+            None,
+            None,
+            None,
+            *(
+                gradient
+                for a, one, other in zip(factors[::2], of_a, of_b, strict=True)
+                for gradient in (one.to(a.dtype), other)
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -79,24 +93,49 @@ class Dropout:
         (m, k), r = x.shape, len(a)
         out = torch.empty(m, r, dtype=x.dtype, device=x.device)
         rank = _tile(r, x.dtype)
-        _into[(triton.cdiv(m, ROWS), triton.cdiv(r, rank))](x, a, out, m, k, r, self.seed, self.threshold, RANK=rank, ROWS=ROWS, COLUMNS=COLUMNS,
-                                                            enable_fp_fusion=True)
+        _into[(triton.cdiv(m, ROWS), triton.cdiv(r, rank))](
+            x, a, out, m, k, r, self.seed, self.threshold, RANK=rank, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True
+        )
         return out
 
     def outer(self, middle: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """middle^T dropped(x), [R, K] in float32, of middle [M, R] and x [M, K]."""
         (m, k), r = x.shape, middle.shape[1]
         parts, rank = torch.empty(STRIPS, r, k, dtype=torch.float32, device=x.device), _tile(r, x.dtype)
-        _outer[(triton.cdiv(k, COLUMNS), STRIPS, triton.cdiv(r, rank))](middle, x, parts, m, k, r, self.seed, self.threshold,
-                                                                        triton.cdiv(triton.cdiv(m, ROWS), STRIPS), RANK=rank, ROWS=ROWS,
-                                                                        COLUMNS=COLUMNS, enable_fp_fusion=True)
+        _outer[(triton.cdiv(k, COLUMNS), STRIPS, triton.cdiv(r, rank))](
+            middle,
+            x,
+            parts,
+            m,
+            k,
+            r,
+            self.seed,
+            self.threshold,
+            triton.cdiv(triton.cdiv(m, ROWS), STRIPS),
+            RANK=rank,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            enable_fp_fusion=True,
+        )
         return parts.sum(0)
 
     def add_back(self, to: torch.Tensor, middle: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """to + dropped(middle a), written over `to` [M, K], of middle [M, R] and a [R, K]."""
         (m, k), r = to.shape, len(a)
-        _add_back[(triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))](to, middle, a, m, k, r, self.seed, self.threshold, RANK=_tile(r, to.dtype), ROWS=ROWS,
-                                                                   COLUMNS=COLUMNS, enable_fp_fusion=True)
+        _add_back[(triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))](
+            to,
+            middle,
+            a,
+            m,
+            k,
+            r,
+            self.seed,
+            self.threshold,
+            RANK=_tile(r, to.dtype),
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            enable_fp_fusion=True,
+        )
         return to
 
     @property
@@ -118,7 +157,11 @@ class Dropout:
 
 def philox(seed: int, counters: torch.Tensor) -> list[torch.Tensor]:
     """Philox 4x32-10 (Salmon et al. 2011): four words of 32 bits, as int64 [N], of each counter (N, 0, 0, 0) under the key (seed, 0)."""
-    word, c, key = (1 << 32) - 1, [counters & ((1 << 32) - 1), *(torch.zeros_like(counters) for _ in range(3))], [seed, 0]
+    word, c, key = (
+        (1 << 32) - 1,
+        [counters & ((1 << 32) - 1), *(torch.zeros_like(counters) for _ in range(3))],
+        [seed, 0],
+    )
     for _ in range(10):
         (high0, low0), (high1, low1) = _product(0xD2511F53, c[0]), _product(0xCD9E8D57, c[2])
         c = [high1 ^ c[1] ^ key[0], low1, high0 ^ c[3] ^ key[1], low0]
@@ -143,14 +186,19 @@ def _kept(rows, first, k, seed, threshold, ROWS: tl.constexpr, COLUMNS: tl.const
     """Whether each number of a tile [ROWS, COLUMNS] stays, from `rows` and its first column."""
     groups = rows[:, None] * tl.cdiv(k, 8) + first // 8 + tl.arange(0, COLUMNS // 8)[None, :]
     a, b, c, d = tl.randint4x(seed, groups.to(tl.uint32))
-    words = tl.join(tl.join(a, c), tl.join(b, d)).to(tl.uint32, bitcast=True)  # [ROWS, COLUMNS / 8, 2, 2]: a, b, c, d in order
+    words = tl.join(tl.join(a, c), tl.join(b, d)).to(
+        tl.uint32, bitcast=True
+    )  # [ROWS, COLUMNS / 8, 2, 2]: a, b, c, d in order
     halves = tl.join(words & 0xFFFF, words >> 16)
     return tl.reshape(halves, (ROWS, COLUMNS)) >= threshold
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _into(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows, ranks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * RANK + tl.arange(0, RANK)
+    rows, ranks = (
+        tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
+        tl.program_id(1) * RANK + tl.arange(0, RANK),
+    )
     total = tl.zeros((ROWS, RANK), tl.float32)
     for first in range(0, k, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
@@ -159,21 +207,35 @@ def _into(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.cons
         values = tl.where(_kept(rows, first, k, seed, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
         factors = tl.load(a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & there, other=0.0)
         total = tl.dot(values, tl.trans(factors), total, input_precision="ieee")
-    tl.store(out + rows[:, None] * r + ranks[None, :], total.to(out.dtype.element_ty), (rows[:, None] < m) & (ranks[None, :] < r))
+    tl.store(
+        out + rows[:, None] * r + ranks[None, :],
+        total.to(out.dtype.element_ty),
+        (rows[:, None] < m) & (ranks[None, :] < r),
+    )
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _outer(middle, x, parts, m, k, r, seed, threshold, tiles, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _outer(
+    middle, x, parts, m, k, r, seed, threshold, tiles, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     first, strip = tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
     columns, ranks = first + tl.arange(0, COLUMNS), tl.program_id(2) * RANK + tl.arange(0, RANK)
     total = tl.zeros((RANK, COLUMNS), tl.float32)
     for tile in range(strip * tiles, (strip + 1) * tiles):
         rows = tile * ROWS + tl.arange(0, ROWS)
-        values = tl.load(x + rows[:, None] * k + columns[None, :], (rows[:, None] < m) & (columns[None, :] < k), other=0.0)
+        values = tl.load(
+            x + rows[:, None] * k + columns[None, :], (rows[:, None] < m) & (columns[None, :] < k), other=0.0
+        )
         values = tl.where(_kept(rows, first, k, seed, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
-        factors = tl.load(middle + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0)
+        factors = tl.load(
+            middle + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0
+        )
         total = tl.dot(tl.trans(factors), values, total, input_precision="ieee")
-    tl.store(parts + (strip * r + ranks[:, None]) * k + columns[None, :], total, (ranks[:, None] < r) & (columns[None, :] < k))
+    tl.store(
+        parts + (strip * r + ranks[:, None]) * k + columns[None, :],
+        total,
+        (ranks[:, None] < r) & (columns[None, :] < k),
+    )
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -184,8 +246,12 @@ def _add_back(to, middle, a, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS:
     more = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in range(0, r, RANK):
         ranks = part + tl.arange(0, RANK)
-        left = tl.load(middle + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0)
-        right = tl.load(a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & (columns[None, :] < k), other=0.0)
+        left = tl.load(
+            middle + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0
+        )
+        right = tl.load(
+            a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & (columns[None, :] < k), other=0.0
+        )
         more = tl.dot(left, right, more, input_precision="ieee")
     more = tl.where(_kept(rows, first, k, seed, threshold, ROWS, COLUMNS), more, 0.0)
     at = to + rows[:, None] * k + columns[None, :]

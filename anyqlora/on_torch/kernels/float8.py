@@ -13,9 +13,22 @@ BLOCK = 1024
 def coded(x: torch.Tensor, columns: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """`products.coded` of x [M, K] as float8, by the same arithmetic: codes [M, K], scales float32 [M]."""
     x = x.contiguous()
-    codes, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), torch.empty(len(x), device=x.device)
+    codes, scales = (
+        torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device),
+        torch.empty(len(x), device=x.device),
+    )
     if len(x):
-        _coded[(len(x),)](x, columns, codes, scales, x.shape[1], MOST=MOST, HAS_COLUMNS=columns is not None, BLOCK=BLOCK, enable_fp_fusion=False)
+        _coded[(len(x),)](
+            x,
+            columns,
+            codes,
+            scales,
+            x.shape[1],
+            MOST=MOST,
+            HAS_COLUMNS=columns is not None,
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )
     return codes, scales
 
 

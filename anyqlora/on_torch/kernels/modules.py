@@ -18,7 +18,11 @@ from . import defined
 FORMS = ((0.0, False), (1.0, True), (0.0, True))  # of norms, as (offset, is_late)
 MLP, PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 LISTENING = "anyqlora_listening"  # of attention, in transformers' table, while a module is asked
-ROUNDINGS = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4}  # of the largest number: how near is near
+ROUNDINGS = {
+    torch.bfloat16: 2**-6,
+    torch.float16: 2**-9,
+    torch.float32: 1e-4,
+}  # of the largest number: how near is near
 
 
 class Kernels(NamedTuple):
@@ -80,9 +84,18 @@ class Attention(_InPlace):
     asked: dict
     rotate: Callable
 
-    def forward(self, hidden_states: torch.Tensor, position_embeddings=None, attention_mask=None, past_key_values=None, **options):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **options,
+    ):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj))  # [B, T, H, D]
+        q, k, v = (
+            project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [B, T, H, D]
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         turns = [getattr(angles, "exact", angles) for angles in position_embeddings]
@@ -92,7 +105,9 @@ class Attention(_InPlace):
             k, v = past_key_values.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **{**options, **self.asked})
+        out, weights = attend(
+            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **{**options, **self.asked}
+        )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
 
@@ -110,7 +125,9 @@ def install(model: nn.Module, kernels: str) -> list[str]:
     left: Counter[str] = Counter()
     ours = kernels_called(kernels)
     some = partial(_some, model.get_input_embeddings().weight)
-    finders = (_attention,) if kernels == "exact" else (_norm, _gated_mlp, _attention)  # norms first: attention may hold some
+    finders = (
+        (_attention,) if kernels == "exact" else (_norm, _gated_mlp, _attention)
+    )  # norms first: attention may hold some
     for find in finders:
         for name, module in list(model.named_modules()):
             found, why = find(module, some, ours)
@@ -130,9 +147,15 @@ def _norm(module: nn.Module, some, ours: Kernels) -> tuple[Norm | None, str]:
     if not type(module).__name__.endswith("RMSNorm") or isinstance(module, Norm):
         return None, ""
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
+    if (
+        not isinstance(weight, torch.Tensor)
+        or weight.ndim != 1
+        or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
+    ):
         return None, "it has other weights than a norm of one axis"
-    drawn = {"weight": some(*weight.shape).to(weight.dtype)}  # weights that are all alike would not tell the forms apart
+    drawn = {
+        "weight": some(*weight.shape).to(weight.dtype)
+    }  # weights that are all alike would not tell the forms apart
     x = some(2, len(weight), seed=1)
     theirs = _called(torch.func.functional_call, module, drawn, (x,))
     for form in FORMS:
@@ -167,14 +190,18 @@ def _attention(module: nn.Module, some, ours: Kernels) -> tuple[Attention | None
     if module.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
         return None, f"its attention is {module.config._attn_implementation}"
     x = some(1, 4, module.q_proj.in_features)
-    turns, narrow = ([some(1, 4, width, seed=seed) for seed in (1, 2)] for width in (module.head_dim, module.head_dim // 2))  # any numbers: no angle has to be one
+    turns, narrow = (
+        [some(1, 4, width, seed=seed) for seed in (1, 2)] for width in (module.head_dim, module.head_dim // 2)
+    )  # any numbers: no angle has to be one
     new = Attention.of(module)
     new.rotate = ours.rotate
     with _picking(module, PROJECTIONS):
         theirs, new.asked = _listened(module, x, position_embeddings=turns, attention_mask=None)
         if not _same(_called(new, x, position_embeddings=turns, attention_mask=None), theirs):
             return None, "it does more than rotate and attend"
-        if _called(module, x, position_embeddings=narrow, attention_mask=None) is not None:  # of Nemotron's and GLM's, cos says how much
+        if (
+            _called(module, x, position_embeddings=narrow, attention_mask=None) is not None
+        ):  # of Nemotron's and GLM's, cos says how much
             return None, "it may rotate a part of each head"
     return new, ""
 
@@ -199,8 +226,14 @@ def _keeps_angles(module: nn.Module, some) -> bool:
 
 def _is_rounded(angles, exact) -> bool:
     """Whether both are cosines and sines, and the former are the latter, rounded."""
-    pairs = all(isinstance(both, tuple) and len(both) == 2 and all(isinstance(x, torch.Tensor) for x in both) for both in (angles, exact))
-    return pairs and all(whole.dtype == torch.float32 and torch.equal(some, whole.to(some.dtype)) for some, whole in zip(angles, exact, strict=True))
+    pairs = all(
+        isinstance(both, tuple) and len(both) == 2 and all(isinstance(x, torch.Tensor) for x in both)
+        for both in (angles, exact)
+    )
+    return pairs and all(
+        whole.dtype == torch.float32 and torch.equal(some, whole.to(some.dtype))
+        for some, whole in zip(angles, exact, strict=True)
+    )
 
 
 def _note_exact(module: nn.Module, given: tuple, options: dict, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -216,7 +249,9 @@ class _Picked(nn.Module):
 
     def __init__(self, linear: nn.Module, seed: int) -> None:
         super().__init__()
-        self.index = torch.randint(linear.in_features, (linear.out_features,), generator=torch.Generator().manual_seed(seed))
+        self.index = torch.randint(
+            linear.in_features, (linear.out_features,), generator=torch.Generator().manual_seed(seed)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[..., self.index.to(x.device)]

@@ -22,11 +22,22 @@ from ...machine import compiler
 from ...memory import HEAD_COLUMNS, HEAD_WORDS
 from . import defined
 
-SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "attention.c", "products.c", "head.c", "panels.h", "bf16.h")]
+SOURCES = [
+    Path(__file__).with_name(name) for name in ("native.c", "attention.c", "products.c", "head.c", "panels.h", "bf16.h")
+]
 # Numbers that are not finite keep their meaning, so no -ffast-math. OpenMP's functions are those of the library that torch has loaded: a
 # second one would have threads of its own.
-OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-nostdlib",
-           *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []))
+OPTIONS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-nostdlib",
+    *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
+)
 POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
     "attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT),
@@ -75,14 +86,23 @@ def compiled() -> Path:
     """The library's file in the user's cache, made unless it is there. Its name tells source, compiler and processor apart."""
     command = (compiler(), *OPTIONS)
     told = {"capture_output": True, "check": True, "text": True}
-    about = subprocess.run([command[0], "-march=native", "-E", "-v", "-x", "c", os.devnull], **told).stderr  # names the processor
-    marks = hashlib.sha256("\0".join([*(source.read_text() for source in SOURCES), *command, about]).encode()).hexdigest()[:16]
+    about = subprocess.run(
+        [command[0], "-march=native", "-E", "-v", "-x", "c", os.devnull], **told
+    ).stderr  # names the processor
+    marks = hashlib.sha256(
+        "\0".join([*(source.read_text() for source in SOURCES), *command, about]).encode()
+    ).hexdigest()[:16]
     made = cache_directory() / f"native-{marks}.so"
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=made.parent) as directory:  # two processes may be at it: the last one's stands, whole
+        with tempfile.TemporaryDirectory(
+            dir=made.parent
+        ) as directory:  # two processes may be at it: the last one's stands, whole
             staged = Path(directory) / made.name
-            subprocess.run([*command, "-o", str(staged), *(str(source) for source in SOURCES if source.suffix == ".c"), "-lm"], **told)
+            subprocess.run(
+                [*command, "-o", str(staged), *(str(source) for source in SOURCES if source.suffix == ".c"), "-lm"],
+                **told,
+            )
             staged.chmod(0o700)
             os.replace(staged, made)
     about = made.stat()
@@ -120,23 +140,66 @@ def is_for(*tensors: torch.Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, longest: int, window: int,
-              scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, longest: int, window: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v within documents [B, T, H, D], zero elsewhere, and the logarithms of the softmax's denominators, float32 [B, T, H].
 
     q [B, T, H, D], k and v [B, T, K, D], contiguous; documents int64 [N, 3]: row, first token, end; `longest` tokens in one of them.
     """
     (rows, length, heads, width), shared = q.shape, k.shape[2]
     out, log_sums = torch.zeros_like(q), torch.empty(rows, length, heads)
-    _call("attention", q, k, v, out, log_sums, documents, len(documents), longest, length, heads, shared, width, window, scale)
+    _call(
+        "attention",
+        q,
+        k,
+        v,
+        out,
+        log_sums,
+        documents,
+        len(documents),
+        longest,
+        length,
+        heads,
+        shared,
+        width,
+        window,
+        scale,
+    )
     return out, log_sums
 
 
-def attention_backward(of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, log_sums: torch.Tensor,
-                       documents: torch.Tensor, longest: int, window: int, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_backward(
+    of_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    documents: torch.Tensor,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v, from what `attention` was given and gave."""
     made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    _call("attention_backward", of_out, q, k, v, out, log_sums, *made, documents, len(documents), longest, *q.shape[1:3], *k.shape[2:], window, scale)
+    _call(
+        "attention_backward",
+        of_out,
+        q,
+        k,
+        v,
+        out,
+        log_sums,
+        *made,
+        documents,
+        len(documents),
+        longest,
+        *q.shape[1:3],
+        *k.shape[2:],
+        window,
+        scale,
+    )
     return made
 
 
@@ -150,23 +213,54 @@ def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.
     return losses
 
 
-def head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, scale: float, rows: int,
-         of_hidden: torch.Tensor | None, rounded: Rounded | None = None) -> torch.Tensor:
+def head(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    scale: float,
+    rows: int,
+    of_hidden: torch.Tensor | None,
+    rounded: Rounded | None = None,
+) -> torch.Tensor:
     """The cross-entropy of each row of scale * (hidden [N, H] weight [V, H]^T + bias [V]), float32 [N]; of_hidden, contiguous, becomes the gradient of their sum.
 
     All are bf16, and H is even. `rows` share a weight that is packed. Their logits are float32 and never in memory; probabilities are bf16, and the
     gradient is rounded once. `rounded`, of `rounded_head`: it is of those weights, and of probabilities in 8 bits.
     """
-    hidden, weight, bias, targets = hidden.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), targets.contiguous()
+    hidden, weight, bias, targets = (
+        hidden.contiguous(),
+        weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        targets.contiguous(),
+    )
     losses, (words, depth) = torch.empty(len(hidden)), weight.shape
-    room = torch.empty(library().head_room(min(rows, len(hidden)), depth, words, of_hidden is not None), dtype=torch.uint8)
+    room = torch.empty(
+        library().head_room(min(rows, len(hidden)), depth, words, of_hidden is not None), dtype=torch.uint8
+    )
     for some in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
         of_some = None if of_hidden is None else of_hidden[some]
-        _call("head", hidden[some], weight, bias, *(rounded or 3 * (None,)), targets[some], losses[some], of_some, room, len(hidden[some]), depth, words, scale)
+        _call(
+            "head",
+            hidden[some],
+            weight,
+            bias,
+            *(rounded or 3 * (None,)),
+            targets[some],
+            losses[some],
+            of_some,
+            room,
+            len(hidden[some]),
+            depth,
+            words,
+            scale,
+        )
     return losses
 
 
-Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a head's weights without their mean: packed codes, and a scale for each word [V]; and that mean over the words [H]
+Rounded = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # of a head's weights without their mean: packed codes, and a scale for each word [V]; and that mean over the words [H]
 WORDS = 4096  # that are looked at together: their weights are float32 meanwhile
 FOUR = 4  # words whose weights an instruction reads
 
@@ -180,8 +274,13 @@ def rounded_head(weight: torch.Tensor) -> Rounded | None:
         return None
     mean = torch.stack([some.float().sum(0) for some in weight.split(WORDS)]).sum(0) / len(weight)
     blocks, panels = -(-len(weight) // HEAD_WORDS), -(-weight.shape[1] // HEAD_COLUMNS)
-    codes, scales = torch.empty(blocks, panels, HEAD_WORDS // FOUR, HEAD_COLUMNS, FOUR, dtype=torch.int8), torch.empty(len(weight))
-    for some, of_codes, of_scales in zip(weight.split(WORDS), codes.split(WORDS // HEAD_WORDS), scales.split(WORDS), strict=True):
+    codes, scales = (
+        torch.empty(blocks, panels, HEAD_WORDS // FOUR, HEAD_COLUMNS, FOUR, dtype=torch.int8),
+        torch.empty(len(weight)),
+    )
+    for some, of_codes, of_scales in zip(
+        weight.split(WORDS), codes.split(WORDS // HEAD_WORDS), scales.split(WORDS), strict=True
+    ):
         made, of_some = int8_rows((some - mean).to(some.dtype), is_spread=True)
         whole = nn.functional.pad(made, (0, -made.shape[1] % HEAD_COLUMNS, 0, -len(made) % HEAD_WORDS))
         of_codes.copy_(whole.view(len(of_codes), HEAD_WORDS // FOUR, FOUR, panels, HEAD_COLUMNS).permute(0, 3, 1, 4, 2))
@@ -192,8 +291,19 @@ def rounded_head(weight: torch.Tensor) -> Rounded | None:
 # ------------------------------------------------------------------------------------------------------------- products
 
 
-def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_turned: bool = False, is_added: bool = False, of_rows: torch.Tensor | None = None,
-            of_columns: torch.Tensor | None = None, is_spread: bool = False, bias: torch.Tensor | None = None, narrow: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
+def product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    is_turned: bool = False,
+    is_added: bool = False,
+    of_rows: torch.Tensor | None = None,
+    of_columns: torch.Tensor | None = None,
+    is_spread: bool = False,
+    bias: torch.Tensor | None = None,
+    narrow: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
     """out [M, N] = left [M, K] right^T + m f^T + bias [N], right [N, K], f [N, R]; is_turned: right is [K, N] and f [R, N]; is_added: the products more.
 
     narrow: m [M, R], bf16, and f, float32. left and right are bf16, or int8 codes: then the product's rows and columns are multiplied by float32 of_rows [M] and
@@ -201,13 +311,46 @@ def product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_tu
     """
     m, f = narrow or (None, None)
     rank, apart = (m.shape[1], m.stride(0)) if narrow else (0, 0)
-    _call("product", left, right, of_rows, of_columns, bias, m, f, out, len(left), left.shape[1], out.shape[1], rank, left.shape[1], apart, left.element_size(), is_turned, is_added, is_spread)
+    _call(
+        "product",
+        left,
+        right,
+        of_rows,
+        of_columns,
+        bias,
+        m,
+        f,
+        out,
+        len(left),
+        left.shape[1],
+        out.shape[1],
+        rank,
+        left.shape[1],
+        apart,
+        left.element_size(),
+        is_turned,
+        is_added,
+        is_spread,
+    )
 
 
-def narrow_product(left: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
+def narrow_product(
+    left: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, is_turned: bool = False
+) -> torch.Tensor:
     """scales [R] * left [M, K] factor^T, bf16 [M, R], of a bf16 left with an even K and a float32 factor [R, K], is_turned: [K, R]."""
     made = left.new_empty(len(left), len(scales))
-    _call("narrow_product", left.contiguous(), factor.contiguous(), scales, made, left.shape[1], len(scales), *left.shape, len(scales), is_turned)
+    _call(
+        "narrow_product",
+        left.contiguous(),
+        factor.contiguous(),
+        scales,
+        made,
+        left.shape[1],
+        len(scales),
+        *left.shape,
+        len(scales),
+        is_turned,
+    )
     return made
 
 
@@ -238,49 +381,96 @@ class Layer(NamedTuple):
         return LAYER.pack(*(0 if x is None else x.data_ptr() for x in tensors), self.scale, *self.b.shape, self.first)
 
 
-def linears(x: torch.Tensor, dropped: torch.Tensor, layers: Sequence[Layer], shape: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+def linears(
+    x: torch.Tensor, dropped: torch.Tensor, layers: Sequence[Layer], shape: Sequence[int]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Each layer's y [*shape, out], and their m side by side [M, the sum of their R], which are of `dropped`. All is contiguous; in, out and R are even."""
-    made, middles = [x.new_empty(*shape, layer.b.shape[0]) for layer in layers], x.new_empty(x.shape[0], sum(layer.b.shape[1] for layer in layers))
+    made, middles = (
+        [x.new_empty(*shape, layer.b.shape[0]) for layer in layers],
+        x.new_empty(x.shape[0], sum(layer.b.shape[1] for layer in layers)),
+    )
     listed = b"".join(layer.packed(y) for layer, y in zip(layers, made, strict=True))
     _call("linears", x, dropped, listed, middles, len(layers), *x.shape)
     return made, middles
 
 
-def linears_backward(dropped: torch.Tensor, layers: Sequence[Layer], middles: torch.Tensor, of_outputs: Sequence[torch.Tensor], needs_x: bool,
-                     is_dropped: bool) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, list[torch.Tensor]]:
+def linears_backward(
+    dropped: torch.Tensor,
+    layers: Sequence[Layer],
+    middles: torch.Tensor,
+    of_outputs: Sequence[torch.Tensor],
+    needs_x: bool,
+    is_dropped: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, list[torch.Tensor]]:
     """From the gradients of these layers' y [M, out], contiguous, those of x, where it needs one; of `dropped`, is_dropped, without which x's is not whole;
     of their a, one below the other; and of each b."""
     of_x = dropped.new_empty(dropped.shape) if needs_x else None
     of_dropped = dropped.new_empty(dropped.shape) if needs_x and is_dropped else None
-    of_a, of_b = torch.empty(sum(layer.b.shape[1] for layer in layers), dropped.shape[1]), [torch.empty(layer.b.shape) for layer in layers]
+    of_a, of_b = (
+        torch.empty(sum(layer.b.shape[1] for layer in layers), dropped.shape[1]),
+        [torch.empty(layer.b.shape) for layer in layers],
+    )
     listed = b"".join(layer.packed(*gradients) for layer, *gradients in zip(layers, of_outputs, of_b, strict=True))
-    _call("linears_backward", dropped, listed, middles, of_a, of_x, of_dropped, len(layers), *dropped.shape, middles.shape[1])
+    _call(
+        "linears_backward",
+        dropped,
+        listed,
+        middles,
+        of_a,
+        of_x,
+        of_dropped,
+        len(layers),
+        *dropped.shape,
+        middles.shape[1],
+    )
     return of_x, of_dropped, of_a, of_b
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
 
 
-def quantize_4bit(weight: torch.Tensor, borders: torch.Tensor, steps: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_4bit(
+    weight: torch.Tensor, borders: torch.Tensor, steps: torch.Tensor, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [n / 2], scales float32 [n / 64]) of a flat weight [n] of whole blocks, float32 or bf16: `first` is the lowest value's code,
     borders float32 [15] lie between one value and the next, and steps int32 [15] lead from the code of one to the next's. A block in which a
     weight is not finite has a scale that is not."""
     codes, scales = torch.empty(len(weight) // 2, dtype=torch.uint8), torch.empty(len(weight) // 64)
-    _call("quantize_4bit", weight.contiguous(), codes, scales, len(scales), borders, steps, first, weight.dtype == torch.bfloat16)
+    _call(
+        "quantize_4bit",
+        weight.contiguous(),
+        codes,
+        scales,
+        len(scales),
+        borders,
+        steps,
+        first,
+        weight.dtype == torch.bfloat16,
+    )
     return codes, scales
 
 
 # ---------------------------------------------------------------------------------------------------- products of int8
 
 
-def int8_rows(x: torch.Tensor, columns: torch.Tensor | None = None, is_spread: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_rows(
+    x: torch.Tensor, columns: torch.Tensor | None = None, is_spread: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`products.coded` of bf16 x [M, K] as int8."""
     codes, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))
     _call("int8_rows", x.contiguous(), columns, codes, scales, x.shape[1], *x.shape, is_spread)
     return codes, scales
 
 
-def int8_out(sums: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor | None, out: torch.Tensor, *, is_added: bool, is_spread: bool = False) -> None:
+def int8_out(
+    sums: torch.Tensor,
+    of_rows: torch.Tensor,
+    of_columns: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    is_added: bool,
+    is_spread: bool = False,
+) -> None:
     """out [M, N] = sums * of_rows [M] * of_columns [N], `products.spread` is_spread, or that much more; sums int32, out bf16, both contiguous."""
     _call("int8_out", sums, of_rows, of_columns, out, *sums.shape, is_added, is_spread)
 
@@ -288,7 +478,9 @@ def int8_out(sums: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor
 # ------------------------------------------------------------------------------------------------------------- modules
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False
+) -> torch.Tensor:
     """`defined.rms_norm` with the gradient of x [..., H]; where it is not for bf16, or the weight learns, the definition itself."""
     if not is_for(x, weight) or weight.requires_grad:
         return defined.rms_norm(x, weight, eps, offset, is_late)
@@ -315,13 +507,29 @@ class _RmsNorm(torch.autograd.Function):
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`defined.rotate` of x [B, T, H, D] with its gradient: bit for bit by angles in x's dtype, to float32's rounding by float32 ones."""
-    return defined.Rotation.apply(x, cos, sin, _turned) if is_for(x) and defined.are_read(x, cos, sin) else defined.rotate(x, cos, sin)
+    return (
+        defined.Rotation.apply(x, cos, sin, _turned)
+        if is_for(x) and defined.are_read(x, cos, sin)
+        else defined.rotate(x, cos, sin)
+    )
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
     x = x.contiguous()
     out, (batch, length, heads, width) = torch.empty_like(x), x.shape
-    _call("rotate", x, cos, sin, out, batch * length, heads, width // 2, len(cos) * length, is_back, cos.dtype == torch.float32)
+    _call(
+        "rotate",
+        x,
+        cos,
+        sin,
+        out,
+        batch * length,
+        heads,
+        width // 2,
+        len(cos) * length,
+        is_back,
+        cos.dtype == torch.float32,
+    )
     return out
 
 

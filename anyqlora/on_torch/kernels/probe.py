@@ -19,6 +19,8 @@ def broken(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
 
         angles = ((cos, sin), (cos.float(), sin.float()))  # each its own kernel
         is_same = all(torch.equal(rope.rotate(x, *turns), rope.defined(x, *turns)) for turns in angles)
-    except Exception as error:  # a missing compiler, an old driver, a new device: each fails in its own way, and each is the finding
+    except (
+        Exception
+    ) as error:  # a missing compiler, an old driver, a new device: each fails in its own way, and each is the finding
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return "" if is_same else "they give other numbers than they are defined to"

@@ -26,7 +26,9 @@ SPREAD = 32  # numbers over which int8 spreads one
 ALIGNED = 16  # cuBLAS and CUTLASS multiply float8 where both sides of a weight are multiples of it
 
 
-Narrow = tuple[torch.Tensor, torch.Tensor]  # LoRA's part of a product: m [M, R], in x's dtype, and a factor, as it is learned
+Narrow = tuple[
+    torch.Tensor, torch.Tensor
+]  # LoRA's part of a product: m [M, R], in x's dtype, and a factor, as it is learned
 
 
 class Products(Protocol):
@@ -61,10 +63,20 @@ class Products(Protocol):
     def at_once(self, x: torch.Tensor, layers: Sequence, kept: float) -> tuple | None:
         """`layers` (lora.Linear) of x [..., in] as `forward_all` and `backward_all` take them, None where they do not; kept: the part that dropout leaves."""
 
-    def forward_all(self, x: torch.Tensor, dropped: torch.Tensor, layers: Sequence, shape: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def forward_all(
+        self, x: torch.Tensor, dropped: torch.Tensor, layers: Sequence, shape: Sequence[int]
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Each layer's output [*shape, out], and what `into` makes of `dropped`: the numbers of all calls above, in one."""
 
-    def backward_all(self, dropped: torch.Tensor, layers: Sequence, middles: torch.Tensor, of_outputs: Sequence[torch.Tensor], needs_x: bool, is_dropped: bool):
+    def backward_all(
+        self,
+        dropped: torch.Tensor,
+        layers: Sequence,
+        middles: torch.Tensor,
+        of_outputs: Sequence[torch.Tensor],
+        needs_x: bool,
+        is_dropped: bool,
+    ):
         """The gradients of x where it needs one and, is_dropped, of what was dropped from apart from it, else None; of these layers' a, one below the
         other; and of each b."""
 
@@ -91,7 +103,9 @@ class Whole:
 
     def backward(self, g, weight, to, narrow=None):
         of_x = g.new_empty(len(g), weight.shape[1]) if to is None else to
-        return of_x.addmm_(g, weight.to(g.dtype), beta=self._begun(of_x, narrow, is_turned=True, is_added=to is not None))
+        return of_x.addmm_(
+            g, weight.to(g.dtype), beta=self._begun(of_x, narrow, is_turned=True, is_added=to is not None)
+        )
 
     def into(self, x, factors, scales):
         made = x @ stacked(factors).to(x.dtype).T
@@ -140,7 +154,9 @@ def stacked(factors: Sequence[torch.Tensor]) -> torch.Tensor:
 @functools.lru_cache(64)
 def _of_columns(scales: tuple[float, ...], ranks: tuple[int, ...]) -> torch.Tensor:
     """float32: each layer's scale for each of its columns."""
-    return torch.tensor([scale for scale, rank in zip(scales, ranks, strict=True) for _ in range(rank)], dtype=torch.float32)
+    return torch.tensor(
+        [scale for scale, rank in zip(scales, ranks, strict=True) for _ in range(rank)], dtype=torch.float32
+    )
 
 
 class NativeWhole(Whole):
@@ -169,7 +185,13 @@ class NativeWhole(Whole):
             return super().forward(read, weight, bias, narrow)
         x = read.reshape(-1, read.shape[-1])
         y = x.new_empty(*read.shape[:-1], len(weight))
-        native.product(x.contiguous(), weight, y.view(-1, len(weight)), bias=None if bias is None else bias.to(y.dtype), narrow=narrow)
+        native.product(
+            x.contiguous(),
+            weight,
+            y.view(-1, len(weight)),
+            bias=None if bias is None else bias.to(y.dtype),
+            narrow=narrow,
+        )
         return y
 
     def backward(self, g, weight, to, narrow=None):
@@ -183,14 +205,19 @@ class NativeWhole(Whole):
         if not (native.has("linears") and native.is_for(x) and all(layer.is_kept for layer in layers)):
             return None  # of weights that are made for each product there is one at a time
         ranks = [layer.a.shape[0] for layer in layers]
-        made = tuple(native.Layer(layer.weight(), layer.bias, layer.a, layer.b, layer.scale / kept, sum(ranks[:i])) for i, layer in enumerate(layers))
+        made = tuple(
+            native.Layer(layer.weight(), layer.bias, layer.a, layer.b, layer.scale / kept, sum(ranks[:i]))
+            for i, layer in enumerate(layers)
+        )
         return made if all(map(_is_native, made)) else None
 
     def forward_all(self, x, dropped, layers, shape):
         return native.linears(x.contiguous(), dropped.contiguous(), layers, shape)
 
     def backward_all(self, dropped, layers, middles, of_outputs, needs_x, is_dropped):
-        return native.linears_backward(dropped.contiguous(), layers, middles, [g.contiguous() for g in of_outputs], needs_x, is_dropped)
+        return native.linears_backward(
+            dropped.contiguous(), layers, middles, [g.contiguous() for g in of_outputs], needs_x, is_dropped
+        )
 
 
 class Int8(Whole):
@@ -205,7 +232,15 @@ class Int8(Whole):
     def forward(self, read, weight, bias, narrow=None):
         (codes, scales, x), (of_weight, of_outputs) = read, weight
         y = x.new_empty(*x.shape[:-1], len(of_weight))
-        self._multiply(codes, of_weight, scales, of_outputs, y.view(-1, len(of_weight)), bias=None if bias is None else bias.to(y.dtype), narrow=narrow)
+        self._multiply(
+            codes,
+            of_weight,
+            scales,
+            of_outputs,
+            y.view(-1, len(of_weight)),
+            bias=None if bias is None else bias.to(y.dtype),
+            narrow=narrow,
+        )
         return y
 
     def backward(self, g, weight, to, narrow=None):
@@ -218,13 +253,17 @@ class Int8(Whole):
     def _coded(self, x, columns=None, is_spread=False):
         return coded(x, torch.int8, columns, is_spread)
 
-    def _multiply(self, left, right, of_rows, of_columns, out, *, is_turned=False, is_added=False, bias=None, narrow=None):
+    def _multiply(
+        self, left, right, of_rows, of_columns, out, *, is_turned=False, is_added=False, bias=None, narrow=None
+    ):
         """`native.product` of codes; turned, it is of spread inputs."""
         across = right if is_turned else right.T  # [K, N]
         is_added = self._begun(out, narrow, is_turned, is_added)
         made = left.new_empty(min(ROWS, len(left)), across.shape[1], dtype=torch.int32)
         for some, scales, to in zip(left.split(ROWS), of_rows.split(ROWS), out.split(ROWS), strict=True):
-            self._scaled(torch._int_mm(some, across, out=made[: len(some)]), scales, of_columns, to, is_added, is_turned)
+            self._scaled(
+                torch._int_mm(some, across, out=made[: len(some)]), scales, of_columns, to, is_added, is_turned
+            )
         if bias is not None:
             out.add_(bias)
 
@@ -242,7 +281,16 @@ class NativeInt8(Int8, NativeWhole):
 
     def _multiply(self, left, right, of_rows, of_columns, out, *, is_turned=False, **how):
         if native.is_for(out) and _fits(left, right, how.get("narrow")):
-            native.product(left, right, out, of_rows=of_rows, of_columns=of_columns, is_turned=is_turned, is_spread=is_turned, **how)
+            native.product(
+                left,
+                right,
+                out,
+                of_rows=of_rows,
+                of_columns=of_columns,
+                is_turned=is_turned,
+                is_spread=is_turned,
+                **how,
+            )
         else:
             super()._multiply(left, right, of_rows, of_columns, out, is_turned=is_turned, **how)
 
@@ -275,7 +323,9 @@ class EachWay:
 
     def at_once(self, x, layers, kept):
         def each(products, number):
-            return products.at_once(x, [layer._replace(weight=lambda weight=layer.weight: weight()[number]) for layer in layers], kept)
+            return products.at_once(
+                x, [layer._replace(weight=lambda weight=layer.weight: weight()[number]) for layer in layers], kept
+            )
 
         ahead, back = each(self.ahead, 0), each(self.back, 1)
         return ahead if back else None
@@ -290,22 +340,46 @@ class EachWay:
 def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> bool:
     """Whether `native.product` multiplies these: it reads words of 32 bits."""
     depth = left.shape[-1] * left.element_size()
-    return (native.has("product") and left.dtype == right.dtype in (torch.bfloat16, torch.int8) and depth % 4 == 0 and right.is_contiguous()
-            and (narrow is None or native.is_for(narrow[0]) and narrow[1].dtype == torch.float32 and narrow[0].shape[1] % 2 == 0 and narrow[0].stride(1) == 1))
+    return (
+        native.has("product")
+        and left.dtype == right.dtype in (torch.bfloat16, torch.int8)
+        and depth % 4 == 0
+        and right.is_contiguous()
+        and (
+            narrow is None
+            or native.is_for(narrow[0])
+            and narrow[1].dtype == torch.float32
+            and narrow[0].shape[1] % 2 == 0
+            and narrow[0].stride(1) == 1
+        )
+    )
 
 
 def _is_native(layer: native.Layer) -> bool:
     """Whether `native.linears` multiplies this one: it reads words of 32 bits."""
     weight = layer.weight[0] if isinstance(layer.weight, tuple) else layer.weight
     words = 4 // weight.element_size()
-    fits = weight.dtype in (torch.bfloat16, torch.int8) and not (weight.shape[0] % words or weight.shape[1] % words or layer.a.shape[0] % 2)
+    fits = weight.dtype in (torch.bfloat16, torch.int8) and not (
+        weight.shape[0] % words or weight.shape[1] % words or layer.a.shape[0] % 2
+    )
     narrow = layer.a.dtype == layer.b.dtype == torch.float32 and layer.a.is_contiguous() and layer.b.is_contiguous()
-    return fits and narrow and weight.is_contiguous() and weight.device.type == "cpu" and (layer.bias is None or native.is_for(layer.bias))
+    return (
+        fits
+        and narrow
+        and weight.is_contiguous()
+        and weight.device.type == "cpu"
+        and (layer.bias is None or native.is_for(layer.bias))
+    )
 
 
 def _is_narrowed(x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
     """Whether `native.narrow_product` multiplies these."""
-    return native.has("narrow_product") and native.is_for(x) and x.shape[1] % 2 == 0 and all(factor.dtype == torch.float32 for factor in factors)
+    return (
+        native.has("narrow_product")
+        and native.is_for(x)
+        and x.shape[1] % 2 == 0
+        and all(factor.dtype == torch.float32 for factor in factors)
+    )
 
 
 class Float8(Whole):
@@ -334,12 +408,22 @@ class Float8(Whole):
     def forward(self, read, weight, bias, narrow=None):
         codes, scales, x = read
         y = x.new_empty(*x.shape[:-1], len(weight.codes))
-        torch._scaled_mm(codes, weight.codes.T, scales[:, None], weight.scales[None], out_dtype=x.dtype, use_fast_accum=True, out=y.view(-1, y.shape[-1]))
+        torch._scaled_mm(
+            codes,
+            weight.codes.T,
+            scales[:, None],
+            weight.scales[None],
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+            out=y.view(-1, y.shape[-1]),
+        )
         return widened(y if bias is None else y.add_(bias), narrow)
 
     def backward(self, g, weight, to, narrow=None):
         codes, scales = self.coded(g, columns=weight.scales)
-        of_x = torch._scaled_mm(codes, weight.turned, scales[:, None], weight.ones, out_dtype=g.dtype, use_fast_accum=True)
+        of_x = torch._scaled_mm(
+            codes, weight.turned, scales[:, None], weight.ones, out_dtype=g.dtype, use_fast_accum=True
+        )
         of_x = of_x if to is None else to.add_(of_x)
         return widened(of_x, narrow, is_turned=True)
 
@@ -360,7 +444,9 @@ class _Float8Weight:
         return self.scales.new_ones(1, self.codes.shape[1])
 
 
-def coded(x: torch.Tensor, kind: torch.dtype, columns: torch.Tensor | None = None, is_spread: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def coded(
+    x: torch.Tensor, kind: torch.dtype, columns: torch.Tensor | None = None, is_spread: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (`kind`: int8 or a float8, [M, K]) of x * columns, is_spread of that `spread`, the largest code for the largest magnitude of a row; and
     what a code of 1 stands for in each row (float32 [M]).
 

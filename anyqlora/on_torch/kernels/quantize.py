@@ -13,7 +13,9 @@ from . import native
 
 BLOCK = 64
 PIECE = 1 << 17  # weights at a time: they stay in a core's caches
-CELLS = 512  # of the table for each unit: in none of them lie two borders between codes (fp4's nearest are 0.0026 apart)
+CELLS = (
+    512  # of the table for each unit: in none of them lie two borders between codes (fp4's nearest are 0.0026 apart)
+)
 
 
 def quantize_4bit(weight: torch.Tensor, kind: str, is_native: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +24,9 @@ def quantize_4bit(weight: torch.Tensor, kind: str, is_native: bool = False) -> t
     if weight.device.type != "cpu" or len(weight) % BLOCK:
         return defined(weight, kind)
     if is_native:
-        codes, scales = native.quantize_4bit(weight if weight.dtype == torch.bfloat16 else weight.float(), *_steps(kind))
+        codes, scales = native.quantize_4bit(
+            weight if weight.dtype == torch.bfloat16 else weight.float(), *_steps(kind)
+        )
         return (codes.unsqueeze(1), scales) if bool(scales.isfinite().all()) else defined(weight, kind)
     codes, scales = torch.empty(len(weight) // 2, dtype=torch.uint8), torch.empty(len(weight) // BLOCK)
     threads = torch.get_num_threads()
@@ -45,18 +49,28 @@ def _fill(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind:
     """Put the codes and scales of a flat weight where they belong. False where a weight is not finite."""
     below, above, border = _table(kind)
     # Room for one piece: fresh pages for every intermediate result took longer than the arithmetic.
-    room = [torch.empty(min(PIECE, len(weight)), dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int32, torch.bool, torch.uint8, torch.uint8)]
+    room = [
+        torch.empty(min(PIECE, len(weight)), dtype=dtype)
+        for dtype in (torch.float32, torch.float32, torch.int32, torch.bool, torch.uint8, torch.uint8)
+    ]
     for first in range(0, len(weight), PIECE):
         piece = weight[first : first + PIECE]
         x, y, cell, is_beyond, low, high = (held[: len(piece)] for held in room)
         blocks = x.copy_(piece).view(-1, BLOCK)
-        scale = torch.amax(torch.abs(x, out=y).view(-1, BLOCK), 1, out=scales[first // BLOCK : (first + len(x)) // BLOCK])
+        scale = torch.amax(
+            torch.abs(x, out=y).view(-1, BLOCK), 1, out=scales[first // BLOCK : (first + len(x)) // BLOCK]
+        )
         if not bool(scale.isfinite().all()):
             return False
         blocks.mul_((1.0 / scale.clamp(min=1e-38)).unsqueeze(1)).clamp_(-1, 1)
         cell.copy_(torch.mul(x, CELLS, out=y).add_(CELLS))
         torch.gt(x, torch.index_select(border, 0, cell, out=y), out=is_beyond)
-        code = torch.where(is_beyond, torch.index_select(above, 0, cell, out=high), torch.index_select(below, 0, cell, out=low), out=low)
+        code = torch.where(
+            is_beyond,
+            torch.index_select(above, 0, cell, out=high),
+            torch.index_select(below, 0, cell, out=low),
+            out=low,
+        )
         pairs = code.view(torch.int16)  # the first of two codes goes into the upper half of a byte
         codes[first // 2 : (first + len(x)) // 2] = (pairs << 4).bitwise_or_(pairs >> 8)
     return True
@@ -87,7 +101,9 @@ def _steps(kind: str) -> tuple[torch.Tensor, torch.Tensor, int]:
 def _table(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each cell of [-1, 1] the code up to the border that lies in it, the code beyond it, and the border (infinity: there is none)."""
     borders, order = _borders(kind)
-    cells = (borders * CELLS).add_(CELLS).to(torch.int32)  # by the arithmetic that weights go through, which keeps their order
+    cells = (
+        (borders * CELLS).add_(CELLS).to(torch.int32)
+    )  # by the arithmetic that weights go through, which keeps their order
     number = torch.arange(2 * CELLS + 1)
     rank = (cells[None] < number[:, None]).sum(1)  # borders below the cell
     border = torch.full((len(number),), math.inf)

@@ -9,7 +9,9 @@ import triton.language as tl
 STRIPS = 512  # programs that share the rows where the weight learns: each sums its rows' part of the weight's gradient
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False
+) -> torch.Tensor:
     """`defined`, with gradients for x [..., H] and, where it wants one, weight [H]. float32 inside; rounds where the definition does."""
     return _RmsNorm.apply(x, weight, eps, offset, is_late)
 
@@ -21,8 +23,19 @@ class _RmsNorm(torch.autograd.Function):
         x = x.contiguous()
         y = torch.empty_like(x, dtype=x.dtype if is_late else torch.promote_types(x.dtype, weight.dtype))
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-        _forward[(rows,)](x, weight, y, scales, width, eps, offset, LATE=is_late, WIDTH=triton.next_power_of_2(width), num_warps=_warps(width),
-                          enable_fp_fusion=False)
+        _forward[(rows,)](
+            x,
+            weight,
+            y,
+            scales,
+            width,
+            eps,
+            offset,
+            LATE=is_late,
+            WIDTH=triton.next_power_of_2(width),
+            num_warps=_warps(width),
+            enable_fp_fusion=False,
+        )
         ctx.save_for_backward(x, weight, scales)
         ctx.form = offset, is_late
         return y
@@ -34,8 +47,22 @@ class _RmsNorm(torch.autograd.Function):
         rows, width = len(scales), x.shape[-1]
         of_x, strips = torch.empty_like(x), min(rows, STRIPS) if learns else rows
         parts = torch.empty(strips, width, dtype=torch.float32, device=x.device) if learns else scales
-        _backward[(strips,)](of_y.contiguous(), x, weight, scales, of_x, parts, rows, width, offset, LATE=is_late, LEARNS=learns,
-                             WIDTH=triton.next_power_of_2(width), num_warps=_warps(width), enable_fp_fusion=False)
+        _backward[(strips,)](
+            of_y.contiguous(),
+            x,
+            weight,
+            scales,
+            of_x,
+            parts,
+            rows,
+            width,
+            offset,
+            LATE=is_late,
+            LEARNS=learns,
+            WIDTH=triton.next_power_of_2(width),
+            num_warps=_warps(width),
+            enable_fp_fusion=False,
+        )
         return of_x, parts.sum(0).to(weight.dtype) if learns else None, None, None, None
 
 
@@ -58,7 +85,20 @@ def _forward(x, weight, y, scales, width, eps, offset, LATE: tl.constexpr, WIDTH
 
 
 @triton.jit
-def _backward(of_y, x, weight, scales, of_x, parts, rows, width, offset, LATE: tl.constexpr, LEARNS: tl.constexpr, WIDTH: tl.constexpr):
+def _backward(
+    of_y,
+    x,
+    weight,
+    scales,
+    of_x,
+    parts,
+    rows,
+    width,
+    offset,
+    LATE: tl.constexpr,
+    LEARNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     strip, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     there = columns < width
     factors = tl.load(weight + columns, there, other=0.0).to(tl.float32) + offset

@@ -23,8 +23,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def _launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
     x = x.contiguous()
     out, (batch, length, heads, width) = torch.empty_like(x), x.shape
-    _rotate[(batch * length,)](x, out, cos, sin, heads, width, cos.shape[0] * length, BACK=is_back, HEADS=triton.next_power_of_2(heads),
-                               HALF=triton.next_power_of_2(width // 2), enable_fp_fusion=False)  # the definition rounds each product, to the dtype of cos
+    _rotate[(batch * length,)](
+        x,
+        out,
+        cos,
+        sin,
+        heads,
+        width,
+        cos.shape[0] * length,
+        BACK=is_back,
+        HEADS=triton.next_power_of_2(heads),
+        HALF=triton.next_power_of_2(width // 2),
+        enable_fp_fusion=False,
+    )  # the definition rounds each product, to the dtype of cos
     return out
 
 

@@ -27,8 +27,9 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx, of_out):
         gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        _backward[(triton.cdiv(gate.numel(), BLOCK),)](of_out.contiguous(), gate, up, of_gate, of_up, gate.numel(), BLOCK=BLOCK,
-                                                        enable_fp_fusion=False)
+        _backward[(triton.cdiv(gate.numel(), BLOCK),)](
+            of_out.contiguous(), gate, up, of_gate, of_up, gate.numel(), BLOCK=BLOCK, enable_fp_fusion=False
+        )
         return of_gate, of_up
 
 

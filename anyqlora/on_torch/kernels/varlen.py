@@ -5,14 +5,32 @@ from __future__ import annotations
 import torch
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, documents: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    documents: torch.Tensor,
+    window: int | None = None,
+) -> torch.Tensor:
     """attention.defined within rounding: [B, T, H, D] of q [B, H, T, D], k and v [B, K, T, D], documents int [B, T]; see there."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 or newer, with a flash attention in it
 
     starts, longest = bounds(documents)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B T, heads, D]
-    out = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1 if window is None else window - 1, 0),
-                      enable_gqa=q.shape[1] != k.shape[1])
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     return out.masked_fill(documents.flatten()[:, None, None] < 0, 0).view(*documents.shape, *out.shape[1:])
 
 
@@ -25,6 +43,8 @@ def bounds(documents: torch.Tensor) -> tuple[torch.Tensor, int]:
     if known is None:
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([documents.numel()], device=documents.device)]).int()
+        starts = torch.cat(
+            [begins.flatten().nonzero().flatten(), torch.tensor([documents.numel()], device=documents.device)]
+        ).int()
         known = documents.bounds = starts, int(starts.diff().max())
     return known

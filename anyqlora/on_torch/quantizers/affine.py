@@ -15,9 +15,17 @@ class AffineLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, bits: int, group: int):
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bits, self.group = linear.in_features, linear.out_features, bits, group
+        self.in_features, self.out_features, self.bits, self.group = (
+            linear.in_features,
+            linear.out_features,
+            bits,
+            group,
+        )
         with torch.device("meta"):
-            self.weight = nn.Parameter(torch.empty(linear.out_features, linear.in_features * bits // 32, dtype=torch.int32), requires_grad=False)
+            self.weight = nn.Parameter(
+                torch.empty(linear.out_features, linear.in_features * bits // 32, dtype=torch.int32),
+                requires_grad=False,
+            )
         self.scales = self.biases = None  # tensors that come with the weight; parameters where a file has them
         self.bias = linear.bias
 

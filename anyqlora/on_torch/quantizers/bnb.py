@@ -45,8 +45,14 @@ class _FourBit:
     def empty(self, linear: nn.Linear) -> bnb.nn.Linear4bit:
         kind = self.layer if linear.in_features % BLOCK == 0 else _RowsAcrossBlocks
         with torch.device("meta"):
-            module = kind(linear.in_features, linear.out_features, linear.bias is not None, self.compute_dtype,
-                          compress_statistics=self.double_quant, quant_type=self.kind)
+            module = kind(
+                linear.in_features,
+                linear.out_features,
+                linear.bias is not None,
+                self.compute_dtype,
+                compress_statistics=self.double_quant,
+                quant_type=self.kind,
+            )
         module.unpack = self.unpack
         return keep_weights_as_packed(module)
 
@@ -78,9 +84,16 @@ class _FourBit:
         if self.double_quant:
             offset = absmax.mean()
             absmax, nested = F.quantize_blockwise(absmax - offset, blocksize=256)
-        return codes, F.QuantState(absmax=absmax, shape=weight.shape, dtype=self.compute_dtype, blocksize=BLOCK,
-                                   code=F.get_4bit_type(self.kind, device=codes.device),
-                                   quant_type=self.kind, offset=offset, state2=nested)
+        return codes, F.QuantState(
+            absmax=absmax,
+            shape=weight.shape,
+            dtype=self.compute_dtype,
+            blocksize=BLOCK,
+            code=F.get_4bit_type(self.kind, device=codes.device),
+            quant_type=self.kind,
+            offset=offset,
+            state2=nested,
+        )
 
     pack = quantize
 
@@ -90,8 +103,16 @@ class _FourBit:
     def parameter(self, module: bnb.nn.Linear4bit, codes: torch.Tensor, state: F.QuantState) -> bnb.nn.Params4bit:
         """The module's weight, of codes and state."""
         module.quant_state = state  # sharding takes it off the parameter
-        return bnb.nn.Params4bit(codes, requires_grad=False, quant_state=state, blocksize=BLOCK, compress_statistics=self.double_quant,
-                                 quant_type=self.kind, module=module, bnb_quantized=True)
+        return bnb.nn.Params4bit(
+            codes,
+            requires_grad=False,
+            quant_state=state,
+            blocksize=BLOCK,
+            compress_statistics=self.double_quant,
+            quant_type=self.kind,
+            module=module,
+            bnb_quantized=True,
+        )
 
     @staticmethod
     def state_of(module: bnb.nn.Linear4bit) -> F.QuantState:
@@ -112,7 +133,6 @@ class _FourBit:
     def packed(self, module: bnb.nn.Linear4bit) -> torch.Tensor:
         return module.weight.data
 
-
     def files(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """{tensor of a file: value} of the weight `name`, as transformers and bitsandbytes read it."""
         codes, state = self.quantize(weight)
@@ -120,9 +140,17 @@ class _FourBit:
 
     def stated(self) -> dict:
         """What config.json says of such files, in transformers' words."""
-        return {"quantization_config": {
-            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": self.kind,
-            "bnb_4bit_use_double_quant": self.double_quant, "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "uint8"}}
+        return {
+            "quantization_config": {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "load_in_8bit": False,
+                "bnb_4bit_quant_type": self.kind,
+                "bnb_4bit_use_double_quant": self.double_quant,
+                "bnb_4bit_compute_dtype": "float32",
+                "bnb_4bit_quant_storage": "uint8",
+            }
+        }
 
 
 class _Unpacking(bnb.nn.Linear4bit):
@@ -133,7 +161,9 @@ class _Unpacking(bnb.nn.Linear4bit):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return product(x.to(self.compute_dtype), lambda: self.unpack(self.weight.data, self.quant_state), bias=bias).to(x.dtype)
+        return product(x.to(self.compute_dtype), lambda: self.unpack(self.weight.data, self.quant_state), bias=bias).to(
+            x.dtype
+        )
 
 
 class _RowsAcrossBlocks(_Unpacking):
@@ -181,7 +211,9 @@ class Int8:
 
     def empty(self, linear: nn.Linear) -> bnb.nn.Linear8bitLt:
         with torch.device("meta"):
-            return _KeepsScales(linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False, threshold=6.0)
+            return _KeepsScales(
+                linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False, threshold=6.0
+            )
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes (int8 [out, in]) and the scale of each row (float32 [out]: its largest magnitude)."""

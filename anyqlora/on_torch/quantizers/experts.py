@@ -35,7 +35,11 @@ class PackedExperts(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Codes and states as tensors alone."""
-        states = {f"{number}|{key}": value for number, state in enumerate(self.states) for key, value in self.quantizer.state_tensors(state).items()}
+        states = {
+            f"{number}|{key}": value
+            for number, state in enumerate(self.states)
+            for key, value in self.quantizer.state_tensors(state).items()
+        }
         return {"codes": self.codes, **states}
 
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -89,11 +93,19 @@ class _ExpertWeight:
 
 
 def _unknown(experts: PackedExperts, use) -> NotBuilt:
-    return NotBuilt(f"{experts.name}: this architecture uses its experts' weights in a way that is not built for quantized ones "
-                    f"({getattr(use, '__name__', use)})", cure="--quantizer none")
+    return NotBuilt(
+        f"{experts.name}: this architecture uses its experts' weights in a way that is not built for quantized ones "
+        f"({getattr(use, '__name__', use)})",
+        cure="--quantizer none",
+    )
 
 
 def expert_parameters(model: nn.Module) -> list[str]:
     """Names of the parameters [experts, ., .] of experts modules."""
-    return [f"{name}.{attribute}" for name, module in model.named_modules() if "expert" in type(module).__name__.lower()
-            for attribute, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3 and parameter.is_floating_point()]
+    return [
+        f"{name}.{attribute}"
+        for name, module in model.named_modules()
+        if "expert" in type(module).__name__.lower()
+        for attribute, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and parameter.is_floating_point()
+    ]

@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 
 
-def product(x: torch.Tensor, dequantize: Callable[[], torch.Tensor], *, transposed: bool = True, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(
+    x: torch.Tensor,
+    dequantize: Callable[[], torch.Tensor],
+    *,
+    transposed: bool = True,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x W^T + bias, or x W when not `transposed`, with W = dequantize(); in autocast's dtype where that is on, else in x's.
 
     No gradient reaches the bias.

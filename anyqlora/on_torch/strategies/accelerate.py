@@ -13,7 +13,11 @@ from ...plugins import AcceleratePlugin
 from .ddp import Ddp
 from .single import Prepared
 
-ENGINES = {"ACCELERATE_USE_FSDP": "--strategy fsdp", "ACCELERATE_USE_DEEPSPEED": "--strategy deepspeed", "ACCELERATE_USE_MEGATRON_LM": "--strategy fsdp"}
+ENGINES = {
+    "ACCELERATE_USE_FSDP": "--strategy fsdp",
+    "ACCELERATE_USE_DEEPSPEED": "--strategy deepspeed",
+    "ACCELERATE_USE_MEGATRON_LM": "--strategy fsdp",
+}
 
 
 class Accelerate(Ddp):
@@ -29,17 +33,34 @@ class Accelerate(Ddp):
     def setup(self) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
-        asked = [(name, cure) for name, cure in ENGINES.items() if os.environ.get(name, "").lower() in ("1", "true", "yes")]
+        asked = [
+            (name, cure) for name, cure in ENGINES.items() if os.environ.get(name, "").lower() in ("1", "true", "yes")
+        ]
         if asked:
-            raise UsageError(f"{asked[0][0]} is set: strategy accelerate is data parallel, and Accelerate may drop that engine silently",
-                             where="environment", cure=f"unset it; {asked[0][1]}")
+            raise UsageError(
+                f"{asked[0][0]} is set: strategy accelerate is data parallel, and Accelerate may drop that engine silently",
+                where="environment",
+                cure=f"unset it; {asked[0][1]}",
+            )
         super().setup()
         if self.world_size == 1:
-            raise NotBuilt("strategy accelerate in one process: Accelerate wraps nothing there", cure="--strategy single")
-        options = {"bucket_cap_mb": self.options.bucket_cap_mb, "find_unused_parameters": self.options.find_unused_parameters, "broadcast_buffers": False}
-        self.accelerator = Accelerator(cpu=self.device.type == "cpu", mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+            raise NotBuilt(
+                "strategy accelerate in one process: Accelerate wraps nothing there", cure="--strategy single"
+            )
+        options = {
+            "bucket_cap_mb": self.options.bucket_cap_mb,
+            "find_unused_parameters": self.options.find_unused_parameters,
+            "broadcast_buffers": False,
+        }
+        self.accelerator = Accelerator(
+            cpu=self.device.type == "cpu",
+            mixed_precision="no",
+            kwargs_handlers=[DistributedDataParallelKwargs(**options)],
+        )
         if (self.accelerator.num_processes, self.accelerator.process_index) != (self.world_size, self.rank):
-            raise RunError(f"accelerate: it sees {self.accelerator.num_processes} processes, and {self.world_size} are here")
+            raise RunError(
+                f"accelerate: it sees {self.accelerator.num_processes} processes, and {self.world_size} are here"
+            )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return self.accelerator.prepare_model(model)

@@ -55,8 +55,13 @@ class Ddp(Group):
         return Prepared(self.wrapped, self.optimizer)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, **without_buffers(), init_sync=False, bucket_cap_mb=self.options.bucket_cap_mb,
-                                       find_unused_parameters=self.options.find_unused_parameters)
+        return DistributedDataParallel(
+            model,
+            **without_buffers(),
+            init_sync=False,
+            bucket_cap_mb=self.options.bucket_cap_mb,
+            find_unused_parameters=self.options.find_unused_parameters,
+        )
 
     def _sum(self, _, bucket):  # without annotations: torch compares them with its types, and here they would be text
         self.reduced += sum(parameter.numel() for parameter in bucket.parameters())
@@ -64,7 +69,9 @@ class Ddp(Group):
 
     @property
     def needs_logits(self) -> str:
-        return "ddp looks for unused parameters behind the model's output" if self.options.find_unused_parameters else ""
+        return (
+            "ddp looks for unused parameters behind the model's output" if self.options.find_unused_parameters else ""
+        )
 
     @property
     def overlaps(self) -> bool:
@@ -88,8 +95,10 @@ class Ddp(Group):
         """After a backward: whether it has summed the gradients. Raises RunError when it reached only some of them."""
         self.is_summed = self.wrapped.require_backward_grad_sync
         if self.is_summed and self.reduced != self.trained and not self.options.find_unused_parameters:
-            raise RunError(f"{self.name}: backward reached {self.reduced} of {self.trained} trained numbers, and the rest waits for ever",
-                           cure="--find_unused_parameters true, or train only what every row passes through")
+            raise RunError(
+                f"{self.name}: backward reached {self.reduced} of {self.trained} trained numbers, and the rest waits for ever",
+                cure="--find_unused_parameters true, or train only what every row passes through",
+            )
 
     def sum_gradients(self) -> None:
         if not self.is_summed:

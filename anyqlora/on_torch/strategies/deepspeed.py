@@ -72,17 +72,32 @@ class DeepSpeed(Group):
 
     def config(self) -> dict:
         """What the engine is told. The step's own entries (clipping, accumulation, precision) are ours."""
-        zero = {"overlap_comm": False, "reduce_bucket_size": self.bucket, "allgather_bucket_size": self.bucket, **self.options.zero_options,
-                "stage": self.stage}
+        zero = {
+            "overlap_comm": False,
+            "reduce_bucket_size": self.bucket,
+            "allgather_bucket_size": self.bucket,
+            **self.options.zero_options,
+            "stage": self.stage,
+        }
         if self.stage == 3:
             zero.setdefault("stage3_param_persistence_threshold", 0)  # every weight is sharded, small ones too
-            zero.setdefault("memory_efficient_linear", False)  # DeepSpeed's own product rounds otherwise under autocast, and replaces torch's
+            zero.setdefault(
+                "memory_efficient_linear", False
+            )  # DeepSpeed's own product rounds otherwise under autocast, and replaces torch's
         if self.options.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu"}
         if self.options.offload_param:
             zero["offload_param"] = {"device": "cpu"}
-        return {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "managed_gradient_accumulation": False, "gradient_clipping": 0.0, "zero_optimization": zero,
-                "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": None}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": 0.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": None,
+        }
 
     # --------------------------------------------------------------------------------------------------- the model
 
@@ -91,7 +106,11 @@ class DeepSpeed(Group):
         owners = self.owners(trainable, model)
         sizes = [p.numel() for p in trainable.values()]
         self.bucket = max(*sizes, min(sum(sizes), BUCKET), 1)
-        self.inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model) if self.stage == 3 else model
+        self.inner = (
+            next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+            if self.stage == 3
+            else model
+        )
         if self.stage == 3:
             self._shard(self.inner)
         else:
@@ -99,7 +118,9 @@ class DeepSpeed(Group):
         self.refresh(trainable, owners)
         Strategy.prepare(self, model, trainable, optimizer_factory)
         own = self.optimizer
-        self.engine, *_ = self.library.initialize(model=Autocasting(self.inner, self.autocast), optimizer=own, config=self.config(), dist_init_required=False)
+        self.engine, *_ = self.library.initialize(
+            model=Autocasting(self.inner, self.autocast), optimizer=own, config=self.config(), dist_init_required=False
+        )
         self.refresh(trainable, owners)
         if self.stage == 0:
             self.engine.enable_backward_allreduce = False  # summed in `step`, where the norm is still to be taken
@@ -115,9 +136,15 @@ class DeepSpeed(Group):
     def _refuse(self, model: nn.Module) -> None:
         config = self.plan.config
         if self.stage == 3 and self.plan.quantizer == "int8":
-            raise NotBuilt("int8 weights cannot be sharded: their scales are not with them", cure="--quantizer nf4, or --deepspeed_zero_stage 2")
+            raise NotBuilt(
+                "int8 weights cannot be sharded: their scales are not with them",
+                cure="--quantizer nf4, or --deepspeed_zero_stage 2",
+            )
         if self.stage == 3 and any(isinstance(module, PackedExperts) for module in model.modules()):
-            raise NotBuilt("quantized experts cannot be sharded yet: every process would hold all of them", cure="--deepspeed_zero_stage 2")
+            raise NotBuilt(
+                "quantized experts cannot be sharded yet: every process would hold all of them",
+                cure="--deepspeed_zero_stage 2",
+            )
         if self.stage and ("8bit" in config.optimizer or "paged" in config.optimizer):
             raise NotBuilt(f"optimizer {config.optimizer} does not know sharded moments", cure="--optimizer adamw")
 
@@ -134,7 +161,11 @@ class DeepSpeed(Group):
         found = self.engine.zero_optimization_stage()
         if found != self.stage:
             raise RunError(f"deepspeed: ZeRO stage {self.stage} was asked for, and the engine has {found}")
-        whole = [name for name, p in self.inner.named_parameters() if not hasattr(p, "ds_tensor")] if self.stage == 3 else []
+        whole = (
+            [name for name, p in self.inner.named_parameters() if not hasattr(p, "ds_tensor")]
+            if self.stage == 3
+            else []
+        )
         if whole:
             raise RunError(f"deepspeed: {len(whole)} parameters are not sharded, {whole[0]} is the first")
 
@@ -161,6 +192,7 @@ class DeepSpeed(Group):
         def watch(name: str):
             def look(gradient):
                 self.seen[name] = [True, self.seen[name][1] or bool(gradient.any())]
+
             return look
 
         self.watches = [p.register_hook(watch(name)) for name, p in self.trainable.items()]
@@ -203,8 +235,10 @@ class DeepSpeed(Group):
 
     def forget(self) -> None:
         if self.stage >= 2:
-            raise RunError(f"out of memory: ZeRO stage {self.stage} has sent a part of the step's gradients already, so it cannot be done again",
-                           cure="a smaller --batch_size, or --deepspeed_zero_stage 1")
+            raise RunError(
+                f"out of memory: ZeRO stage {self.stage} has sent a part of the step's gradients already, so it cannot be done again",
+                cure="a smaller --batch_size, or --deepspeed_zero_stage 1",
+            )
         if self.stage == 0:
             super().forget()
         else:
@@ -237,7 +271,9 @@ class DeepSpeed(Group):
                     is_sharded = value.shape == flat.shape
                     full = self.library.utils.safe_get_full_optimizer_state(p, key) if is_sharded else value
                     if self.rank == 0:
-                        found[f"{name}|{key}"] = full.detach().cpu().clone().view(self.shape(p) if is_sharded else value.shape)
+                        found[f"{name}|{key}"] = (
+                            full.detach().cpu().clone().view(self.shape(p) if is_sharded else value.shape)
+                        )
         return found
 
     def load_trainable(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -262,7 +298,9 @@ class DeepSpeed(Group):
             there = self.optimizer.state[flat]
             for key, value in state.items():
                 if key not in there:
-                    there[key] = torch.zeros_like(flat) if tuple(value.shape) == tuple(shape) else self.count(value, flat.device)
+                    there[key] = (
+                        torch.zeros_like(flat) if tuple(value.shape) == tuple(shape) else self.count(value, flat.device)
+                    )
         if self.stage < 3:
             link_moments(self.zero)
         for name, state in states.items():
@@ -279,7 +317,7 @@ class DeepSpeed(Group):
         """This rank's part of a parameter as stage 3 cuts it: equal parts of the flat tensor, the last one padded."""
         size = p.ds_tensor.numel()
         flat = full.reshape(-1)
-        return pad(flat, (0, size * self.world_size - flat.numel()))[self.rank * size:(self.rank + 1) * size].clone()
+        return pad(flat, (0, size * self.world_size - flat.numel()))[self.rank * size : (self.rank + 1) * size].clone()
 
     def shape(self, p: nn.Parameter) -> torch.Size:
         return p.ds_shape if self.stage == 3 else p.shape
@@ -288,7 +326,11 @@ class DeepSpeed(Group):
         """The flat tensor that DeepSpeed's optimizer updates in the parameter's place."""
         if self.stage == 3:
             return self.zero.fp32_partitioned_groups_flat[self.zero.grad_position[self.zero.get_param_id(p)][0]]
-        return next(flat for group, flat in zip(self.zero.bit16_groups, self.zero.single_partition_of_fp32_groups, strict=True) if any(q is p for q in group))
+        return next(
+            flat
+            for group, flat in zip(self.zero.bit16_groups, self.zero.single_partition_of_fp32_groups, strict=True)
+            if any(q is p for q in group)
+        )
 
     def unwrap(self) -> nn.Module:
         return self.inner

@@ -39,7 +39,9 @@ class Fsdp(Sharded):
 
     @property
     def needs_logits(self) -> str:
-        return "fsdp sums the gradient of a trained head behind the model's output" if self.plan.adapter == "full" else ""
+        return (
+            "fsdp sums the gradient of a trained head behind the model's output" if self.plan.adapter == "full" else ""
+        )
 
     def _mesh(self):
         """One axis; the hybrid ones have a second, along which shards are copies of each other."""
@@ -48,14 +50,19 @@ class Fsdp(Sharded):
             return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("shard",))
         size = self.options.hybrid_shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         if self.world_size % size:
-            raise UsageError(f"hybrid sharding: {self.world_size} processes are no multiple of {size}", cure="another hybrid_shard_size")
+            raise UsageError(
+                f"hybrid sharding: {self.world_size} processes are no multiple of {size}",
+                cure="another hybrid_shard_size",
+            )
         return init_device_mesh(kind, (self.world_size // size, size), mesh_dim_names=("replicate", "shard"))
 
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:
         self._refuse(model)
         owners = self.owners(trainable, model)
         root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.options.cpu_offload else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.options.cpu_offload else OffloadPolicy()
+        )
         options = {"mesh": self.mesh, "offload_policy": offload}
         keep = self.options.sharding_strategy.endswith("shard_grad_op")
         with unmapping():
@@ -76,11 +83,19 @@ class Fsdp(Sharded):
 
     def _refuse(self, model: nn.Module) -> None:
         if self.plan.quantizer == "int8":
-            raise NotBuilt("int8 weights cannot be sharded: their scales are not with them", cure="--quantizer nf4, or --strategy ddp")
+            raise NotBuilt(
+                "int8 weights cannot be sharded: their scales are not with them",
+                cure="--quantizer nf4, or --strategy ddp",
+            )
         if any(isinstance(module, PackedExperts) for module in model.modules()):
-            raise NotBuilt("quantized experts cannot be sharded yet: every process would hold all of them", cure="--strategy ddp, or --quantizer none")
+            raise NotBuilt(
+                "quantized experts cannot be sharded yet: every process would hold all of them",
+                cure="--strategy ddp, or --quantizer none",
+            )
         if "8bit" in self.plan.config.optimizer or "paged" in self.plan.config.optimizer:
-            raise NotBuilt(f"optimizer {self.plan.config.optimizer} does not know sharded parameters", cure="--optimizer adamw")
+            raise NotBuilt(
+                f"optimizer {self.plan.config.optimizer} does not know sharded parameters", cure="--optimizer adamw"
+            )
 
     def _assert_sharded(self) -> None:
         whole = [name for name, p in self.root.named_parameters() if not isinstance(p, DTensor)]
@@ -102,7 +117,11 @@ class Fsdp(Sharded):
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Shards are squared and summed along the axis that splits them; copies along the other axis count once."""
         exact = exactest(self.device)
-        square = torch.stack([g.to(exact).square().sum() for g in gradients]).sum() if gradients else torch.zeros((), dtype=exact)
+        square = (
+            torch.stack([g.to(exact).square().sum() for g in gradients]).sum()
+            if gradients
+            else torch.zeros((), dtype=exact)
+        )
         square = square.to(self.device)
         dist.all_reduce(square, group=self.mesh["shard"].get_group())
         return square.sqrt().float()
@@ -118,7 +137,9 @@ class Fsdp(Sharded):
 
     def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         full = full.to(parameter.device)
-        return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)  # everybody has it: nothing is sent
+        return distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )  # everybody has it: nothing is sent
 
     def unwrap(self) -> nn.Module:
         return self.root
@@ -132,5 +153,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         return [block for one in lists for block in one]
     found = [module for module in model.modules() if type(module).__name__ in set(names)]
     if not found:
-        raise NotBuilt(f"{type(model).__name__} has no blocks that transformers names, so it cannot be sharded", cure="--strategy ddp")
+        raise NotBuilt(
+            f"{type(model).__name__} has no blocks that transformers names, so it cannot be sharded",
+            cure="--strategy ddp",
+        )
     return found

@@ -23,8 +23,11 @@ def join(device: torch.device) -> bool:
         return False
     missing = [name for name in OF_TORCHRUN if not os.environ.get(name)]
     if missing:
-        raise UsageError(f"no other processes are there to work with: {', '.join(missing)} not set", where="environment",
-                         cure="start with torchrun, or --strategy single")
+        raise UsageError(
+            f"no other processes are there to work with: {', '.join(missing)} not set",
+            where="environment",
+            cure="start with torchrun, or --strategy single",
+        )
     dist.init_process_group(collectives(device.type))
     return True
 
@@ -45,7 +48,10 @@ class Group(Strategy):
 
     def setup(self) -> None:
         if self.device.type not in COLLECTIVES:
-            raise UsageError(f"strategy {self.name!r}: {self.device.type} devices have no way to talk to each other", cure="--strategy single")
+            raise UsageError(
+                f"strategy {self.name!r}: {self.device.type} devices have no way to talk to each other",
+                cure="--strategy single",
+            )
         self.has_formed = join(self.device)
         if self.device.type in ("cuda", "xpu"):
             getattr(torch, self.device.type).set_device(self.device)
@@ -53,7 +59,10 @@ class Group(Strategy):
                 os.environ["LOCAL_RANK"] = str(self.device.index)
         self.rank, self.world_size = self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
         if self.plan.world_size not in (-1, self.world_size):
-            raise UsageError(f"the plan is for {self.plan.world_size} processes, and {self.world_size} are here", cure="leave out world_size")
+            raise UsageError(
+                f"the plan is for {self.plan.world_size} processes, and {self.world_size} are here",
+                cure="leave out world_size",
+            )
         self.patient = dist.new_group(backend="gloo", timeout=LONG)
         self.link = Link(self.rank, self.device, self.patient)
 
@@ -65,7 +74,9 @@ class Group(Strategy):
         model, said = None, None
         if self.rank == 0:
             try:
-                model = build(quantise) if self.keeps_whole else build(self._on_the_device(quantise), torch.device("cpu"))
+                model = (
+                    build(quantise) if self.keeps_whole else build(self._on_the_device(quantise), torch.device("cpu"))
+                )
                 said = build.outline(model)
             except BaseException as error:
                 self.link.told({"failed": type(error).__name__})
@@ -77,18 +88,23 @@ class Group(Strategy):
 
     def _on_the_device(self, quantise: Callable) -> Callable:
         """Weights are quantized where that is fast and wait in host memory until their layer is sharded."""
+
         def quantised(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
             return quantise(name, module, weight.to(self.device)).to("cpu")
 
         return quantise if self.device.type == "cpu" else quantised
 
-    def share(self, module: nn.Module, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True) -> None:
+    def share(
+        self, module: nn.Module, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True
+    ) -> None:
         """`module` with what rank 0 holds of it, on the device; unless this process only passes it on."""
         share(module, self.quantizer, self.link, done, keeps)
 
     def owners(self, trainable: dict[str, nn.Parameter], model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         """{name: (module, attribute)} of what is trained, so that it is found again when parameters are replaced."""
-        places = {id(p): (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None}
+        places = {
+            id(p): (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None
+        }
         return {name: places[id(p)] for name, p in trainable.items()}
 
     def refresh(self, trainable: dict[str, nn.Parameter], owners: dict) -> None:
@@ -133,7 +149,10 @@ class Sharded(Group):
 
     def without_gradient(self) -> dict[str, bool]:
         parameters = list(self.trainable.values())
-        found = torch.tensor([[p.grad is not None, p.grad is not None and bool(local(p.grad).any())] for p in parameters], dtype=torch.float32)
+        found = torch.tensor(
+            [[p.grad is not None, p.grad is not None and bool(local(p.grad).any())] for p in parameters],
+            dtype=torch.float32,
+        )
         found = self.summed(found.to(self.device)).tolist()
         return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
 
@@ -141,8 +160,14 @@ class Sharded(Group):
         return self._on_the_first({name: p.detach() for name, p in self.trainable.items()})
 
     def gather_moments(self) -> dict[str, torch.Tensor]:
-        return self._on_the_first({f"{name}|{key}": value for name, p in self.trainable.items()
-                                   for key, value in sorted(self.optimizer.state.get(p, {}).items()) if torch.is_tensor(value)})
+        return self._on_the_first(
+            {
+                f"{name}|{key}": value
+                for name, p in self.trainable.items()
+                for key, value in sorted(self.optimizer.state.get(p, {}).items())
+                if torch.is_tensor(value)
+            }
+        )
 
     def _on_the_first(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {}

@@ -30,13 +30,19 @@ class Link:
 
     def tensor(self, value: torch.Tensor | None, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         """Rank 0's tensor, on all, on the device."""
-        here = value.detach().to(self.device).contiguous() if self.rank == 0 else torch.empty(shape, dtype=dtype, device=self.device)
+        here = (
+            value.detach().to(self.device).contiguous()
+            if self.rank == 0
+            else torch.empty(shape, dtype=dtype, device=self.device)
+        )
         if here.numel():
             dist.broadcast(here.reshape(-1).view(torch.uint8), 0)
         return here
 
 
-def share(module: nn.Module, quantizer, link: Link, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True) -> None:
+def share(
+    module: nn.Module, quantizer, link: Link, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True
+) -> None:
     """Everything that `module` holds, apart from what lies in modules that are `done`, is what rank 0 holds, on the device. A process that
     does not keep it takes part only because all must.
 
@@ -49,10 +55,22 @@ def share(module: nn.Module, quantizer, link: Link, done: Callable[[nn.Module], 
     for name, tensors in mine.items():
         for key, tensor in tensors.items():
             same = seen.setdefault(id(tensor), (name, key)) if isinstance(tensor, nn.Parameter) else (name, key)
-            listed.append([name, key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *(same if same != (name, key) else ())])
+            listed.append(
+                [
+                    name,
+                    key,
+                    str(tensor.dtype).removeprefix("torch."),
+                    list(tensor.shape),
+                    *(same if same != (name, key) else ()),
+                ]
+            )
     heard: dict[str, dict[str, torch.Tensor]] = {}
     for name, key, dtype, shape, *same in link.told(listed):
-        value = heard[same[0]][same[1]] if same else link.tensor(mine[name][key] if mine else None, getattr(torch, dtype), shape)
+        value = (
+            heard[same[0]][same[1]]
+            if same
+            else link.tensor(mine[name][key] if mine else None, getattr(torch, dtype), shape)
+        )
         heard.setdefault(name, {})[key] = value
     tied: dict[int, nn.Parameter] = {}
     for name, tensors in heard.items() if keeps else ():
@@ -70,7 +88,9 @@ def contents(owner: nn.Module, quantizer) -> dict[str, torch.Tensor]:
     """The tensors of one module, without its children's, and what its packed weight needs beside its codes."""
     if isinstance(owner, PackedExperts):
         return owner.tensors()
-    found: dict[str, torch.Tensor] = dict(owner.named_parameters(recurse=False)) | dict(owner.named_buffers(recurse=False))
+    found: dict[str, torch.Tensor] = dict(owner.named_parameters(recurse=False)) | dict(
+        owner.named_buffers(recurse=False)
+    )
     if is_packed(owner, quantizer):
         found |= {f"weight|{key}": value for key, value in quantizer.state_tensors(quantizer.state_of(owner)).items()}
     return found
@@ -90,7 +110,9 @@ def adopt(owner: nn.Module, tensors: dict[str, torch.Tensor], quantizer, tied: d
                     state = {k.removeprefix("weight|"): v for k, v in tensors.items() if k.startswith("weight|")}
                     owner.weight = quantizer.parameter(owner, value, quantizer.state_from(state))
                 else:
-                    new = tied.setdefault(id(value), nn.Parameter(value, requires_grad=owner._parameters[key].requires_grad))
+                    new = tied.setdefault(
+                        id(value), nn.Parameter(value, requires_grad=owner._parameters[key].requires_grad)
+                    )
                     setattr(owner, key, new)
             elif key in owner._parameters:
                 move(owner, key, value)

@@ -32,9 +32,13 @@ class Strategy:
         self.rank, self.world_size = 0, 1
         self.data_rank, self.data_size = 0, 1  # which of how many shares of each micro-batch's rows this process sees
         self.clipped: torch.Tensor | None = None  # the norm, once the step's gradients are summed and cut
-        self.announced: bool | None = None  # whether the micro-batch that is under way ends its step; None: nobody has said
+        self.announced: bool | None = (
+            None  # whether the micro-batch that is under way ends its step; None: nobody has said
+        )
         config = plan.config
-        self.scaler = LossScaler(plan.precision == "fp16_autocast", config.initial_loss_scale, config.loss_scale_growth_interval)
+        self.scaler = LossScaler(
+            plan.precision == "fp16_autocast", config.initial_loss_scale, config.loss_scale_growth_interval
+        )
 
     @classmethod
     def unavailable_reason(cls, env: dict) -> str | None:
@@ -88,7 +92,9 @@ class Strategy:
     def backward(self, loss: torch.Tensor, *, is_final_micro_batch: bool) -> None:
         """Accumulate gradients. Raises RuntimeError when the micro-batch was announced as the last of its step and is not."""
         if self.announced and not is_final_micro_batch:
-            raise RuntimeError("this micro-batch was announced as the last of its step, and its backward says that it is not")
+            raise RuntimeError(
+                "this micro-batch was announced as the last of its step, and its backward says that it is not"
+            )
         self.accumulate(self.scaler.scale(loss), is_final_micro_batch)
 
     def accumulate(self, scaled: torch.Tensor, is_final: bool) -> None:
@@ -171,9 +177,11 @@ class Strategy:
 
     def gather_moments(self) -> dict[str, torch.Tensor]:
         """{"name|key": full tensor in host memory} of the optimizer's state on rank 0, nothing on the others; all call it."""
-        return {f"{name}|{key}": value.detach().cpu()
-                for name, p in self.trainable.items()
-                for key, value in kept_of(self.optimizer.state.get(p, {}))}
+        return {
+            f"{name}|{key}": value.detach().cpu()
+            for name, p in self.trainable.items()
+            for key, value in kept_of(self.optimizer.state.get(p, {}))
+        }
 
     def load_trainable(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copy full values back; all ranks have them. Raises KeyError when a name is missing."""
@@ -185,8 +193,10 @@ class Strategy:
         """Full moments back, which all ranks have."""
         for name, state in by_name(tensors).items():
             p = self.trainable[name]
-            self.optimizer.state[p] = {key: self.count(value, p.device) if key == "step" else self.part(p, value).to(p.device, copy=True)
-                                       for key, value in state.items()}
+            self.optimizer.state[p] = {
+                key: self.count(value, p.device) if key == "step" else self.part(p, value).to(p.device, copy=True)
+                for key, value in state.items()
+            }
 
     def count(self, step: torch.Tensor, device: torch.device) -> torch.Tensor | int:
         """A parameter's `step` as its optimizer keeps it: an integer as a number (bitsandbytes), and a tensor in host memory, unless
@@ -214,7 +224,11 @@ class Strategy:
 
 def kept_of(state: dict) -> list[tuple[str, torch.Tensor]]:
     """(key, tensor) of what an optimizer keeps of a parameter; of its numbers, tensors without dimensions."""
-    return [(key, value if torch.is_tensor(value) else torch.tensor(value)) for key, value in sorted(state.items()) if torch.is_tensor(value) or isinstance(value, (int, float))]
+    return [
+        (key, value if torch.is_tensor(value) else torch.tensor(value))
+        for key, value in sorted(state.items())
+        if torch.is_tensor(value) or isinstance(value, (int, float))
+    ]
 
 
 def by_name(moments: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -46,12 +46,17 @@ class TensorParallel(Sharded):
     def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
         """Rank 0 slices each weight that the layout splits as it comes in, and only then quantizes; then every process gets its slices."""
         self.splits, ways = planned_splits(self.plan.config, self.along.size()), self.along.size()
-        for_others: dict[str, list[nn.Parameter]] = {}  # rank 0's: of each layer the slices 1, 2, ..., in host memory until they are sent
+        for_others: dict[
+            str, list[nn.Parameter]
+        ] = {}  # rank 0's: of each layer the slices 1, 2, ..., in host memory until they are sent
 
         def slice_first(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
             if name not in self.splits:
                 return quantise(name, module, weight)
-            others = [quantise(name, module, self.splits[name].slice(weight, number, ways)).to("cpu") for number in range(1, ways)]
+            others = [
+                quantise(name, module, self.splits[name].slice(weight, number, ways)).to("cpu")
+                for number in range(1, ways)
+            ]
             for_others[name] = others
             return quantise(name, module, self.splits[name].slice(weight, 0, ways))
 
@@ -115,8 +120,14 @@ class TensorParallel(Sharded):
         for name, split in self.splits.items():
             module = model.get_submodule(name)
             if any(id(p) in learned for p in module.parameters(recurse=False)):
-                raise NotBuilt(f"strategy tp splits frozen layers, and {name} is trained", where=self.plan.config.layout, cure="take it out of the layout")
-            module.weight = nn.Parameter(split.slice(module.weight.detach(), self.along.get_local_rank(), self.along.size()), requires_grad=False)
+                raise NotBuilt(
+                    f"strategy tp splits frozen layers, and {name} is trained",
+                    where=self.plan.config.layout,
+                    cure="take it out of the layout",
+                )
+            module.weight = nn.Parameter(
+                split.slice(module.weight.detach(), self.along.get_local_rank(), self.along.size()), requires_grad=False
+            )
             split_frozen(module, split, self.along, Copier(self.along))
             join(module, split, self.along)
 
@@ -129,7 +140,10 @@ class TensorParallel(Sharded):
             if found != wanted:
                 raise RunError(f"{name} is not on the mesh as planned: {sorted(found)} instead of {sorted(wanted)}")
             split = self.splits.get(name.partition(".lora_")[0].removeprefix(PREFIX))
-            if split and (f".lora_{'B' if split.along == COLUMNS else 'A'}." in name) == p.placements[-1].is_replicate():
+            if (
+                split
+                and (f".lora_{'B' if split.along == COLUMNS else 'A'}." in name) == p.placements[-1].is_replicate()
+            ):
                 raise RunError(f"{name} is not split as planned")
 
     # --------------------------------------------------------------------------------------------------------- a step
@@ -174,7 +188,9 @@ class TensorParallel(Sharded):
         if not isinstance(parameter, DTensor):
             return full
         mesh = parameter.device_mesh
-        everywhere = DTensor.from_local(full.to(parameter.device, parameter.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        everywhere = DTensor.from_local(
+            full.to(parameter.device, parameter.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False
+        )
         return everywhere.redistribute(placements=parameter.placements)
 
 
@@ -189,4 +205,8 @@ def split_over(tensor: torch.Tensor) -> tuple[str, ...]:
     """The axes of the mesh over which a tensor is split."""
     if not isinstance(tensor, DTensor):
         return ()
-    return tuple(axis for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True) if not placement.is_replicate())
+    return tuple(
+        axis
+        for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True)
+        if not placement.is_replicate()
+    )

@@ -34,7 +34,9 @@ class LocalSgd(Group):
     def step(self, *, max_grad_norm, skip=False) -> StepResult:
         scale = self.scaler.get_scale()
         norm = self.clip(max_grad_norm).double()
-        square, bad = self.summed(torch.stack([norm.nan_to_num(0, 0, 0) ** 2, (~torch.isfinite(norm)).double()])).tolist()
+        square, bad = self.summed(
+            torch.stack([norm.nan_to_num(0, 0, 0) ** 2, (~torch.isfinite(norm)).double()])
+        ).tolist()
         is_finite = not bad  # on any process: all skip together
         if is_finite and not skip:
             self.update()
@@ -43,7 +45,9 @@ class LocalSgd(Group):
         self.steps += 1
         if self.steps % self.options.every == 0:
             self.load_trainable(self.average())
-        return StepResult((square / self.world_size) ** 0.5 if is_finite else float("inf"), skip or not is_finite, scale)
+        return StepResult(
+            (square / self.world_size) ** 0.5 if is_finite else float("inf"), skip or not is_finite, scale
+        )
 
     def average(self) -> dict[str, torch.Tensor]:
         return {name: self.summed(p.detach().clone()) / self.world_size for name, p in self.trainable.items()}
