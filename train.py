@@ -1,5 +1,13 @@
 #!/usr/bin/env python3
-"""Fine-tune a language model: flags -> plan -> data -> loop -> adapter."""
+"""Fine-tune a language model: this is the command; the loop stands whole in anyqlora/recipes/sft.py.
+
+flags      config/resolve.py      command line > environment > file > default, each value with its source
+plan       planning/backends.py   the BackendManager consults its table and the machine, and says what it changed and why
+data       data/dataset.py        rows -> conversations -> tokens and loss mask -> batches, a function of the step
+engine     on_torch/ or on_mlx/   the quantized base model, its adapter, its optimizer
+loop       recipes/sft.py         gradients, step, report, evaluate, save
+adapter    runs/                  checkpoints on the way, PEFT's files in the end
+"""
 
 from __future__ import annotations
 
@@ -7,189 +15,8 @@ import sys
 
 from fastcore.script import call_parse
 
-from anyqlora.config import TrainConfig, flags_of, resolve, spelled
-from anyqlora.errors import explained
-
-
-def train(config: TrainConfig, name: str = "") -> dict:
-    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns the content of result.json.
-
-    `name` is the directory that was found for a run without a `run_name`, where another process has found it.
-    """
-    from anyqlora import place, trackers
-    from anyqlora.launch import launch
-    from anyqlora.world import World
-    from backend_manager import BackendManager
-
-    trackers.check(config)
-    world = World.here(config)
-    config = world.stated(config)
-    with (
-        place.find(config, name) if world.is_first else place.elsewhere() as found
-    ):  # refuses before anything heavy is imported
-        manager = BackendManager(config.backend, verbose=config.verbose)
-        plan = manager.plan(config)
-        plan = manager.plan(found.planned_before(config, plan))  # a run that goes on keeps what it chose
-        if plan.world_size == world.size:
-            return work(found, plan, world, config)
-        found.check(plan.config, plan.global_batch)
-        with found.lent():
-            return launch(config, plan, found.directory.name)
-
-
-def work(found, plan, world, config: TrainConfig) -> dict:
-    """What each process of a run of `config`, planned so, does: meet the others, read the rows, and train."""
-    from anyqlora import chat_template, data, meeting, tokenizer, views
-    from anyqlora.follower import Follower
-    from anyqlora.hub import base_directory
-    from anyqlora.run import Run
-
-    with meeting.of(plan, world) as ranks:
-        plan = meeting.agreed(ranks, found, plan, config)
-        views.announce(plan, ranks)
-        words = tokenizer.load(str(base_directory(plan.config)), plan.config.trust_remote_code)
-        chat_template.put(words, plan.config)
-        rows = data.prepare(plan.config, words)
-        meeting.same_rows(ranks, rows)
-        kind = Run if ranks.is_first else Follower
-        with kind(found, plan, rows, data.stream_of(plan, rows.train, ranks.rank), words, ranks) as run:
-            return run.already_finished() if run.finished else LOOPS[plan.framework](run)
-
-
-def torch_loop(run) -> dict:
-    """Train on a torch device: CUDA, ROCm, XPU, MPS or CPU."""
-    import torch
-
-    from anyqlora.on_torch.build import build, check_gradients, optimizer_factory
-    from anyqlora.on_torch.device import is_out_of_memory, seed_everything, set_deterministic
-    from anyqlora.on_torch.evaluate import evaluator
-    from anyqlora.on_torch.profiling import watch
-    from anyqlora.on_torch.runtime import Runtime
-    from anyqlora.on_torch.state import finished, restore, restore_best, snapshot
-
-    config = run.config
-    set_deterministic(config.deterministic)
-    seed_everything(config.seed)
-    runtime = run.closing(Runtime(run.plan))
-    memory = run.closing(runtime.memory)
-    watched = run.closing(watch(run, memory))  # nothing, unless profiling is asked for
-    with watched.phase("load"):
-        built = build(config, runtime, run.data.sample(run.plan.batch_size))
-    for note in built.notes:
-        run.console.warn(note)
-    for line in built.news:
-        run.console.say(line)
-    run.check_room(sum(p.numel() for p in built.trainable.values()))
-    model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
-    restore(runtime, run)
-    evaluation = watched.evaluation(evaluator(run, runtime.unwrap_model(model), runtime))
-    if run.data.held_out and (not run.restored or run.pending_evaluation):
-        run.evaluate(run.first_step, evaluation)
-
-    def gradients(step: int, batches: list) -> float | None:
-        """Accumulate the step's gradients. Returns the sum of this process's token losses, or None when memory ran out."""
-        seed_everything(run.seed(step))
-        trained = run.trained(step)  # of the whole step: every token weighs the same
-        total = torch.zeros((), device=runtime.device)
-        try:
-            for number, batch in enumerate(batches, 1):
-                is_final = number == len(batches)
-                with runtime.micro_batch(is_final):
-                    with watched.phase("forward"), runtime.forward():
-                        loss = runtime.loss(model, batch, runtime.device)
-                    with watched.phase("backward", is_final):
-                        runtime.backward(loss / trained)
-                total += loss.detach()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            run.out_of_memory(step)
-            return None
-        return float(total)
-
-    for step, lr in run.steps():
-        with watched.part("data"):
-            batches = run.batches(step)
-        while (loss := run.agreed(step, gradients(step, batches))) is None:
-            runtime.forget()
-            batches = run.halved(step)
-        if run.shows_gradients(step):
-            check_gradients(runtime.strategy)
-        with watched.phase("step"):
-            result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
-        run.report(step, loss, result, lr, memory.used())
-        watched.step_done()
-
-        if run.due("evaluate", step):
-            run.evaluate(step + 1, evaluation)
-        if run.due("save", step):
-            run.save(step + 1, lambda: snapshot(runtime, built))
-
-    if run.ends_unevaluated:
-        run.evaluate(run.last_step, evaluation)
-    restore_best(runtime, run)
-    sha256 = run.write_finished(*finished(runtime, built, run))
-    return run.finish(sha256, memory.peak())
-
-
-def mlx_loop(run) -> dict:
-    """Train on MLX: Apple silicon, or MLX's builds for Linux."""
-    from anyqlora.on_mlx.build import build, check_gradients
-    from anyqlora.on_mlx.evaluate import evaluator
-    from anyqlora.on_mlx.memory import is_out_of_memory
-    from anyqlora.on_mlx.runtime import Runtime
-    from anyqlora.on_mlx.state import finished, restore, restore_best, snapshot
-
-    config = run.config
-    runtime = Runtime(run.plan)
-    memory = run.closing(runtime.memory)
-    built = build(config, runtime)
-    for note in built.notes:
-        run.console.warn(note)
-    run.check_room(sum(value.size for value in built.trainable().values()))
-    runtime.prepare(built, run.ranks)
-    restore(runtime, run)
-    evaluation = evaluator(run, built)
-    if run.data.held_out and (not run.restored or run.pending_evaluation):
-        run.evaluate(run.first_step, evaluation)
-
-    def gradients(step: int, batches: list) -> float | None:
-        """Accumulate the step's gradients. Returns the sum of this process's token losses, or None when memory ran out."""
-        runtime.seed(run.seed(step))
-        trained = run.trained(step)  # of the whole step: every token weighs the same
-        try:
-            return sum(runtime.backward(batch, trained) for batch in batches)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            run.out_of_memory(step)
-            return None
-
-    for step, lr in run.steps():
-        batches = run.batches(step)
-        while (loss := run.agreed(step, gradients(step, batches))) is None:
-            runtime.forget()
-            batches = run.halved(step)
-        if run.shows_gradients(step):
-            check_gradients(runtime.reduced())
-        result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
-        run.report(step, loss, result, lr, memory.used())
-        if note := memory.strained():
-            run.console.warn(note)
-
-        if run.due("evaluate", step):
-            run.evaluate(step + 1, evaluation)
-        if run.due("save", step):
-            run.save(step + 1, lambda: snapshot(runtime, built))
-
-    if run.ends_unevaluated:
-        run.evaluate(run.last_step, evaluation)
-    restore_best(runtime, run)
-    sha256 = run.write_finished(*finished(runtime, built, run))
-    return run.finish(sha256, memory.peak())
-
-
-LOOPS = {"torch": torch_loop, "mlx": mlx_loop}
+from anyqlora.config.resolve import flags_of, resolve, spelled
+from anyqlora.core.errors import explained
 
 if __name__ == "__main__":
     with explained("train.py"):
@@ -201,4 +28,6 @@ if __name__ == "__main__":
 def main(**flags):
     """Fine-tune a language model with QLoRA on the machine it finds; without flags, the embedded first job."""
     with explained("train.py"):
+        from anyqlora.recipes.sft import train
+
         train(resolve(flags))

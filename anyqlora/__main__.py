@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import sys
 
-from .errors import RunError, UsageError
-from .tables import load, nearest
+from anyqlora.core.errors import RunError, UsageError
+from anyqlora.core.registry import load, nearest
 
 VERBS = {  # verb -> (late-bound main(argv), help)
-    "train": ("anyqlora.commands.train:main", "tune a model: the same as python train.py"),
-    "plan": ("anyqlora.commands.plan:main", "what a run would do, and the memory it takes, without loading a model"),
-    "doctor": ("anyqlora.commands.doctor:main", "a real tiny QLoRA step on each backend, and how to mend what fails"),
-    "data": ("anyqlora.commands.data:main", "what is trained on, token by token, and an audit of all rows"),
-    "chat": ("anyqlora.commands.chat:main", "talk to a finished run"),
-    "generate": ("anyqlora.commands.generate:main", "answer prompts with a finished run"),
-    "eval": ("anyqlora.commands.eval:main", "loss, perplexity and exact match of a finished run"),
-    "config": ("anyqlora.commands.config:main", "config explain [flags]: each value and where it came from"),
-    "backends": ("anyqlora.commands.backends:main", "what each backend can do, and what this machine does"),
-    "export": ("anyqlora.commands.export:main", "an adapter in the form that mlx-lm or PEFT takes"),
-    "merge": ("anyqlora.commands.export:merge", "base and adapter in one: not built yet, but it says how PEFT does it"),
-    "convert": ("anyqlora.commands.convert:main", "a model directory between Hugging Face's form and mlx-lm's"),
+    "train": ("anyqlora.cli.train:main", "tune a model: the same as python train.py"),
+    "plan": ("anyqlora.cli.plan:main", "what a run would do, and the memory it takes, without loading a model"),
+    "doctor": ("anyqlora.cli.doctor:main", "a real tiny QLoRA step on each backend, and how to mend what fails"),
+    "data": ("anyqlora.cli.data:main", "what is trained on, token by token, and an audit of all rows"),
+    "chat": ("anyqlora.cli.chat:main", "talk to a finished run"),
+    "generate": ("anyqlora.cli.generate:main", "answer prompts with a finished run"),
+    "eval": ("anyqlora.cli.eval:main", "loss, perplexity and exact match of a finished run"),
+    "config": ("anyqlora.cli.config:main", "config explain [flags]: each value and where it came from"),
+    "backends": ("anyqlora.cli.backends:main", "what each backend can do, and what this machine does"),
+    "export": ("anyqlora.cli.export:main", "an adapter in the form that mlx-lm or PEFT takes"),
+    "merge": ("anyqlora.cli.export:merge", "base and adapter in one: not built yet, but it says how PEFT does it"),
+    "convert": ("anyqlora.cli.convert:main", "a model directory between Hugging Face's form and mlx-lm's"),
     "report": ("", "the HTML report is not built yet; metrics.jsonl in the run directory has every step"),
     "runs": ("", "the local page of runs is not built yet"),
     "verify": (
-        "anyqlora.commands.verify:main",
+        "anyqlora.cli.verify:main",
         "verify --resume RUN: a resumed run ends like a whole one; verify --parity: backends agree, step by step",
     ),
     "strategies": (
-        "anyqlora.commands.strategies:main",
+        "anyqlora.cli.strategies:main",
         "how processes share the work: strategies list, strategies show NAME",
     ),
-    "quantize": ("anyqlora.commands.quantize:main", "write a model directory with quantized weights, once"),
+    "quantize": ("anyqlora.cli.quantize:main", "write a model directory with quantized weights, once"),
 }
 
 

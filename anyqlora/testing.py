@@ -20,8 +20,8 @@ import traceback
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
-from .launch import free_port
-from .world import environment
+from anyqlora.processes.environment import environment
+from anyqlora.recipes.launcher import free_port
 
 PRELOADED = [
     "torch",
@@ -33,7 +33,7 @@ PRELOADED = [
     "bitsandbytes",
     "accelerate",
     "deepspeed",
-    "anyqlora.on_torch.build",
+    "anyqlora.on_torch.assembly.build",
     "backend_manager",
 ]
 GRACE = 2.0  # seconds that the other ranks have to end once one has failed
@@ -374,9 +374,9 @@ class StrategyContract:
             self.agrees(joined, expected, adapter=1e-4)
 
     def test_options_go_to_a_dictionary_and_back(self):
-        from anyqlora import plugins
+        from anyqlora.config import strategy_options
 
-        cls = plugins.plugin_class(self.strategy)
+        cls = strategy_options.plugin_class(self.strategy)
         if cls is None:
             assert not self.options
             return

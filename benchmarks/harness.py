@@ -65,7 +65,7 @@ def make_model(directory: Path, shape: str, seed: int = 0) -> Path:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    from anyqlora.layouts import DEMO_BASE
+    from anyqlora.models.architectures import DEMO_BASE
 
     if shape == "demo":
         return DEMO_BASE
@@ -91,7 +91,7 @@ def make_rows(path: Path, tokenizer_directory: Path, count: int, length: int | N
     import numpy as np
     from transformers import AutoTokenizer
 
-    from anyqlora.layouts import DEMO_BASE
+    from anyqlora.models.architectures import DEMO_BASE
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
     rows = [json.loads(line) for line in (DEMO_BASE.parent / "task" / "train.jsonl").read_text().splitlines()]

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 import harness
 import torch
 
-from anyqlora.on_torch.kernels import cross_entropy, defined, native, products, quantize
+from anyqlora.on_torch.kernels import cross_entropy, frozen_matmul, reference
+from anyqlora.on_torch.kernels.cpu import bindings, nf4_quantize
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked
-from backend_manager import BackendManager
+from anyqlora.planning.backends import BackendManager
 
 LINEARS = {
     "q": (4096, 4096),
@@ -49,9 +50,9 @@ def triton_kernels(device: str) -> dict:
     """Our kernels that run compiled on this device."""
     if device != "cuda":
         return {}
-    from anyqlora.on_torch.kernels import dequantize, dropout, rms_norm, rope, swiglu
+    from anyqlora.on_torch.kernels.gpu import dequantize, dropout_lora, rms_norm, rope, swiglu
 
-    return {"dequantize": dequantize, "dropout": dropout, "rms_norm": rms_norm, "rope": rope, "swiglu": swiglu}
+    return {"dequantize": dequantize, "dropout": dropout_lora, "rms_norm": rms_norm, "rope": rope, "swiglu": swiglu}
 
 
 def dequantizations(ours: dict, device: str, dtype: torch.dtype, cut: int) -> Iterator[Case]:
@@ -84,12 +85,12 @@ def quantizations(device: str, dtype: torch.dtype) -> Iterator[Case]:
                 f"{name} {tuple(weight.shape)}",
                 weight.nbytes + weight.numel() // 2 + weight.numel() // 16,
                 {
-                    "bitsandbytes": lambda flat=flat, kind=kind: quantize.defined(flat, kind),
-                    "ours, portable": lambda flat=flat, kind=kind: quantize.quantize_4bit(flat, kind),
+                    "bitsandbytes": lambda flat=flat, kind=kind: nf4_quantize.defined(flat, kind),
+                    "ours, portable": lambda flat=flat, kind=kind: nf4_quantize.quantize_4bit(flat, kind),
                 },
             )
-            if native.has("quantize_4bit"):
-                case.ways["ours, in C"] = lambda flat=flat, kind=kind: quantize.quantize_4bit(
+            if bindings.has("quantize_4bit"):
+                case.ways["ours, in C"] = lambda flat=flat, kind=kind: nf4_quantize.quantize_4bit(
                     flat, kind, is_native=True
                 )
             yield case
@@ -101,11 +102,11 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
         return
     size = dtype.itemsize
     x, weight = drawn(device, dtype, tokens, 4096), drawn(device, dtype, 4096)
-    yield from both("rms_norm", ours["rms_norm"].rms_norm, defined.rms_norm, (x, weight, 1e-5), x.nbytes, 2, 3)
+    yield from both("rms_norm", ours["rms_norm"].rms_norm, reference.rms_norm, (x, weight, 1e-5), x.nbytes, 2, 3)
     gate, up = drawn(device, dtype, tokens, 14336), drawn(device, dtype, tokens, 14336)
-    yield from both("swiglu", ours["swiglu"].swiglu, defined.swiglu, (gate, up), gate.nbytes, 3, 5)
+    yield from both("swiglu", ours["swiglu"].swiglu, reference.swiglu, (gate, up), gate.nbytes, 3, 5)
     q, turns = drawn(device, dtype, 1, tokens, 32, 128), drawn(device, dtype, 2, 1, tokens, 128)
-    yield from both("rope", ours["rope"].rotate, defined.rotate, (q, turns[0], turns[1]), q.nbytes, 2, 2)
+    yield from both("rope", ours["rope"].rotate, reference.rotate, (q, turns[0], turns[1]), q.nbytes, 2, 2)
     drop, a = ours["dropout"].Dropout(1, 0.1), drawn(device, dtype, 48, 4096)
     yield Case(
         "dropout(x) A^T, rank 48",
@@ -129,15 +130,15 @@ def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """native.c and attention.c at SmolLM2-135M's shape and four rows of 512 tokens; attention at those of two Llamas, too."""
     from anyqlora.on_torch.kernels import attention
 
-    if device != "cpu" or dtype != torch.bfloat16 or native.broken():
+    if device != "cpu" or dtype != torch.bfloat16 or bindings.broken():
         return
     tokens = 4 * 511
     x, weight = drawn(device, dtype, tokens, 576), drawn(device, dtype, 576)
-    yield from both("rms_norm", native.rms_norm, defined.rms_norm, (x, weight, 1e-5), x.nbytes, 2, 3)
+    yield from both("rms_norm", bindings.rms_norm, reference.rms_norm, (x, weight, 1e-5), x.nbytes, 2, 3)
     gate, up = drawn(device, dtype, tokens, 1536), drawn(device, dtype, tokens, 1536)
-    yield from both("swiglu", native.swiglu, defined.swiglu, (gate, up), gate.nbytes, 3, 5)
+    yield from both("swiglu", bindings.swiglu, reference.swiglu, (gate, up), gate.nbytes, 3, 5)
     q, turns = drawn(device, dtype, 1, tokens, 9, 64), drawn(device, dtype, 2, 1, tokens, 64)
-    yield from both("rope", native.rotate, defined.rotate, (q, turns[0], turns[1]), q.nbytes, 2, 2)
+    yield from both("rope", bindings.rotate, reference.rotate, (q, turns[0], turns[1]), q.nbytes, 2, 2)
     for heads, shared, width in ((9, 3, 64), (32, 8, 64), (32, 8, 128)):
         inputs = [drawn(device, dtype, 4, count, 511, width).requires_grad_() for count in (heads, shared, shared)]
         outer = drawn(device, dtype, 4, 511, heads, width)
@@ -171,7 +172,7 @@ def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
             ),
             "ours": lambda: torch.autograd.grad(
                 cross_entropy.cross_entropy(
-                    hidden, head, None, targets, rows=512, is_native=True, is_fused=native.has("head")
+                    hidden, head, None, targets, rows=512, is_native=True, is_fused=bindings.has("head")
                 ),
                 hidden,
             ),
@@ -185,16 +186,16 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
     wanted = {"cpu": ("int8",), "cuda": ("fp8",)}[device]
     found = [kind for kind in BackendManager(device).found.products if kind in wanted]
     ways = {
-        "whole": products.Whole(),
+        "whole": frozen_matmul.Whole(),
         **{
-            kind: (products.Int8() if native.broken() else products.NativeInt8())
+            kind: (frozen_matmul.Int8() if bindings.broken() else frozen_matmul.NativeInt8())
             if kind == "int8"
-            else products.Float8(True)
+            else frozen_matmul.Float8(True)
             for kind in found
         },
     }
-    if device == "cpu" and native.has("product"):
-        ways["whole, in C"] = products.NativeWhole()
+    if device == "cpu" and bindings.has("product"):
+        ways["whole, in C"] = frozen_matmul.NativeWhole()
     for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) if dtype == torch.bfloat16 else ():
         w, x, g = (
             drawn(device, dtype, outputs // cut // 16 * 16, inputs),
@@ -218,9 +219,9 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
 
 def narrow(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """LoRA's own products at SmolLM2's widths, of factors in float32: into the rank, back into it, and a factor's gradient."""
-    if device != "cpu" or dtype != torch.bfloat16 or not native.has("narrow_product"):
+    if device != "cpu" or dtype != torch.bfloat16 or not bindings.has("narrow_product"):
         return
-    ways = {"whole": products.Whole(), "whole, in C": products.NativeWhole()}
+    ways = {"whole": frozen_matmul.Whole(), "whole, in C": frozen_matmul.NativeWhole()}
     for tokens, width, rank in itertools.product((2044, 720, 32), (576, 1536), (16, 48)):
         x, m, a = (
             drawn(device, dtype, tokens, width),

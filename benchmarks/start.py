@@ -56,7 +56,7 @@ def main() -> None:
             "benchmarks/peers/ours.py",
             json.dumps({**settings, "quantized_cache": cache}),
             "0",
-            '["anyqlora.on_torch.build"]',
+            '["anyqlora.on_torch.assembly.build"]',
         ]
         for start, cache in OURS.items()
     }

@@ -11,7 +11,7 @@ import re
 
 import harness
 
-from backend_manager import CAPABILITIES, Backend
+from anyqlora.planning.backends import CAPABILITIES, Backend
 
 README = harness.ROOT / "README.md"
 BETWEEN = re.compile(r"(?<=<!-- speed -->\n).*?(?=\n<!-- /speed -->)", re.DOTALL)

@@ -7,34 +7,35 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
+
 FLOORS = {
     0: [
         "anyqlora/__init__.py",
-        "anyqlora/errors.py",
-        "anyqlora/terminal.py",
-        "anyqlora/redaction.py",
-        "anyqlora/imports.py",
-        "anyqlora/tables.py",
-        "anyqlora/plugins.py",
-        "anyqlora/settings.py",
-        "anyqlora/checks.py",
-        "anyqlora/starting.py",
-        "anyqlora/config.py",
-        "anyqlora/layouts.py",
-        "anyqlora/prequantized.py",
+        "anyqlora/core/errors.py",
+        "anyqlora/core/terminal.py",
+        "anyqlora/core/redaction.py",
+        "anyqlora/core/lazy_imports.py",
+        "anyqlora/core/registry.py",
+        "anyqlora/config/strategy_options.py",
+        "anyqlora/config/schema.py",
+        "anyqlora/config/validate.py",
+        "anyqlora/config/init_adapter.py",
+        "anyqlora/config/resolve.py",
+        "anyqlora/models/architectures.py",
+        "anyqlora/models/prequantized.py",
     ],
     1: [
-        "anyqlora/memory.py",
-        "anyqlora/machine.py",
-        "anyqlora/mesh.py",
-        "anyqlora/plan.py",
-        "anyqlora/fit.py",
-        "anyqlora/targets.py",
-        "anyqlora/world.py",
+        "anyqlora/planning/memory/estimate.py",
+        "anyqlora/planning/machine.py",
+        "anyqlora/planning/mesh.py",
+        "anyqlora/planning/planner.py",
+        "anyqlora/planning/fitting.py",
+        "anyqlora/models/lora_targets.py",
+        "anyqlora/processes/environment.py",
         "backend_manager.py",
     ],
-    4: ["train.py", "anyqlora/__main__.py", "anyqlora/commands", "anyqlora/worker.py"],
+    4: ["train.py", "anyqlora/__main__.py", "anyqlora/commands", "anyqlora/recipes/worker.py"],
     3: [
         "anyqlora/on_torch",
         "anyqlora/on_mlx",

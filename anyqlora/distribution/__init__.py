@@ -3,10 +3,17 @@
 One process has one device. What was asked for and is not in effect is an error: there is no silent single process.
 """
 
-from .layouts import DeviceMesh, LayoutMap, TensorLayout
-from .processes import DistributionError, get_device_count, initialize, list_devices, num_processes, process_id
-from .strategies import DataParallel, Distribution, ModelParallel, distribution, set_distribution
-from .tensors import distribute_data_input, distribute_tensor, distribute_variable
+from anyqlora.distribution.layouts import DeviceMesh, LayoutMap, TensorLayout
+from anyqlora.distribution.processes import (
+    DistributionError,
+    get_device_count,
+    initialize,
+    list_devices,
+    num_processes,
+    process_id,
+)
+from anyqlora.distribution.strategies import DataParallel, Distribution, ModelParallel, distribution, set_distribution
+from anyqlora.distribution.tensors import distribute_data_input, distribute_tensor, distribute_variable
 
 __all__ = [
     "DataParallel",

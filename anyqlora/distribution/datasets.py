@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from .processes import DistributionError
+from anyqlora.distribution.processes import DistributionError
 
 
 class SharedBatches:

@@ -9,11 +9,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import processes
-from .processes import DistributionError, get_device_count, initialize, list_devices, num_processes, process_id
-from .tensors import distribute_data_input, distribute_tensor, distribute_variable
-from .tensors import to_backend_layout as _to_backend_layout
-from .tensors import to_backend_mesh as _to_backend_mesh
+from anyqlora.distribution import processes
+from anyqlora.distribution.processes import (
+    DistributionError,
+    get_device_count,
+    initialize,
+    list_devices,
+    num_processes,
+    process_id,
+)
+from anyqlora.distribution.tensors import distribute_data_input, distribute_tensor, distribute_variable
+from anyqlora.distribution.tensors import to_backend_layout as _to_backend_layout
+from anyqlora.distribution.tensors import to_backend_mesh as _to_backend_mesh
 
 __all__ = [
     "_to_backend_layout",

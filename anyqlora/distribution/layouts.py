@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..mesh import ByName
-from .processes import DistributionError, list_devices
-from .tensors import Sharding, to_backend_layout, to_backend_mesh
+from anyqlora.distribution.processes import DistributionError, list_devices
+from anyqlora.distribution.tensors import Sharding, to_backend_layout, to_backend_mesh
+from anyqlora.planning.mesh import ByName
 
 
 class DeviceMesh:

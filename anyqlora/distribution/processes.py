@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import UsageError
-from ..world import collectives, device_of
+from anyqlora.core.errors import UsageError
+from anyqlora.processes.environment import collectives, device_of
 
 KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "xpu": "xpu"}  # Keras's names of device types -> torch's
 FROM_KERAS = {

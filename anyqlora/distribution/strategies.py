@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import processes
-from .datasets import shared
-from .layouts import DeviceMesh, LayoutMap, TensorLayout
-from .processes import DistributionError
-from .tensors import distribute_variable
+from anyqlora.distribution import processes
+from anyqlora.distribution.datasets import shared
+from anyqlora.distribution.layouts import DeviceMesh, LayoutMap, TensorLayout
+from anyqlora.distribution.processes import DistributionError
+from anyqlora.distribution.tensors import distribute_variable
 
 BATCH = "batch"
 _current: contextvars.ContextVar[Distribution | None] = contextvars.ContextVar("distribution", default=None)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as spread
 
-from .processes import KINDS, DistributionError
+from anyqlora.distribution.processes import KINDS, DistributionError
 
 
 class Sharding(NamedTuple):

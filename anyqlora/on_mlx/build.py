@@ -9,17 +9,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .. import tables
-from ..config import AUTO, TrainConfig
-from ..errors import NotBuilt, RunError, UsageError
-from ..hub import base_directory, check_safetensors
-from ..layouts import read_config
-from ..prequantized import quantized_as
-from .layers import linears, recompute, replace
-from .loss import Documents, WholeLoss, loss_for
-from .quantizers import UnpackedLinear
-from .runtime import STORED, Runtime
-from .zoo import read
+from anyqlora.config.resolve import AUTO, TrainConfig
+from anyqlora.core import registry
+from anyqlora.core.errors import NotBuilt, RunError, UsageError
+from anyqlora.models.architectures import read_config
+from anyqlora.models.hub import base_directory, check_safetensors
+from anyqlora.models.prequantized import quantized_as
+from anyqlora.on_mlx.mlx_lm_bridge.load_model import read
+from anyqlora.on_mlx.nn.layers import linears, recompute, replace
+from anyqlora.on_mlx.nn.loss import Documents, WholeLoss, loss_for
+from anyqlora.on_mlx.nn.quantizers import UnpackedLinear
+from anyqlora.on_mlx.runtime import STORED, Runtime
 
 LEFT_OUT = 1 / 20  # of the blocks' weights that a quantized model may keep as they are
 LEAK = 1e-3  # relative difference of a packed document's logits from those of the document alone: far above rounding
@@ -75,7 +75,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
 
 def on_mlx(name: str):
     """The class that stands for `name` here."""
-    return tables.load(tables.ON_MLX.get(name) or tables.QUANTIZERS[name])
+    return registry.load(registry.ON_MLX.get(name) or registry.QUANTIZERS[name])
 
 
 def hold(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:

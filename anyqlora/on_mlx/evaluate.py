@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 
-from .. import evaluation
-from ..hub import base_directory
-from ..layouts import read_config
-from .build import Built
-from .generate import answers, evaluating
-from .loss import inputs
-from .memory import is_out_of_memory
+from anyqlora.models.architectures import read_config
+from anyqlora.models.hub import base_directory
+from anyqlora.on_mlx.build import Built
+from anyqlora.on_mlx.generate import answers, evaluating
+from anyqlora.on_mlx.memory import is_out_of_memory
+from anyqlora.on_mlx.nn.loss import inputs
+from anyqlora.training import evaluation
 
 
 def evaluator(run, built: Built):

@@ -11,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..evaluation import PAD, alike, room, stops
-from ..layouts import read_config
-from ..tokenizer import spell
+from anyqlora.data.tokenizer import spell
+from anyqlora.models.architectures import read_config
+from anyqlora.training.evaluation import PAD, alike, room, stops
 
 
 @contextlib.contextmanager

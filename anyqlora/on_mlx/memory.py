@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..memory import shown
+from anyqlora.planning.memory.estimate import shown
 
 CACHED = (
     4  # of what stays resident, the part that freed buffers may have: a step's, while most stays with what is in use

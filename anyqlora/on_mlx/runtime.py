@@ -7,12 +7,12 @@ import math
 import mlx.core as mx
 from mlx.utils import tree_unflatten
 
-from .. import tables
-from ..run import StepResult
-from .loss import Inputs, inputs
-from .memory import Memory
-from .optimizers import Rates
-from .scaler import Scaler
+from anyqlora.core import registry
+from anyqlora.on_mlx.loss_scaler import Scaler
+from anyqlora.on_mlx.memory import Memory
+from anyqlora.on_mlx.nn.loss import Inputs, inputs
+from anyqlora.on_mlx.optimizers import Rates
+from anyqlora.training.session import StepResult
 
 COMPUTE = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16_autocast": mx.float16}
 STORED = COMPUTE  # MLX has no autocast: what is computed in 16 bits is kept in 16 bits
@@ -37,7 +37,7 @@ class Runtime:
         self.ranks = ranks
         self.model, self.paths, self.loss = built.model, built.names, built.loss
         self.values, self.moments = built.trainable(), {name: {} for name in built.names}
-        self.updates, self.rule = 0, tables.load(tables.ON_MLX[self.config.optimizer])
+        self.updates, self.rule = 0, registry.load(registry.ON_MLX[self.config.optimizer])
         self.adapted = [
             module for _, module in self.model.named_modules() if hasattr(module, "lora_A") and module.dropout
         ]

@@ -7,12 +7,12 @@ import json
 import mlx.core as mx
 import numpy as np
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, check_shapes, tensors_to_bytes, to_json
-from ..errors import NotBuilt
-from ..hub import base_directory
-from ..layouts import read_config
-from .build import Built
-from .runtime import Runtime
+from anyqlora.core.errors import NotBuilt
+from anyqlora.models.architectures import read_config
+from anyqlora.models.hub import base_directory
+from anyqlora.on_mlx.build import Built
+from anyqlora.on_mlx.runtime import Runtime
+from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, Content, check_shapes, tensors_to_bytes, to_json
 
 STEP = "step"  # among the moments
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}

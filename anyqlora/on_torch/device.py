@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from ..errors import RunError
-from .heap import Heap
+from anyqlora.core.errors import RunError
+from anyqlora.on_torch.memory.malloc import Heap
 
 NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 SAMPLED = 0.01  # seconds between two looks at the process's memory: the peak of a backward pass lasts longer

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .. import evaluation
-from .device import is_out_of_memory
-from .generate import answers, evaluating, room
-from .runtime import Runtime
+from anyqlora.on_torch.device import is_out_of_memory
+from anyqlora.on_torch.generate import answers, evaluating, room
+from anyqlora.on_torch.runtime import Runtime
+from anyqlora.training import evaluation
 
 
 def evaluator(run, model: nn.Module, runtime: Runtime):

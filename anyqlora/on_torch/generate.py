@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from .. import evaluation
-from ..evaluation import PAD, alike, learned_ends, stops
-from ..tokenizer import spell
+from anyqlora.data.tokenizer import spell
+from anyqlora.training import evaluation
+from anyqlora.training.evaluation import PAD, alike, learned_ends, stops
 
 __all__ = ["answers", "evaluating", "learned_ends", "room", "stop_ids"]
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..data import Batch
-from .flat import TOKENS, padded, trained
-from .generate import evaluating
-from .kernels.cross_entropy import After, cross_entropy
-from .kernels.native import Rounded
-from .linears import blocks
+from anyqlora.data.dataset import Batch
+from anyqlora.on_torch.generate import evaluating
+from anyqlora.on_torch.kernels.cpu.bindings import Rounded
+from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy
+from anyqlora.on_torch.linears import blocks
+from anyqlora.on_torch.unpadded import TOKENS, padded, trained
 
 PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
 NARROWED = 0.9  # part of the tokens that are trained, from which on picking them costs what it saves

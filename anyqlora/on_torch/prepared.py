@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from ..errors import NotBuilt, UsageError
-from ..packing import shuffled
+from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.data.packing import shuffled
 
 
 def rebuilt(optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> Callable[[list[nn.Parameter]], Optimizer]:

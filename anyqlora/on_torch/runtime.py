@@ -16,16 +16,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from .. import plugins, tables
-from ..checkpoint import Disk, tensors_to_bytes, to_json, write_directory
-from ..errors import UsageError
-from ..memory import COMPILED
-from ..run import StepResult
-from .device import Memory, room_for
-from .heap import keep_products, trim
-from .loss import token_loss
-from .offload import offloaded
-from .prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
+from anyqlora.config import strategy_options
+from anyqlora.core import registry
+from anyqlora.core.errors import UsageError
+from anyqlora.on_torch.device import Memory, room_for
+from anyqlora.on_torch.loss import token_loss
+from anyqlora.on_torch.memory.activation_offload import offloaded
+from anyqlora.on_torch.memory.malloc import keep_products, trim
+from anyqlora.on_torch.prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
+from anyqlora.planning.memory.estimate import COMPILED
+from anyqlora.runs.checkpoints import Disk, tensors_to_bytes, to_json, write_directory
+from anyqlora.training.session import StepResult
 
 LEARNED, MOMENTS, LOOP = "learned.safetensors", "moments.safetensors", "loop.json"
 
@@ -40,7 +41,7 @@ class Runtime:
 
     def __init__(self, plan):
         self.plan = plan
-        self.strategy = tables.strategy(plan.strategy)(plan, plugins.options(plan.config, plan.strategy))
+        self.strategy = registry.strategy(plan.strategy)(plan, strategy_options.options(plan.config, plan.strategy))
         self.strategy.setup()
         self.device = self.strategy.device
         self.memory = Memory(self.device, plan.memory.total if plan.memory else 0)
@@ -63,10 +64,9 @@ class Runtime:
 
         The processes are those that torchrun (or srun) started. Raises UsageError for settings that this machine does not do.
         """
-        from backend_manager import BackendManager
-
-        from ..config import resolve
-        from ..world import World
+        from anyqlora.config.resolve import resolve
+        from anyqlora.planning.backends import BackendManager
+        from anyqlora.processes.environment import World
 
         # A plan is one of a model and rows; a loop of your own has both, so what stands in for them here is not read.
         config = resolve(
@@ -251,7 +251,9 @@ class Runtime:
 
     def forget(self) -> None:
         """Drop the gradients of a step that is done again and what its forward left behind, and give the allocator's free memory back."""
-        from .adapters.fused import fused_layers  # PEFT, which a loop of one's own may do without
+        from anyqlora.on_torch.adapters.fused_layers import (
+            fused_layers,  # PEFT, which a loop of one's own may do without
+        )
 
         self.strategy.forget()
         for layer in fused_layers(self.strategy.model):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..checkpoint import ADAPTER, ADAPTER_CONFIG, Content, check_shapes, tensors_to_bytes, to_json
-from ._compat import quietly
-from .build import Built
-from .runtime import Runtime
+from anyqlora.on_torch._compat import quietly
+from anyqlora.on_torch.assembly.build import Built
+from anyqlora.on_torch.runtime import Runtime
+from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, Content, check_shapes, tensors_to_bytes, to_json
 
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}
 

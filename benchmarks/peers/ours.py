@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from peers.peak import Peak  # noqa: E402
 
-import train  # noqa: E402
-from anyqlora import machine  # noqa: E402
-from anyqlora.config import resolve  # noqa: E402
+from anyqlora.config.resolve import resolve  # noqa: E402
+from anyqlora.planning import machine  # noqa: E402
+from anyqlora.recipes import sft  # noqa: E402
 
 AS_THE_OTHERS = ("bitsandbytes", "peft", "transformers.trainer")  # before memory is read
 
@@ -31,7 +31,7 @@ def main(settings: dict, warmup: int, imports: tuple[str, ...] = AS_THE_OTHERS) 
     imported = time.time() - psutil.Process().create_time()
     with tempfile.TemporaryDirectory() as output:
         peak = Peak()
-        result = train.train(
+        result = sft.train(
             resolve(
                 {**settings, "output_dir": output, "run_name": "run", "save_steps": 0, "log_to": "none"}, environ={}
             )

@@ -23,15 +23,15 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from anyqlora import data
-    from anyqlora.config import resolve
-    from anyqlora.schedule import uniform_start
+    from anyqlora.config.resolve import resolve
+    from anyqlora.data import dataset
+    from anyqlora.training.schedule import uniform_start
 
     imported = time.time() - psutil.Process().create_time()
     config = resolve(settings, environ={})
     tokenizer = AutoTokenizer.from_pretrained(config.model_name)
-    stream = data.Stream(
-        data.prepare(config, tokenizer).train,
+    stream = dataset.Stream(
+        dataset.prepare(config, tokenizer).train,
         batch_size=config.batch_size,
         max_steps=config.max_steps,
         num_epochs=1,

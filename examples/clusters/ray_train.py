@@ -11,8 +11,8 @@ def worker(flags: dict) -> None:
     """One process of the run, inside a Ray worker that has formed torch's process group."""
     import ray.train
 
-    from anyqlora.config import resolve
-    from train import train
+    from anyqlora.config.resolve import resolve
+    from anyqlora.recipes.sft import train
 
     # Ray states them for torch in the same variables as torchrun; LOCAL_RANK is asked for, since older ones left it out.
     os.environ.setdefault("LOCAL_RANK", str(ray.train.get_context().get_local_rank()))
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    from anyqlora.config import spelled
+    from anyqlora.config.resolve import spelled
 
     flags = dict(word.removeprefix("--").split("=", 1) for word in spelled(argv[2:]))
     TorchTrainer(

@@ -2,9 +2,9 @@
 
 import signal
 
-import faults
 import pytest
-import trials
+
+from tests.support import faults, trials
 
 
 @pytest.fixture(scope="session")

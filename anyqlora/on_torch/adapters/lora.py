@@ -10,14 +10,14 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from ...config import TrainConfig
-from ...errors import NotBuilt, RunError, UsageError
-from ...memory import BLOCK
-from ...prequantized import loadable
-from ...schedule import uniform_start
-from ...targets import ALL, PREFIX, chosen, last, plain, shortest, whole
-from .._compat import refused_targets, rerouted_targets
-from ..linears import inputs, text_linears
+from anyqlora.config.resolve import TrainConfig
+from anyqlora.core.errors import NotBuilt, RunError, UsageError
+from anyqlora.models.lora_targets import ALL, PREFIX, chosen, last, plain, shortest, whole
+from anyqlora.models.prequantized import loadable
+from anyqlora.on_torch._compat import refused_targets, rerouted_targets
+from anyqlora.on_torch.linears import inputs, text_linears
+from anyqlora.planning.memory.estimate import BLOCK
+from anyqlora.training.schedule import uniform_start
 
 
 class Lora:

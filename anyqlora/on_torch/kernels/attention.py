@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .._compat import softmax_backward
-from . import native
+from anyqlora.on_torch._compat import softmax_backward
+from anyqlora.on_torch.kernels.cpu import bindings
 
 QUERIES = 128  # of a block
 SCORES = 1 << 20  # of the blocks that are looked at together, float32: they stay in a processor's caches
@@ -33,7 +33,7 @@ def attention(
     only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them. is_native: by
     attention.c, where heads are of a width that it takes.
     """
-    if is_native and native.is_for(q, k, v) and q.shape[3] % native.LANES == 0:
+    if is_native and bindings.is_for(q, k, v) and q.shape[3] % bindings.LANES == 0:
         return _InC.apply(
             *(x.transpose(1, 2).contiguous() for x in (q, k, v)), _table(q, documents), window or q.shape[2], scale
         )
@@ -112,13 +112,13 @@ class _InC(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, table, window, scale):
         ctx.form = *table, window, scale
-        out, log_sums = native.attention(q, k, v, *ctx.form)
+        out, log_sums = bindings.attention(q, k, v, *ctx.form)
         ctx.save_for_backward(q, k, v, out, log_sums)
         return out
 
     @staticmethod
     def backward(ctx, of_out):
-        return *native.attention_backward(of_out.contiguous(), *ctx.saved_tensors, *ctx.form), None, None, None
+        return *bindings.attention_backward(of_out.contiguous(), *ctx.saved_tensors, *ctx.form), None, None, None
 
 
 def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:

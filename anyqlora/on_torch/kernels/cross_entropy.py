@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import native
+from anyqlora.on_torch.kernels.cpu import bindings
 
 LIFT = {
     torch.float16: 1024.0
@@ -34,7 +34,7 @@ def cross_entropy(
     rows: int,
     is_native: bool = False,
     is_fused: bool = False,
-    rounded: native.Rounded | None = None,
+    rounded: bindings.Rounded | None = None,
 ) -> torch.Tensor:
     """Sum of -log softmax(after(hidden W^T + bias))[target], float32, a scalar with gradient; equal to `defined`.
 
@@ -79,9 +79,9 @@ class _CrossEntropy(torch.autograd.Function):
             torch.zeros_like(weight, dtype=exact) if wanted[1] else None,
             torch.zeros_like(bias, dtype=exact) if wanted[2] else None,
         ]
-        in_c = after.cap is None and native.is_for(w)
+        in_c = after.cap is None and bindings.is_for(w)
         if is_fused and in_c and not any(wanted[1:]) and hidden.shape[1] % 2 == 0:
-            losses = native.head(hidden.to(dtype), w, b, targets, after.scale, rows, gradients[0], rounded)
+            losses = bindings.head(hidden.to(dtype), w, b, targets, after.scale, rows, gradients[0], rounded)
         else:
             losses = _by_logits(hidden, w, b, targets, after, rows, gradients, is_native and in_c, ctx.lift)
         ctx.save_for_backward(*gradients)
@@ -124,7 +124,7 @@ def _by_logits(
             else torch.addmm(bias, h, weight.T, out=room[: len(h)])
         )
         if in_place:
-            losses[some], z = native.losses_(logits, targets[some], after.scale), logits
+            losses[some], z = bindings.losses_(logits, targets[some], after.scale), logits
         else:
             losses[some], z = _losses(logits, targets[some], after, exact)
             z = z.mul_(lift).to(h.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .product import product
+from anyqlora.on_torch.quantizers.dequant_matmul import product
 
 SMALLEST = 1e-7  # of a scale: what MLX divides by where a group is constant
 

@@ -10,9 +10,9 @@ import torch
 from bitsandbytes import functional as F
 from torch import nn
 
-from .._compat import keep_weights_as_packed
-from ..kernels.quantize import BLOCK, quantize_4bit
-from .product import product
+from anyqlora.on_torch._compat import keep_weights_as_packed
+from anyqlora.on_torch.kernels.cpu.nf4_quantize import BLOCK, quantize_4bit
+from anyqlora.on_torch.quantizers.dequant_matmul import product
 
 MANY = 1537  # tokens from which bitsandbytes 0.50 unpacks the whole weight on CUDA; for fewer it has kernels that multiply by the codes
 CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times their float32 size while it works
@@ -61,7 +61,7 @@ class _FourBit:
         self.is_native = kernels == "native"
         if kernels in ("portable", "native"):
             return []
-        from ..kernels.dequantize import dequantize
+        from anyqlora.on_torch.kernels.gpu.dequantize import dequantize
 
         sample = self.quantize(torch.linspace(-1, 1, 96 * 192, device=device).view(96, 192))
         if not torch.equal(dequantize(*sample), unpacked(*sample)):

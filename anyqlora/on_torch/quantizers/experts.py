@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...errors import NotBuilt
-from .product import product
+from anyqlora.core.errors import NotBuilt
+from anyqlora.on_torch.quantizers.dequant_matmul import product
 
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from anyqlora.on_torch.strategies.group import Group
-from anyqlora.on_torch.strategies.single import Prepared, StepResult, Strategy
-from anyqlora.plugins import StrategyPlugin, option
+from anyqlora.config.strategy_options import StrategyPlugin, option
+from anyqlora.on_torch.parallel.base import Prepared, StepResult, Strategy
+from anyqlora.on_torch.parallel.group import Group
 
 
 @dataclass(frozen=True, kw_only=True)

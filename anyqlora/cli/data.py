@@ -1,0 +1,121 @@
+"""python -m anyqlora data: what is trained on, token by token, and an audit of all rows."""
+
+from __future__ import annotations
+
+from anyqlora.config import resolve
+from anyqlora.core.errors import UsageError
+from anyqlora.core.terminal import printable
+from anyqlora.data import audit, chat_template, dataset, tokenizer
+from anyqlora.data.readers import sources
+from anyqlora.planning import planner
+
+USAGE = """usage: python -m anyqlora data --dataset FILE --model_name MODEL [any flag of train.py] [--show N]
+
+Shows the first N rows (default 3) as the model gets them - trained tokens in green, or in [[ ]] where the output is no
+terminal - and what was found in all rows. Exit code 2 where they cannot be trained on."""
+BAR = 40  # characters of the histogram's longest bar
+
+
+def main(argv: list[str]) -> int:
+    """Show and audit the rows that these flags name. Raises UsageError for rows that cannot be trained on."""
+    from rich.console import Console
+
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    show, flags = _show(argv)
+    given = dict(word.removeprefix("--").split("=", 1) for word in resolve.spelled(flags))
+    settings = resolve.resolve(given)
+    for spec, held_out in ((settings.dataset, False), (settings.eval_dataset, True)):
+        for name, _ in sources.weighted(spec) if spec else ():
+            sources.files(
+                name, held_out=held_out, offline=settings.offline
+            )  # one that is not there is told before anything is imported
+    chat_template.stated(settings)
+    tokens = tokenizer.load(settings.model_name, settings.trust_remote_code, settings.revision, settings.offline)
+    chat_template.put(tokens, settings)
+    settings, changes = planner.fitted(settings)  # what a hub model says of itself came with its tokenizer
+    found = dataset.prepare(settings, tokens)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    for example in found.train[:show]:
+        _print_example(console, example, tokens)
+    for line in [*changes, *report(found.report)]:
+        console.print(printable(line))
+    return 0
+
+
+def _show(argv: list[str]) -> tuple[int, list[str]]:
+    """(value of --show, the other arguments)."""
+    rest, show, words = [], "3", iter(argv)
+    for word in words:
+        if word == "--show" or word.startswith("--show="):
+            show = word.partition("=")[2] or next(words, "")
+        else:
+            rest.append(word)
+    if not show.isdigit():
+        raise UsageError(f"--show: {show!r} is not a number of rows", where="command line")
+    return int(show), rest
+
+
+def _print_example(console, example, tokens) -> None:
+    from rich.text import Text
+
+    line = Text()
+    for words, trained in audit.runs(example, tokens):
+        if console.is_terminal:
+            line.append(words, style="green" if trained else "dim")
+        else:
+            line.append(f"[[{words}]]" if trained else words)
+    cut = ", truncated" if example.truncated else ""
+    console.print(
+        printable(f"--- {example.where}: {len(example.ids)} tokens, {int(example.trained[1:].sum())} trained{cut}"),
+        style="bold",
+    )
+    console.print(line)
+
+
+def report(found: dict) -> list[str]:
+    """The report of the data as lines of text."""
+    lines = []
+    for source in found["sources"] + found["eval_sources"]:
+        counted = "".join(
+            f", {count} {name.replace('_', ' ')}"
+            for name, count in source.items()
+            if isinstance(count, int) and name != "rows"
+        )
+        lines.append(
+            f"{source['name']}: {source['rows']} rows, format {source.get('format', 'unknown')}, weight {source['weight']:g}{counted}"
+        )
+        unused = audit.unused(source)
+        lines += [f"  {note}" for note in source["notes"] + [f"columns that are not used: {unused}"] * bool(unused)]
+    for name in ("train", "held_out"):
+        lines += _part(name.replace("_", " "), found[name]) if found[name]["examples"] else []
+    lines += _finding("duplicates", found["duplicates"]) + _finding(
+        "held-out rows that are trained on", found["overlap"]
+    )
+    if found["skipped"]:
+        lines.append(f"skipped: {len(found['skipped'])}")
+        lines += [f"  {bad['where']}: {bad['reason']}" for bad in found["skipped"][: audit.FIRST]]
+    return [*lines, f"identity {found['identity']}"]
+
+
+def _part(name: str, part: dict) -> list[str]:
+    lines = [
+        f"{name}: {part['examples']} examples, {part['tokens']} tokens, {part['trained_tokens']} of them trained, longest {part['longest']}"
+    ]
+    lines.append(
+        "  answers end with "
+        + (", ".join(f"{name} ({count})" for name, count in part["end_tokens"].items()) or "no end token")
+    )
+    most = max(part["lengths"].values())
+    lines += [
+        f"  {length:>15} tokens {count:>8} {'#' * -(-count * BAR // most)}" for length, count in part["lengths"].items()
+    ]
+    for finding in ("fully_masked", "truncated", "without_end_token", "double_bos"):
+        lines += _finding(f"  {finding.replace('_', ' ')}", part[finding])
+    return lines
+
+
+def _finding(name: str, found: dict) -> list[str]:
+    where = f" ({', '.join(found['first'][:5])}{', ...' if found['count'] > 5 else ''})" if found["count"] else ""
+    return [f"{name}: {found['count']}{where}"]

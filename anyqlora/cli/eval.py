@@ -1,0 +1,64 @@
+"""python -m anyqlora eval RUN: loss, perplexity and exact match of a finished run, on its own held-out rows or on others."""
+
+from __future__ import annotations
+
+from anyqlora.cli import arguments
+from anyqlora.core.terminal import printable
+
+USAGE = """usage: python -m anyqlora eval [RUN] [--dataset FILE] [--max_new_tokens N] [--eval_batch_size N] [--exact_match true|false]
+                              [--samples N] [--backend NAME] [--model_name BASE] [--offline true] [--trust_remote_code true]
+
+RUN is a run directory, or a name in ./runs; without it the newest finished run is taken. Without --dataset the run's own held-out
+rows are evaluated, as at its end."""
+SETTINGS = (
+    "dataset",
+    "max_new_tokens",
+    "eval_batch_size",
+    "exact_match",
+    "samples",
+    "backend",
+    "model_name",
+    "offline",
+    "trust_remote_code",
+)
+FORMS = {"loss": "{:.6f}", "perplexity": "{:.4f}", "exact_match": "{:.1%}"}
+
+
+def main(argv: list[str]) -> int:
+    if arguments.wants_help(argv):
+        print(USAGE)
+        return 0
+    name, values = arguments.read(argv, {}, SETTINGS)
+
+    from anyqlora.runs.finished import find
+
+    run = find(name)
+    other = values.pop("dataset", "")
+
+    from anyqlora.reporting.console import Lines
+    from anyqlora.runs.opened import load
+
+    tuned = load(run, {"samples": 0, **values})
+    rows = run.held_out(tuned.tokenizer, other, Lines(tuned.plan, 0).warn)
+    found = tuned.evaluate(rows)
+    print(printable(f"{run.directory}: {len(rows)} held-out rows{f' of {other}' if other else ''}"))
+    print(*table(found, None if other else (run.result.get("eval") or {}).get("after")), sep="\n")
+    for sample in found.get("samples", []):
+        print("", *(printable(f"{name:9} {sample[name]}") for name in ("prompt", "answer", "expected")), sep="\n")
+    return 0
+
+
+def table(found: dict, then: dict | None) -> list[str]:
+    """A line for each number; `then` are those of the run's end, to compare with."""
+    lines = []
+    for name, form in FORMS.items():
+        if name in found:
+            line = f"{name.replace('_', ' '):12} {form.format(found[name])}"
+            if then and name in then:
+                line += (
+                    "  as at the end of the run"
+                    if found[name] == then[name]
+                    else f"  at the end of the run {form.format(then[name])}"
+                )
+            lines.append(line)
+    return lines

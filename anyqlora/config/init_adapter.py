@@ -1,0 +1,191 @@
+"""The adapter that a run starts from: where it is, and what it settles."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from anyqlora.config.schema import AUTO, TrainConfig, parsed
+from anyqlora.config.validate import is_said
+from anyqlora.core import registry
+from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
+
+# What adapter_config.json may say without changing what is computed here, beside what `_brought` reads and what is false, empty or none.
+NEUTRAL = {
+    "peft_type",
+    "peft_version",
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "init_lora_weights",
+    "auto_mapping",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "use_dora",
+    "use_rslora",
+    "megatron_core",
+    "qalora_group_size",
+    "bias",
+    "exclude_modules",
+    "fan_in_fan_out",
+}
+REBASED = (
+    "pissa",
+    "olora",
+    "corda",
+    "lora_ga",
+    "loftq",
+)  # starts for which PEFT changes the base, too, whenever it reads the adapter
+CURE = "the directory of a finished run or of its adapter"
+
+
+def directory(config: TrainConfig) -> Path:
+    """Where the adapter is: a directory of PEFT's, that of a run or of its checkpoint, or the local Hugging Face cache's. Raises UsageError."""
+    name, where = config.init_adapter, config.sources.get("init_adapter", "")
+    local = Path(os.path.expanduser(name))
+    if not os.path.isdir(local):
+        local = _cached(name, where)
+    found = next((path for path in (local, local / "adapter") if (path / ADAPTER_CONFIG).is_file()), None)
+    trained = _adapter_of_run(found / "manifest.json") if found else ""
+    if trained in ("pissa", "full"):  # what is beside it does not describe it: PiSSA's acts on another base
+        raise UsageError(
+            f"init_adapter: {found} is a checkpoint of a run with adapter {trained}",
+            where=where,
+            cure="--model_name RUN/model of the finished run"
+            if trained == "full"
+            else "the directory of the finished run",
+        )
+    if found is None:
+        whole = next((path for path in (local / "model", local) if (path / "config.json").exists()), None)
+        raise UsageError(
+            f"init_adapter: no {ADAPTER_CONFIG} in {local}",
+            where=where,
+            cure=f"a whole model is started from by --model_name {whole}" if whole else CURE,
+        )
+    if not (found / ADAPTER).is_file():
+        of_mlx = (found / "adapters.safetensors").is_file()
+        raise UsageError(
+            f"init_adapter: no {ADAPTER} in {found}",
+            where=where,
+            cure=f"python -m anyqlora export {found} --to peft --out OUT, and OUT"
+            if of_mlx
+            else "an adapter in safetensors form",
+        )
+    return found
+
+
+def _adapter_of_run(manifest: Path) -> str:
+    """The kind of adapter whose checkpoint the manifest describes; "" where there is none."""
+    try:
+        return json.loads(manifest.read_bytes())["identity"]["adapter"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _cached(name: str, where: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, ADAPTER_CONFIG)
+    except HFValidationError:
+        found = None
+    if not isinstance(found, str):
+        raise UsageError(
+            f"init_adapter: no such directory: {name}",
+            where=where,
+            cure=f"{CURE}; of one of the hub: hf download {name}",
+        )
+    return Path(found).parent
+
+
+def settled(config: TrainConfig) -> TrainConfig:
+    """`config` with what the adapter that it starts from decides: its kind, rank, alpha and targets, and, where none is stated, dropout and
+    the chat template that is saved with it.
+
+    Raises UsageError where another value was asked for and for what is no adapter, NotBuilt for one that learns otherwise than ours.
+    """
+    described = directory(config) / ADAPTER_CONFIG
+    brought = _brought(config, _described(described), described)
+    meant = {name for name in brought if is_said(config, name) and getattr(config, name) != AUTO}
+    for name in sorted(
+        meant - {"lora_dropout", "lora_target_modules", "chat_template"}
+    ):  # of the targets the tensors tell
+        if getattr(config, name) != brought[name]:
+            raise UsageError(
+                f"{name}: {getattr(config, name)} was asked for, and the adapter that the run starts from has {brought[name]}",
+                where=config.sources[name],
+                cure=f"leave out {name} or init_adapter",
+            )
+    brought = {name: value for name, value in brought.items() if name not in meant}
+    return config.with_(**brought, sources={**config.sources, **dict.fromkeys(brought, str(described))})
+
+
+def _described(path: Path) -> dict:
+    """What is in an adapter_config.json that describes a LoRA as ours are. Raises UsageError, NotBuilt."""
+    try:
+        about = json.loads(path.read_bytes())
+        kind = about["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"not the description of a PEFT adapter: {error or type(error).__name__}",
+            where=str(path),
+            cure="an adapter that PEFT or this program wrote",
+        ) from None
+    if kind != "LORA":
+        raise NotBuilt(f"to start from a {kind} adapter", where=str(path), cure="a LoRA adapter")
+    strange = sorted(name for name, value in about.items() if value and name not in NEUTRAL)
+    strange += [name for name in ("bias", "exclude_modules") if about.get(name) not in (None, "none", [])]
+    strange += ["init_lora_weights"] if str(about.get("init_lora_weights")).lower().startswith(REBASED) else []
+    strange += ["use_dora", "use_rslora"] if about.get("use_dora") and about.get("use_rslora") else []
+    if strange:
+        raise NotBuilt(
+            f"to start from an adapter with {', '.join(f'{name} {json.dumps(about[name])}' for name in strange[:3])}",
+            where=str(path),
+            cure="an adapter of plain LoRA, rsLoRA or DoRA",
+        )
+    return about
+
+
+def _brought(config: TrainConfig, about: dict, described: Path) -> dict:
+    kind = "dora" if about.get("use_dora") else "rslora" if about.get("use_rslora") else "lora"
+    if config.adapter == AUTO and is_said(config, "train_type"):
+        _, preset = registry.choose("train_type", config.train_type, registry.TRAIN_TYPES, config.sources["train_type"])
+        if preset not in ("lora", kind):
+            raise UsageError(
+                f"train_type: {config.train_type} means adapter {preset}, and the adapter that the run starts from is {kind}",
+                where=config.sources["train_type"],
+                cure="leave out train_type or init_adapter",
+            )
+    values = {
+        "adapter": kind,
+        "lora_rank": about.get("r", 8),
+        "lora_alpha": about.get("lora_alpha", 8),
+        "lora_dropout": about.get("lora_dropout", 0.0),
+        "lora_target_modules": _present(about.get("target_modules"), described.with_name(ADAPTER)),
+    }
+    template = described.with_name("chat_template.jinja")
+    if template.is_file() and not template.with_name("additional_chat_templates").exists():
+        values["chat_template"] = str(template)
+    return {name: parsed(name, value, str(described)) for name, value in values.items()}
+
+
+def _present(targets: object, file: Path) -> object:
+    """Of a list of names those that are in the adapter's `file`: PEFT passes by the ones that a model does not have."""
+    if not isinstance(targets, list):
+        return targets
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as tensors:
+            layers = {name.partition(".lora_A.")[0] for name in tensors.keys()}  # noqa: SIM118 - no dictionary
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"not a safetensors file: {error}", where=str(file), cure="the adapter once more from where it came"
+        ) from None
+    return [name for name in targets if any(layer.endswith(f".{name}") for layer in layers)] or targets

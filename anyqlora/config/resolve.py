@@ -1,0 +1,223 @@
+"""Where settings come from: command line or code, environment, file, default - in this order, each value with its source."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+
+from anyqlora.config import strategy_options
+from anyqlora.config.schema import ALIASES, AUTO, SETTINGS, TrainConfig, canonical, kinds_of, parsed
+from anyqlora.config.validate import checked, superseded
+from anyqlora.core.errors import UsageError
+
+__all__ = [
+    "ALIASES",
+    "AUTO",
+    "SETTINGS",
+    "TrainConfig",
+    "canonical",
+    "checked",
+    "configs_directory",
+    "flags_of",
+    "from_environment",
+    "from_file",
+    "parsed",
+    "resolve",
+    "spelled",
+]
+
+ENV_PREFIX = "ANYQLORA_"
+FIRST_RUN = "first.yaml"
+
+
+def spelled(argv: list[str]) -> list[str]:
+    """The same arguments with every flag in its hyphenated canonical form, for fastcore.
+
+    Raises UsageError for an unknown or abbreviated flag, for a flag given twice, and for a flag without a value.
+    """
+    out, seen, position = [], {}, 0
+    while position < len(argv):
+        word = argv[position]
+        position += 1
+        if word in ("-h", "--help"):
+            out.append(word)
+            continue
+        if not word.startswith("--"):
+            raise UsageError(
+                f"unexpected argument {word!r}", where="command line", cure="settings are given as --name value"
+            )
+        flag, equals, value = word[2:].partition("=")
+        name = canonical(flag, f"command line: --{flag}")
+        if name in seen:
+            raise UsageError(
+                f"--{flag}: {name} was already given as --{seen[name]}", where="command line", cure="give it once"
+            )
+        seen[name] = flag
+        if not equals:
+            if position == len(argv) or argv[position].startswith("--"):
+                if bool not in kinds_of(name):
+                    raise UsageError(
+                        f"--{flag} needs a value",
+                        where="command line",
+                        cure=f"--{flag} VALUE: {SETTINGS[name].metadata['help']}",
+                    )
+                value = "true"
+            else:
+                value = argv[position]
+                position += 1
+        out.append(f"--{name.replace('_', '-')}={value}")
+    return out
+
+
+def flags_of(function):
+    """Give `function` one optional text flag for each setting; a flag that is not given is None."""
+
+    def flag(f):
+        shown = str(f.default).lower() if isinstance(f.default, bool) else f.default
+        choices = f.metadata["choices"]
+        options = (
+            " [" + "|".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices) + "]" if choices else ""
+        )
+        notes = "; ".join(
+            [f"default: {shown}"] * (shown != "") + [f"also {', '.join(f.metadata['also'])}"] * bool(f.metadata["also"])
+        )
+        text = (f.metadata["help"] + options + f" ({notes})" * bool(notes)).replace("%", "%%")
+        return inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=typing.Annotated[str, text, {"metavar": kind_of(f.name)}],
+        )
+
+    function.__signature__ = inspect.Signature([flag(f) for f in SETTINGS.values()])
+    return function
+
+
+def kind_of(name: str) -> str:
+    """What kind of value a setting has, as --help shows it: int, float|auto, true|false, text."""
+    kinds = kinds_of(name)
+    found = [shown for kind, shown in ((bool, "true|false"), (int, "int"), (float, "float")) if kind in kinds]
+    return "|".join([*found, "auto" if found else "text"] if str in kinds else found)
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    """{setting: (value, where)} of FSDP_BACKEND and ANYQLORA_<SETTING>."""
+    found = {}
+    if environ.get("FSDP_BACKEND"):
+        found["backend"] = (environ["FSDP_BACKEND"], "FSDP_BACKEND")
+    of_strategies = strategy_options.of_environment(environ, ENV_PREFIX, {**SETTINGS, **ALIASES})
+    for variable, raw in sorted(environ.items()):
+        if not variable.startswith(ENV_PREFIX) or variable in of_strategies:
+            continue
+        name = canonical(variable.removeprefix(ENV_PREFIX).lower(), variable)
+        if SETTINGS[name].metadata["cli_only"] and name != "config":
+            raise UsageError(f"{name} can only be given on the command line", where=variable, cure=f"--{name} {raw}")
+        found[name] = (raw, variable)
+    if of_strategies:
+        own = found.get("strategy_opt", ("", ""))[0]
+        found["strategy_opt"] = (",".join(filter(None, [own, *of_strategies.values()])), ", ".join(of_strategies))
+    return found
+
+
+def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
+    """{setting: (value, "file:line")} of a YAML file. Raises UsageError for what is not a flat map of known settings."""
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        line = Path(path).read_bytes()[: error.start].count(b"\n") + 1
+        raise UsageError(f"not UTF-8: {error.reason}", where=f"{path}:{line}", cure="save it as UTF-8") from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot be read: {error.strerror or error}",
+            where=str(path),
+            cure="a YAML file of settings, such as those in configs/",
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise UsageError(
+            f"not YAML: {getattr(error, 'problem', None) or error}",
+            where=where,
+            cure="write one `name: value` per line",
+        ) from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, yaml.MappingNode) or tree.tag != "tag:yaml.org,2002:map":
+        raise UsageError("not a map of settings", where=f"{path}:1", cure="write one `name: value` per line")
+    found = {}
+    for key, node in tree.value:
+        where = f"{path}:{key.start_mark.line + 1}"
+        name = canonical(str(key.value), where)
+        if name in found:
+            raise UsageError(
+                f"{name} is stated twice; first at {found[name][1]}", where=where, cure="take one of them out"
+            )
+        if SETTINGS[name].metadata["cli_only"]:
+            raise UsageError(
+                f"{name} can only be given on the command line",
+                where=where,
+                cure=f"take the line out; --{name} {node.value}",
+            )
+        if isinstance(node, yaml.MappingNode):
+            raise UsageError(f"{name} is not a map", where=where, cure=f"{name} is: {SETTINGS[name].metadata['help']}")
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        standard = all(
+            part.tag.startswith("tag:yaml.org,2002:") and "python" not in part.tag for part in [node, *items]
+        )
+        if not standard or not all(isinstance(item, yaml.ScalarNode) for item in items):
+            raise UsageError(
+                f"{name}: plain values only",
+                where=where,
+                cure="a number, a text, true or false, or a list of them, without tags",
+            )
+        values = [None if item.tag.endswith(":null") else item.value for item in items]
+        found[name] = (values if isinstance(node, yaml.SequenceNode) else values[0], where)
+    return found
+
+
+def configs_directory() -> Path:
+    """Where the example configurations stand: in the source tree, or beside the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    beside = package.parent / "configs"
+    return beside if (beside / FIRST_RUN).exists() else package / "configs"
+
+
+def resolve(
+    given: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, said: str = "command line"
+) -> TrainConfig:
+    """The configuration that flags or code (`given`), environment, files and defaults make, checked.
+
+    None in `given` means not given. With neither a model nor a dataset the embedded job is the lowest file layer.
+    """
+    given = {
+        canonical(k, said): (v, f"{said}: --{k}" if said == "command line" else said)
+        for k, v in (given or {}).items()
+        if v is not None
+    }
+    environment = from_environment(os.environ if environ is None else environ)
+    config_file = (given.get("config") or environment.get("config") or ("", ""))[0]
+    file = from_file(config_file) if config_file else {}
+    layers = [given, environment, file]
+    if not any(name in layer for layer in layers for name in ("model_name", "dataset")):
+        layers.append(from_file(configs_directory() / FIRST_RUN))
+    values, sources = {}, {}
+    for layer in reversed(layers):
+        stated = {name: parsed(name, raw, where) for name, (raw, where) in layer.items()}
+        for name in superseded(stated):
+            values.pop(name, None)
+        values |= stated
+        sources |= {name: where for name, (_, where) in layer.items()}
+    if "dataset" not in values and "model_name" in values:
+        values["dataset"], sources["dataset"] = "alpaca_sample", "default"
+    config = TrainConfig(**values, sources={name: sources[name] if name in values else "default" for name in SETTINGS})
+    if config.init_adapter:
+        from anyqlora.config.init_adapter import settled
+
+        config = settled(config)
+    return checked(config)

@@ -1,0 +1,311 @@
+"""What contradicts, and what this version refuses, of everything a user can ask for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from anyqlora.config import strategy_options
+from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parsed
+from anyqlora.core import registry
+from anyqlora.core.errors import NotBuilt, UsageError
+
+OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+SUPERSEDED = {  # a setting -> those that it decides or that say the same in other words
+    "train_type": ("quantizer", "adapter", "n_bits"),
+    "n_bits": ("quantizer",),
+    "quantizer": ("n_bits",),
+    "warmup_steps": ("warmup_ratio",),
+    "warmup_ratio": ("warmup_steps",),
+    "eval_dataset": ("eval_fraction",),
+    "eval_fraction": ("eval_dataset",),
+}
+
+
+def superseded(stated: dict) -> set[str]:
+    """The settings of lower layers that no longer count, given what a higher layer has `stated`."""
+    is_full = "full" in (stated.get("train_type"), stated.get("adapter"))
+    return {other for name in stated for other in SUPERSEDED.get(name, ())} | (set(OF_LORA) if is_full else set())
+
+
+def checked(config: TrainConfig) -> TrainConfig:
+    """The configuration with its preset resolved. Raises UsageError for a contradiction, NotBuilt for what is refused."""
+
+    def where(name):
+        return config.sources.get(name, "") if config.asked(name) else ""
+
+    def contradiction(one, other, why, cure=""):
+        raise UsageError(
+            f"{one} = {getattr(config, one)} contradicts {other} = {getattr(config, other)}: {why}",
+            where=where(one),
+            cure=cure or f"leave out {one} or {other}",
+        )
+
+    for name in SETTINGS:
+        parsed(name, getattr(config, name), where(name))  # what code gives has not been read by anybody
+    if not config.model_name:
+        raise UsageError("no model", where=where("dataset"), cure="--model_name DIRECTORY_OR_HUB_ID")
+    config = _preset(config, contradiction)
+    for name in ("optimizer",):
+        registry.choose(name, getattr(config, name), getattr(registry, name.upper() + "S"), where(name))
+    if config.strategy != AUTO:
+        registry.strategy_target(config.strategy, where("strategy"))
+        strategy_options.options(config)
+    for name, (only, reason) in _REFUSED.items():
+        if is_said(config, name) and getattr(config, name) != only:
+            raise NotBuilt(f"{name}: {reason}", where=where(name), cure=f"leave out {name}")
+    for names, other, has_effect, why in _ONLY_WITH:
+        for name in names:
+            if is_said(config, name) and not has_effect(config):
+                contradiction(name, other, why)
+    if config.adapter == "full" and config.quantizer != "none":
+        contradiction(
+            "quantizer", "adapter", "quantized weights cannot be trained", "--quantizer none, or --adapter lora"
+        )
+    if config.adapter == "loftq" and config.quantizer == "none":
+        contradiction(
+            "adapter",
+            "quantizer",
+            "LoftQ starts from what quantization lost, and nothing is quantized",
+            "--adapter pissa, or --quantizer nf4",
+        )
+    if config.flat is True and config.loss_rows == 0:
+        contradiction("flat", "loss_rows", "whole logits are made of padded rows")
+    if config.fused is True:
+        if config.adapter not in registry.FUSED_ADAPTERS:
+            contradiction("fused", "adapter", "only what is W x + scale B A x is fused", "--fused auto")
+        if config.quantizer not in registry.FUSED_QUANTIZERS:
+            contradiction(
+                "fused",
+                "quantizer",
+                f"only products with a dequantized weight are fused: {', '.join(registry.FUSED_QUANTIZERS)}",
+                "--fused auto",
+            )
+    if config.reentrant_checkpointing and config.use_gradient_checkpointing is False:
+        contradiction("reentrant_checkpointing", "use_gradient_checkpointing", "there is nothing to recompute")
+    if (
+        config.recomputed_layers != "auto"
+        and config.use_gradient_checkpointing in (True, False)
+        and bool(config.recomputed_layers) != config.use_gradient_checkpointing
+    ):
+        contradiction(
+            "recomputed_layers",
+            "use_gradient_checkpointing",
+            "one says that something is recomputed, the other that nothing is",
+        )
+    if (
+        config.warmup_steps >= 0
+        and is_said(config, "warmup_ratio")
+        and _layer(where("warmup_ratio")) == _layer(where("warmup_steps"))
+    ):
+        contradiction("warmup_steps", "warmup_ratio", "both state the warm-up")
+    if config.max_steps == 0 or config.max_steps < -1:
+        raise UsageError(
+            f"max_steps: {config.max_steps} is neither -1 nor at least 1",
+            where=where("max_steps"),
+            cure="--max_steps 100, or leave it out: num_epochs says how long",
+        )
+    if config.eval_dataset and config.eval_fraction:
+        contradiction("eval_fraction", "eval_dataset", "both say what is held out")
+    held_out = config.eval_dataset or config.eval_fraction
+    for name in ("eval_steps", "early_stopping", "samples"):
+        if getattr(config, name) and not held_out:
+            raise UsageError(
+                f"{name} needs held-out rows", where=where(name), cure="--eval_dataset FILE or --eval_fraction 0.05"
+            )
+    if config.early_stopping and not config.eval_steps:
+        raise UsageError("early_stopping needs eval_steps", where=where("early_stopping"), cure="--eval_steps 50")
+    if config.keep == "best" and not (held_out and config.eval_steps):
+        raise UsageError("keep best needs evaluations", where=where("keep"), cure="--eval_dataset FILE --eval_steps 50")
+    if config.keep != "best" and (not config.keep.isdigit() or int(config.keep) < 2):
+        raise UsageError(
+            f"keep: {config.keep!r} is neither a number of at least 2 nor best",
+            where=where("keep"),
+            cure="--keep 2: one checkpoint alone would be the one that a damaged disk hits",
+        )
+    _seen(config, where)
+    _confined("run_name", config.run_name, where("run_name"))
+    _confined("timeline", config.timeline, where("timeline"))
+    _confined("profiling_output", config.profiling_output, where("profiling_output"))
+    return config
+
+
+def _seen(config: TrainConfig, where) -> None:
+    """What is shown, told and profiled. Raises UsageError."""
+    places = [name.strip() for name in config.log_to.split(",")]
+    for name in places:
+        registry.choose("log_to", name, registry.VIEWS | registry.TRACKERS, where("log_to"))
+    views = [name for name in places if name in registry.VIEWS]
+    if len(views) > 1:
+        raise UsageError(
+            f"log_to: {' and '.join(views)} contradict each other",
+            where=where("log_to"),
+            cure="one of them, and any trackers",
+        )
+    if (
+        config.profile
+        and config.wait_steps + config.profiler_warmup_steps + config.active_steps > config.profiling_frequency
+    ):
+        raise UsageError(
+            "a profiler cycle (wait, warm-up, active) is longer than profiling_frequency",
+            where=where("profiling_frequency"),
+            cure="a larger --profiling_frequency, or fewer --active_steps",
+        )
+    for name in _OF_PROFILE:
+        if not config.profile and getattr(config, name) != SETTINGS[name].default:
+            raise UsageError(f"{name} needs profile", where=where(name), cure="--profile true")
+
+
+_OF_PROFILE = (
+    "profiling_output",
+    "overwrite_profiling_output",
+    "with_stack",
+    "with_shapes",
+    "export_trace",
+    "export_memory_timeline",
+    "wait_steps",
+    "profiler_warmup_steps",
+    "active_steps",
+    "repeat",
+    "profiling_frequency",
+)
+_REFUSED = {  # setting -> the one value that says what happens anyway, why there is no other
+    "llama_pro_path": (None, "block expansion (llama_pro) is not built yet"),
+    "hqq_group_size": (None, "HQQ quantization is not built yet"),
+    "low_memory": (True, "weights are always streamed; there is no other way of loading"),
+    "loading_workers": (1, "weights are streamed one tensor at a time, so that memory stays small"),
+}
+_ONLY_WITH = (  # settings, the setting that they depend on, when they do something, why else not
+    (OF_LORA, "adapter", lambda c: c.adapter != "full", "full fine-tuning has no adapter"),
+    (
+        ("adam_beta1", "adam_beta2", "adam_eps"),
+        "optimizer",
+        lambda c: "adam" in c.optimizer,
+        "that update rule has no such term",
+    ),
+    (
+        ("initial_loss_scale", "loss_scale_growth_interval"),
+        "precision",
+        lambda c: c.precision in (AUTO, "fp16_autocast"),
+        "only fp16 scales the loss",
+    ),
+    (
+        ("sharding_strategy",),
+        "strategy",
+        lambda c: c.strategy in (AUTO, "fsdp") or (c.strategy, c.sharding_strategy) == ("ddp", "ddp"),
+        "only fsdp shards",
+    ),
+    (("deepspeed_zero_stage",), "strategy", lambda c: c.strategy in (AUTO, "deepspeed"), "only deepspeed has stages"),
+    (
+        ("find_unused_parameters",),
+        "strategy",
+        lambda c: c.strategy in (AUTO, "ddp", "accelerate"),
+        "only ddp looks for them",
+    ),
+    (
+        ("lr_cycles",),
+        "lr_scheduler",
+        lambda c: c.lr_scheduler == "cosine_with_restarts",
+        "only cosine_with_restarts has restarts",
+    ),
+    (("lr_power",), "lr_scheduler", lambda c: c.lr_scheduler == "polynomial", "only polynomial has an exponent"),
+    (("lr_decay",), "lr_scheduler", lambda c: c.lr_scheduler == "exponential", "only exponential decays by a factor"),
+    (("cosine_min_lr_ratio",), "lr_scheduler", lambda c: c.lr_scheduler != "constant", "a constant rate has no floor"),
+    (("grad_norm",), "apply_gradient_clipping", lambda c: c.apply_gradient_clipping, "nothing is clipped"),
+    (
+        ("double_quant",),
+        "quantizer",
+        lambda c: c.quantizer in ("nf4", "fp4"),
+        "only nf4 and fp4 have scales that are quantized too",
+    ),
+    (
+        ("master_addr", "master_port", "dist_timeout", "max_restarts"),
+        "world_size",
+        lambda c: c.world_size != 1,
+        "one process has nobody to meet",
+    ),
+    (("quantized_cache_limit",), "quantized_cache", lambda c: c.quantized_cache is not False, "nothing is kept"),
+    (("no_sync",), "world_size", lambda c: c.world_size != 1, "one process has no gradients to synchronise"),
+    (
+        ("affine_group_size",),
+        "quantizer",
+        lambda c: c.quantizer in registry.AFFINE,
+        "only affine quantizers have groups of their own choice",
+    ),
+    *(
+        (
+            ("frozen_products",),
+            other,
+            lambda c, other=other, known=known: c.frozen_products == "full" or getattr(c, other) in known,
+            "only products of LoRA layers that are fused are rounded",
+        )
+        for other, known in (
+            ("fused", (AUTO, True)),
+            ("adapter", registry.FUSED_ADAPTERS),
+            ("quantizer", registry.FUSED_QUANTIZERS),
+        )
+    ),
+    (
+        ("dataset_samples",),
+        "dataset",
+        lambda c: any(name in c.dataset for name in ("alpaca_sample", "dummy")),
+        "only alpaca_sample and dummy are cut",
+    ),
+)
+
+
+def is_said(config: TrainConfig, name: str) -> bool:
+    """Whether somebody means this setting: it was stated, and not merely with its default in a file that states all of them."""
+    is_file = _layer(config.sources.get(name, "")) == "file"
+    return config.asked(name) and not (is_file and getattr(config, name) == SETTINGS[name].default)
+
+
+def _preset(config: TrainConfig, contradiction) -> TrainConfig:
+    """Resolve train_type into quantizer and adapter. What is stated beside it refines it (qlora with fp4, qlora with dora);
+    within one layer (both on the command line, both in the file), quantized against not or full against an adapter is an error."""
+    quantizer, adapter = registry.choose(
+        "train_type", config.train_type, registry.TRAIN_TYPES, config.sources.get("train_type", "")
+    )
+    sources = dict(config.sources)
+    bits = config.n_bits
+    if bits != AUTO and config.quantizer == AUTO and quantizer != "none":
+        by_bits = {4: quantizer, 8: "int8"}
+        if bits not in by_bits:
+            raise NotBuilt(
+                f"n_bits: {bits}-bit weights are not built; 4 and 8 are",
+                where=sources.get("n_bits", ""),
+                cure="--n_bits 4 or 8, or --train_type lora for 16",
+            )
+        quantizer = by_bits[bits]
+    for name, preset, pole in (("quantizer", quantizer, "none"), ("adapter", adapter, "full")):
+        value = getattr(config, name)
+        if value == AUTO:
+            config = config.with_(**{name: preset})
+            sources[name] = "preset"
+        elif (
+            (value == pole) != (preset == pole)
+            and config.asked("train_type")
+            and _layer(sources[name]) == _layer(sources["train_type"])
+        ):
+            contradiction(name, "train_type", f"{config.train_type} means {name} {preset}")
+    registry.choose("quantizer", config.quantizer, registry.QUANTIZERS, sources.get("quantizer", ""))
+    registry.choose("adapter", config.adapter, registry.ADAPTERS, sources.get("adapter", ""))
+    if config.train_type in registry.FUSED_TYPES and config.fused is not True:
+        if config.fused is False:
+            contradiction("fused", "train_type", f"{config.train_type} means fused LoRA")
+        config = config.with_(fused=True)
+        sources["fused"] = "preset"
+    if bits != AUTO and registry.BITS[config.quantizer] != bits:
+        contradiction("n_bits", "quantizer", f"{config.quantizer} has {registry.BITS[config.quantizer]} bits")
+    return config.with_(n_bits=registry.BITS[config.quantizer], sources=sources)
+
+
+def _layer(source: str) -> str:
+    return "file" if re.search(r":\d+$", source) else source.split(":")[0].partition("_")[0]
+
+
+def _confined(name: str, value: str, where: str) -> None:
+    if value and (Path(value).name != value or value in (".", "..") or not re.fullmatch(r"[\w.+ -]+", value)):
+        raise UsageError(
+            f"{name}: {value!r} is not a plain name", where=where, cure="letters, digits, '.', '_', '-'; no '/'"
+        )

@@ -1,0 +1,131 @@
+"""What the rows are: counts over all of them, and some of them token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from anyqlora.core.terminal import printable
+from anyqlora.data import formats
+from anyqlora.data.examples import LEFT_OUT, Example
+from anyqlora.data.readers.bad_rows import BadRow
+from anyqlora.data.tokenizer import marks, spell
+
+FIRST = 20  # rows named for each finding
+COLUMNS = 5  # named where they are not used
+
+
+def survey(examples: list[Example], tokenizer) -> dict:
+    """Counts over all of `examples`, JSON-able."""
+    lengths = np.array([len(e.ids) for e in examples], np.int64)
+    trained = np.array([int(e.trained[1:].sum()) for e in examples], np.int64)
+    bos = tokenizer.bos_token_id
+    ends = {tokenizer.convert_tokens_to_ids(name): name for name in marks(tokenizer)}
+    last = [e.ids[_last(e.trained)].tolist() for e in examples]  # of each answer
+    return {
+        "examples": len(examples),
+        "tokens": int(lengths.sum()),
+        "trained_tokens": int(trained.sum()),
+        "longest": int(lengths.max(initial=0)),
+        "lengths": histogram(lengths),
+        "fully_masked": rows(e for e, count in zip(examples, trained, strict=True) if not count),
+        "truncated": rows(e for e in examples if e.truncated),
+        "end_tokens": dict(Counter(ends[id] for ids in last for id in ids if id in ends)),
+        "without_end_token": rows(
+            e for e, ids in zip(examples, last, strict=True) if not all(id in ends for id in ids)
+        ),
+        "double_bos": rows(e for e in examples if bos is not None and len(e.ids) > 1 and e.ids[0] == e.ids[1] == bos),
+    }
+
+
+def _last(trained: np.ndarray) -> np.ndarray:
+    """Places of the last token of each run of trained tokens."""
+    return np.flatnonzero(np.diff(trained.astype(np.int8), append=0) < 0)
+
+
+def rows(found) -> dict:
+    """{"count": n, "first": ["file:line", ...]} of some examples."""
+    where = [example.where for example in found]
+    return {"count": len(where), "first": where[:FIRST]}
+
+
+def histogram(lengths: np.ndarray) -> dict[str, int]:
+    """Counts by powers of two: {"33-64": 7, ...} tokens."""
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    return {f"{2 ** (p - 1) + 1 if p else 1}-{2**p}": n for p, n in sorted(Counter(powers.tolist()).items())}
+
+
+def duplicates(found: list[tuple[Example, int]]) -> dict:
+    """Rows, each with the number of its source, whose content stood in an earlier row: the same file may be named twice."""
+    first: dict[str, tuple[str, int]] = {}
+    return rows(e for e, source in found if first.setdefault(e.key, (e.where, source)) != (e.where, source))
+
+
+def overlap(train: list[Example], held_out: list[Example]) -> dict:
+    """Held-out rows that are trained on, too."""
+    keys = {example.key for example in train}
+    return rows(example for example in held_out if example.key in keys)
+
+
+def skipped(bad: list[BadRow]) -> list[dict]:
+    """Rows that cannot be used, JSON-able."""
+    return [{"where": row.where, "reason": row.reason} for row in bad]
+
+
+def findings(report: dict) -> list[str]:
+    """What to know before these rows are trained or evaluated on, a line each. `report` is data_report.json, or a part of it."""
+    passed_over = [f"{bad['where']}: {bad['reason']}" for bad in report["skipped"]]
+    found = {"rows that cannot be used and are skipped": {"count": len(passed_over), "first": passed_over}}
+    for part in ("train", "held_out"):
+        kind = "held-out rows" if part == "held_out" else "rows"
+        found[f"{kind} cut to {report['context_length']} tokens"] = report.get(part, {}).get("truncated")
+        found[f"{kind} of which nothing is learned"] = report.get(part, {}).get("fully_masked")
+    found |= {"duplicate rows": report.get("duplicates"), "held-out rows that are trained on": report.get("overlap")}
+    counted = [
+        f"{what}: {some['count']}, the first is {some['first'][0]}"
+        for what, some in found.items()
+        if some and some["count"]
+    ]
+    return counted + [
+        line for source in report.get("sources", []) + report.get("eval_sources", []) for line in _of_source(source)
+    ]
+
+
+def _of_source(source: dict) -> list[str]:
+    left_out = {
+        name.removesuffix(LEFT_OUT).replace("_", " "): count
+        for name, count in source.items()
+        if name.endswith(LEFT_OUT)
+    }
+    lines = [
+        f"{what} that the chat template leaves out: {count}, in {source['name']}" for what, count in left_out.items()
+    ]
+    columns = unused(source)
+    return [*lines, f"columns that are not used: {columns}, in {source['name']}"] if columns else lines
+
+
+def unused(source: dict) -> str:
+    """The columns that are not used, those first that may be misspelt, then by their rows; "" where all are used."""
+    optional = formats.OPTIONAL.get(source.get("format"), ())
+    columns = [(_meant(name, optional), count, name) for name, count in source.get("unused_columns", {}).items()]
+    columns.sort(key=lambda column: (not column[0], -column[1]))
+    named = [f"{name!r} ({count} row{'s' * (count > 1)}{meant})" for meant, count, name in columns[:COLUMNS]]
+    return ", ".join(named + [f"{len(columns) - COLUMNS} more"] * (len(columns) > COLUMNS))
+
+
+def _meant(name: str, columns: tuple[str, ...]) -> str:
+    """What a column may have been meant to be: one of the two names begins with the other, as system_prompt and inputs do."""
+    low = name.lower()
+    meant = next(
+        (column for column in columns if low.startswith(column) or len(low) > 2 and column.startswith(low)), None
+    )
+    return f"; did you mean {meant!r}?" if meant else ""
+
+
+def runs(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is trained) of each run of tokens of one kind, harmless to a terminal."""
+    borders = [0, *(np.flatnonzero(np.diff(example.trained)) + 1).tolist(), len(example.ids)]
+    for start, end in zip(borders, borders[1:], strict=False):
+        yield printable(spell(tokenizer, example.ids[start:end].tolist())), bool(example.trained[start])

@@ -1,0 +1,166 @@
+"""Conversations: messages are checked and put in order for a tokenizer's chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anyqlora.core.registry import nearest
+from anyqlora.data.readers import strict_json
+from anyqlora.data.readers.bad_rows import BadRow, kind, shown, text
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation for the tokenizer's chat template; `learned` are the numbers of the assistant turns that are learned."""
+
+    messages: tuple[dict, ...]
+    learned: frozenset[int]
+    tools: tuple[dict, ...] | None = None
+    put_before: int = 0  # messages that stand before the row's own
+
+
+BESIDE = ("system", "tools")  # what a row may have beside its conversation
+
+
+def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
+    """The conversation in `turns`, of which assistant turns from number `first` on are learned; the row's "system" stands before it.
+
+    Raises BadRow for disorder.
+    """
+    if style in ("alpaca", "plain"):
+        raise BadRow(
+            f"a conversation has no {style} form",
+            "--prompt_format chat where the tokenizer has a chat template, else rows with prompt and completion",
+        )
+    if not isinstance(turns, list) or not turns:
+        raise BadRow(
+            "no list of messages" if not isinstance(turns, list) else "no messages",
+            '[{"role": "user", "content": "..."}, ...]',
+        )
+    said = [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    _check_order([message["role"] for message in said])
+    weights = [turn.get("weight") for turn in turns]
+    for number, weight in enumerate(weights, 1):
+        if weight is not None and weight not in (0, 1):
+            raise BadRow(f"'weight' of message {number} is {weight!r}", "0 (not learned) or 1")
+    learned = [i for i, message in enumerate(said) if message["role"] == "assistant" and i >= first and weights[i] != 0]
+    if not learned:
+        raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
+    before = _system(row, said[0])
+    return Talk((*before, *said), frozenset(number + len(before) for number in learned), _tools(row), len(before))
+
+
+def _tools(row: dict) -> tuple[dict, ...] | None:
+    """The row's tools, a list of JSON schemas or the text of one, as columns of CSV and Parquet have it; None without any."""
+    tools = _parsed(row.get("tools") or None, "'tools'", "list")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRow(f"'tools' is {shown(tools)}, not a list of objects", "tools as JSON schemas")
+    return tuple(tools) if tools else None
+
+
+def _system(row: dict, first: dict) -> list[dict]:
+    """The system message that the row has beside its conversation, unless that begins with it."""
+    words = text(row, "system", empty=True)
+    if not words.strip():
+        return []
+    if first["role"] == "user":
+        return [{"role": "system", "content": words}]
+    if first["content"].strip() != words.strip():
+        raise BadRow(f"'system' says something else than the {first['role']} message", "one of the two")
+    return []
+
+
+def _message(turn: object, number: int) -> dict:
+    """The message as the chat template gets it: text parts joined, nulls and weight left out."""
+    if not isinstance(turn, dict):
+        raise BadRow(f"message {number} is a {kind(turn)}, not an object", '{"role": "user", "content": "..."}')
+    of = f" of message {number}"
+    role = text(turn, "role", of=of)
+    if role not in ROLES:
+        raise BadRow(f"role {role!r}{of} is unknown{nearest(role, ROLES)}", f"one of {', '.join(ROLES)}")
+    content = turn.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                found = part.get("type") if isinstance(part, dict) else part
+                raise BadRow(
+                    f"'content'{of} has a part that is no text: {found!r}",
+                    "text parts only; images and sound cannot be trained on",
+                )
+        turn = {**turn, "content": "".join(text(part, "text", empty=True, of=of) for part in content)}
+    said = {key: value for key, value in turn.items() if key not in ("weight", "tool_calls") and value is not None}
+    calls = turn.get("tool_calls") or []  # an empty list is none, and templates ask whether there is one
+    said["content"] = text(turn, "content", of=of, empty=role == "tool" or role == "assistant" and bool(calls))
+    return {**said, "tool_calls": _tool_calls(calls, of)} if calls else said
+
+
+def _tool_calls(calls: object, of: str) -> list[dict]:
+    """The calls of a message as templates expect them: arguments are an object, which OpenAI writes as JSON text."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRow(f"'tool_calls'{of} is no list of objects", '[{"function": {"name": "...", "arguments": {...}}}]')
+    return [_tool_call(call, f" of tool call {number}{of}") for number, call in enumerate(calls, 1)]
+
+
+def _tool_call(call: dict, of: str) -> dict:
+    function = call.get("function", call)  # some sets leave the object between out, as templates allow
+    if not isinstance(function, dict):
+        raise BadRow(f"'function'{of} is {shown(function)}, not an object", '{"name": "...", "arguments": {...}}')
+    text(function, "name", of=of)
+    if "arguments" in function:
+        function = {**function, "arguments": _arguments(function["arguments"], of)}
+    return {**call, "function": function} if "function" in call else function
+
+
+def tool_name(tool: dict) -> str:
+    """What a tool's JSON schema calls it; "" where it has no name."""
+    function = tool.get("function", tool)
+    return str(function.get("name") or "") if isinstance(function, dict) else ""
+
+
+def functions(message: dict) -> list[dict]:
+    """The functions that a message calls: name, and arguments as an object."""
+    return [call.get("function", call) for call in message.get("tool_calls", ())]
+
+
+def _arguments(value: object, of: str) -> dict:
+    value = _parsed(value, f"'arguments'{of}", "object")
+    if not isinstance(value, dict):
+        raise BadRow(f"'arguments'{of} is {shown(value)}, not an object", '"arguments": {"city": "Rome"}')
+    return value
+
+
+def _parsed(value: object, named: str, wanted: str) -> object:
+    """What JSON text says; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return strict_json.value(value)
+    except BadRow as bad:
+        raise BadRow(f"{named} is text that is no JSON {wanted}: {bad.reason}", bad.cure) from None
+
+
+def _check_order(roles: list[str]) -> None:
+    """Raises BadRow unless it is [system] user assistant [tool... assistant] user ... assistant."""
+    follows = {
+        "start": ("system", "developer", "user"),
+        "system": ("user",),
+        "developer": ("user",),
+        "user": ("assistant",),
+        "assistant": ("user", "tool"),
+        "tool": ("tool", "assistant"),
+    }
+    before = "start"
+    for number, role in enumerate(roles, 1):
+        if role not in follows[before]:
+            after = "first" if before == "start" else f"after {before}"
+            raise BadRow(
+                f"roles out of order: message {number} ({role}) comes {after}",
+                f"{before if before != 'start' else 'first'}: {' or '.join(follows[before])} comes next",
+            )
+        before = role
+    if before != "assistant":
+        raise BadRow(
+            f"the last message is the {before}'s, so there is nothing to learn from it", "end with an assistant message"
+        )

@@ -1,0 +1,248 @@
+"""Rows as examples: read, understood, tokenised, masked and measured; a row that cannot be used is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from anyqlora.config.resolve import AUTO, TrainConfig
+from anyqlora.core.errors import UsageError
+from anyqlora.core.terminal import printable
+from anyqlora.data import chat_template, formats
+from anyqlora.data.conversations import Talk
+from anyqlora.data.readers import sources
+from anyqlora.data.readers.bad_rows import BadRow, LongRow
+from anyqlora.data.tokenizer import WHOLE, Document, Tokens, marks, tokenize
+
+LISTED = 20  # bad rows, or reasons, in one message
+LEFT_OUT = "_not_in_template"  # ends the count of what a chat template has not written
+DIALOGUES = "rows_of_human_and_assistant"  # of raw text
+_CHUNK = 1000  # rows tokenised at a time: enough for the tokenizer's threads
+_CHARACTERS = 64  # per token of context: no text that people write has more, and a line of 10 MB costs no time
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One document as tokens."""
+
+    ids: np.ndarray  # int32 [n]
+    trained: np.ndarray  # bool [n]: token i is one to be learned
+    where: str  # "file:line"
+    prompt_ids: np.ndarray  # int32 [m]: what the model is given before the last answer
+    prompt: str
+    answer: str | None  # text of the last answer; None for raw text
+    truncated: bool = False
+    key: str = ""  # hash of the row's text: equal for duplicates
+
+
+@dataclass
+class Part:
+    """What one `dataset` or `eval_dataset` gave."""
+
+    spec: str
+    found: list[tuple[Example, int]] = field(default_factory=list)  # with the number of its source
+    weights: list[float] = field(default_factory=list)  # of each source
+    sources: list[dict] = field(default_factory=list)  # JSON-able, one per file
+    bad: list[BadRow] = field(default_factory=list)
+
+
+def read(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> Part:
+    """All examples of a specification, in order. Raises UsageError for a source that is none; bad rows are in the result."""
+    part = Part(spec)
+    for number, (name, weight) in enumerate(sources.weighted(spec, config.sources.get("dataset", "")) if spec else ()):
+        part.weights.append(weight)
+        for source in sources.read(name, held_out=held_out, samples=config.dataset_samples, offline=config.offline):
+            found, counts = _examples(config, source, tokenizer)
+            part.found += [(example, number) for example in found]
+            part.bad += source.bad
+            part.sources.append(
+                {"name": source.name, "rows": len(source.rows), "weight": weight, "notes": source.notes, **counts}
+            )
+    return part
+
+
+def skipped(config: TrainConfig, *parts: Part, can_skip: bool = True) -> list[BadRow]:
+    """The bad rows of all parts, which are passed over. Raises UsageError where they are not to be, and for a part that has no others.
+
+    `can_skip` is whether the one who reads the error has --on_bad_row and --on_long_row.
+    """
+    bad = [row for part in parts for row in part.bad]
+    refused = [row for row in bad if (config.on_long_row if isinstance(row, LongRow) else config.on_bad_row) == "error"]
+    if refused:
+        flags = dict.fromkeys(
+            "--on_long_row skip" if isinstance(row, LongRow) else "--on_bad_row skip" for row in refused
+        )
+        raise refusal(refused, f"; or {' and '.join(flags)}" if can_skip else "")
+    for part in parts:
+        if part.spec and not part.found:
+            raise UsageError(
+                "no row can be used",
+                where=part.spec,
+                cure=printable(f"mend them; the first is {bad[0].where}: {bad[0].reason} ({bad[0].cure})")
+                if bad
+                else "rows",
+            )
+    return bad
+
+
+def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
+    """The tokens with which a model is asked that was trained on rows of this style (chat, alpaca or plain).
+
+    `asked` is a question, or for chat perhaps the messages so far. Raises UsageError without a chat template, and for what it refuses.
+    """
+    if style == "chat":
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        try:
+            prompt = chat_template.render(tokenizer, messages, generation=True)
+        except BadRow as bad:
+            raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
+        document = Document(((prompt, False), ("", True)), rendered=True)
+    else:
+        document = Document(
+            ((formats.ALPACA.format(instruction=asked) if style == "alpaca" else asked, False), ("", True))
+        )
+    found = tokenize(tokenizer, [document])[0]
+    return found.ids[: found.prompt]
+
+
+def refusal(bad: list[BadRow], way_out: str) -> UsageError:
+    """The error that names the bad rows, those of one reason together."""
+    if len(bad) == 1:
+        return UsageError(printable(bad[0].reason), where=printable(bad[0].where), cure=f"{bad[0].cure}{way_out}")
+    places: dict[tuple[str, str], list[str]] = {}
+    for row in bad:
+        places.setdefault((printable(row.reason), printable(row.cure)), []).append(printable(row.where))
+    if len(places) == 1:
+        (((reason, cure), found),) = places.items()
+        return UsageError(
+            f"{len(bad)} rows cannot be used: {reason}\n  {_named(found, LISTED)}", cure=f"{cure}{way_out}"
+        )
+    most = max(1, LISTED // len(places))
+    lines = [
+        f"{found[0]}: {reason} (cure: {cure})"
+        if len(found) == 1
+        else f"{len(found)} rows: {reason} (cure: {cure}): {_named(found, most)}"
+        for (reason, cure), found in list(places.items())[:LISTED]
+    ]
+    left = sum(map(len, list(places.values())[LISTED:]))
+    return UsageError(
+        "\n  ".join([f"{len(bad)} rows cannot be used", *lines, *[f"and {left} more"] * bool(left)]),
+        cure=f"mend them{way_out}",
+    )
+
+
+def _named(places: list[str], most: int) -> str:
+    more = len(places) - most
+    return ", ".join(places[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[list[Example], dict]:
+    """The examples of one file, and what was counted on the way; what cannot be used is added to `source.bad`."""
+    if not source.rows:
+        return [], {}
+    values = [row.value for row in source.rows]
+    name = formats.choose(values, source.rows[0].where) if config.dataset_format == AUTO else config.dataset_format
+    found, counts, unused, added = [], Counter(), Counter(), marks(tokenizer)
+    for start in range(0, len(source.rows), _CHUNK):
+        documents = []
+        for row in source.rows[start : start + _CHUNK]:
+            try:
+                meant = formats.understand(row.value, name, config.prompt_format)
+                counts[DIALOGUES] += name == "text" and len(meant.parts) > 1
+                unused.update(formats.unused(row.value, name, meant))
+                said = _documents(tokenizer, meant, added, counts)
+                documents += [(row.where, _key(said), document) for document in said]
+            except BadRow as bad:
+                source.bad.append(bad.at(row.where))
+        limit = _CHARACTERS * config.context_length
+        short = [_shortened(document, limit) for _, _, document in documents]
+        for (where, key, document), shortened, tokens in zip(documents, short, tokenize(tokenizer, short), strict=True):
+            try:
+                found.append(_example(config, where, key, document, tokens, document is not shortened))
+                counts[tokens.way] += 1
+            except BadRow as bad:
+                source.bad.append(bad.at(where))
+    del counts[WHOLE]
+    return found, {"format": name, **+counts, "unused_columns": dict(unused)}
+
+
+def _documents(tokenizer, meant: formats.Text | Talk, added: dict[str, bool], counts: Counter) -> list[Document]:
+    said = (
+        [part for part, _ in meant.parts]
+        if isinstance(meant, formats.Text)
+        else [m.get("content", "") for m in meant.messages]
+    )
+    counts["rows_with_special_tokens_in_their_text"] += any(
+        name in words for name, special in added.items() if special for words in said
+    )
+    if isinstance(meant, formats.Text):
+        eos = tokenizer.eos_token
+        return [Document(meant.parts, end=eos if meant.parts[-1][0].endswith(eos) else "")]
+    documents = chat_template.documents(tokenizer, meant, tuple(added))
+    counts["conversations_split_by_turn"] += len(documents) > 1
+    counts.update(f"{what}{LEFT_OUT}" for what in chat_template.lost(meant, documents))
+    return documents
+
+
+def _key(documents: list[Document]) -> str:
+    """The same for rows that the model sees as the same text, whatever else they carry: ids, other columns."""
+    return hashlib.sha256(
+        json.dumps(["".join(part for part, _ in document.parts) for document in documents]).encode()
+    ).hexdigest()
+
+
+def _shortened(document: Document, limit: int) -> Document:
+    """The document's first `limit` characters; the document itself where it has no more."""
+    if sum(len(part) for part, _ in document.parts) <= limit:
+        return document
+    parts, left = [], limit
+    for part, learned in document.parts:
+        if left:
+            parts.append((part[:left], learned))
+        left -= len(parts[-1][0]) if left else 0
+    return Document(tuple(parts), document.rendered)
+
+
+def _example(config: TrainConfig, where: str, key: str, document: Document, tokens: Tokens, shortened: bool) -> Example:
+    """The example, cut to the context. Raises BadRow where it is too long for the setting, or nothing of it would be learned."""
+    length, context = len(tokens.ids), config.context_length
+    kept = min(context, length - shortened)  # a shortened document has got an end token that it must not have
+    truncated = kept < length
+    size = f"more than {length}" if shortened else str(length)
+    if truncated and config.on_long_row != "truncate":
+        raise LongRow(
+            f"{size} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate"
+        )
+    learned = np.array(tokens.learned[:kept], bool)
+    if not learned[1:].any():
+        why = (
+            f"the prompt ({tokens.prompt} tokens) fills the context of {context}"
+            if truncated
+            else "there is no token to learn"
+        )
+        raise BadRow(
+            f"{why}: nothing is learned from it", f"--context_length {length}" if truncated else "a longer text"
+        )
+    answer = _answer(document)
+    return Example(
+        np.array(tokens.ids[:kept], np.int32),
+        learned,
+        where,
+        np.array(tokens.ids[: tokens.prompt], np.int32),
+        answer[0],
+        answer[1],
+        truncated,
+        key,
+    )
+
+
+def _answer(document: Document) -> tuple[str, str | None]:
+    """(text before the last learned part, that part without its end token); raw text has no answer."""
+    last = max(i for i, (_, learned) in enumerate(document.parts) if learned)
+    if len(document.parts) == 1:
+        return "", None
+    return "".join(part for part, _ in document.parts[:last]), document.parts[last][0].removesuffix(document.end)

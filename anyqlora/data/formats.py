@@ -1,0 +1,199 @@
+"""What a row means: each format turns a row into text with marked answers, or into a conversation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from anyqlora.core.errors import UsageError
+from anyqlora.core.registry import nearest
+from anyqlora.data.conversations import BESIDE, Talk, conversation
+from anyqlora.data.readers.bad_rows import BadRow, kind, text
+
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+QUESTION = "###Question:\n{question}\n###Answer:\n"
+QUESTION_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+_HUMAN = re.compile(r"(### (?:Human|Assistant): ?)")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text as it stands: parts, one after the other, each with whether it is learned."""
+
+    parts: tuple[tuple[str, bool], ...]
+
+
+def exchange(prompt: str, answer: str, row: dict, style: str, question: str) -> Text | Talk:
+    """One prompt and its answer; in chat style `question` is the user's turn instead."""
+    if style == "chat":
+        return conversation(
+            [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], row, style
+        )
+    return Text(((prompt, False), (answer, True)))
+
+
+# ------------------------------------------------------------------------------------------------------- the formats
+
+
+def alpaca(row: dict, style: str) -> Text | Talk:
+    """instruction, output and perhaps input, in Alpaca's own words unless the style is chat or plain."""
+    instruction, extra, answer = text(row, "instruction"), text(row, "input", empty=True), text(row, "output")
+    question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
+    if style == "plain":
+        return exchange(question + "\n\n", answer, row, style, question)
+    words = ALPACA_INPUT if extra.strip() else ALPACA
+    return exchange(words.format(instruction=instruction, input=extra), answer, row, style, question)
+
+
+def prompt_completion(row: dict, style: str) -> Text | Talk:
+    """prompt and completion: text that is joined as it stands, or both lists of messages."""
+    if isinstance(row.get("prompt"), list):
+        if not isinstance(row.get("completion"), list):
+            raise BadRow("'prompt' is a list of messages and 'completion' is not", "messages in both, or text in both")
+        return conversation([*row["prompt"], *row["completion"]], row, style, first=len(row["prompt"]))
+    prompt = text(row, "prompt")
+    return exchange(
+        ALPACA.format(instruction=prompt) if style == "alpaca" else prompt, text(row, "completion"), row, style, prompt
+    )
+
+
+def question_answer(row: dict, style: str) -> Text | Talk:
+    """question, answer and perhaps context, in fsdp_qlora's words (its styles qna and qna_no_ctx) unless the style is another."""
+    question, context, answer = text(row, "question"), text(row, "context", empty=True), text(row, "answer")
+    joined = f"{context}\n\n{question}" if context.strip() else question
+    if style == "alpaca":
+        words = (ALPACA_INPUT if context.strip() else ALPACA).format(instruction=question, input=context)
+    elif style == "plain":
+        words = joined + "\n\n"
+    else:
+        words = (QUESTION_CONTEXT if context.strip() else QUESTION).format(question=question, context=context)
+    return exchange(words, answer, row, style, joined)
+
+
+def messages(row: dict, style: str) -> Talk:
+    """A conversation as OpenAI writes it: a list of {"role": ..., "content": ...} under "messages", perhaps "tools" beside it."""
+    return conversation(row["messages"], row, style)
+
+
+def sharegpt(row: dict, style: str) -> Talk:
+    """A conversation as ShareGPT writes it: {"from": "human" or "gpt", "value": ...} under "conversations", perhaps "system" beside it."""
+    turns = row["conversations"]
+    if not isinstance(turns, list):
+        raise BadRow(f"'conversations' is a {kind(turns)}, not a list", '[{"from": "human", "value": "..."}, ...]')
+    said = []
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise BadRow(f"turn {number} is a {kind(turn)}, not an object", '{"from": "human", "value": "..."}')
+        if "role" in turn and "from" not in turn:  # sets converted half way
+            said.append(turn)
+            continue
+        role = text(turn, "from", of=f" of turn {number}")
+        if role not in SHAREGPT_ROLES:
+            raise BadRow(
+                f"turn {number} is from {role!r}{nearest(role, SHAREGPT_ROLES)}", f"one of {', '.join(SHAREGPT_ROLES)}"
+            )
+        said.append(
+            {
+                "role": SHAREGPT_ROLES[role],
+                "content": text(turn, "value", of=f" of turn {number}"),
+                **({"weight": turn["weight"]} if "weight" in turn else {}),
+            }
+        )
+    return conversation(said, row, style)
+
+
+def raw_text(row: dict, style: str) -> Text:
+    """Text of which everything is learned; of a dialogue with "### Human:" and "### Assistant:" (Guanaco) the assistant's words are."""
+    whole = text(row, "text")
+    if style in ("chat", "alpaca"):
+        raise BadRow(f"raw text has no {style} form", "--prompt_format plain, or rows with prompt and completion")
+    pieces = _HUMAN.split(whole)
+    if len(pieces) < 5 or pieces[0].strip() or not any(piece.startswith("### Assistant") for piece in pieces):
+        return Text(((whole, True),))
+    parts: list[tuple[str, bool]] = [(pieces[0], False)]
+    for mark, said in zip(pieces[1::2], pieces[2::2], strict=True):
+        if mark.startswith("### Assistant") and said.strip():
+            parts[-1] = (parts[-1][0] + mark, False)
+            parts += [(said, True), ("", False)]
+        else:
+            parts[-1] = (parts[-1][0] + mark + said, False)
+    if len(parts) == 1:
+        raise BadRow("the assistant says nothing", "fill it in, or delete the row")
+    return Text(tuple(parts[:-1]))  # what a human says last is answered by nobody
+
+
+# --------------------------------------------------------------------------------------------------------- the table
+
+FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict, str], Text | Talk]]] = {
+    # name: (the keys by which a row is known, row and style -> Text or Talk); the first whose keys are all there is it
+    "messages": (("messages",), messages),
+    "sharegpt": (("conversations",), sharegpt),
+    "alpaca": (("instruction", "output"), alpaca),
+    "prompt_completion": (("prompt", "completion"), prompt_completion),
+    "question_answer": (("question", "answer"), question_answer),
+    "text": (("text",), raw_text),
+}
+OPTIONAL = {"messages": BESIDE, "sharegpt": BESIDE, "alpaca": ("input",), "question_answer": ("context",)}
+
+
+def detect(row: dict) -> str | None:
+    """The format whose keys the row has."""
+    return next((name for name, (keys, _) in FORMATS.items() if all(key in row for key in keys)), None)
+
+
+def choose(rows: list[dict], where: str) -> str:
+    """The format of a file: that of its first row which has one. Raises UsageError where no row has."""
+    for row in rows:
+        if name := detect(row):
+            return name
+    known = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
+    raise UsageError(
+        f"no known format: the row has {', '.join(map(repr, rows[0])) or 'nothing'}",
+        where=where,
+        cure=f"keys of a format - {known}",
+    )
+
+
+def understand(row: dict, name: str, style: str) -> Text | Talk:
+    """What `row` of format `name` says. Raises BadRow."""
+    keys, function = FORMATS[name]
+    missing = [key for key in keys if key not in row]
+    other = detect(row)
+    if missing and other:
+        raise BadRow(
+            f"a row of format {other} among rows of format {name}",
+            "one format per file: put these rows into a file of their own",
+        )
+    if missing:
+        near = nearest(missing[0], row)
+        raise BadRow(
+            f"no {', '.join(map(repr, missing))} (format {name}){near}",
+            f"it has {', '.join(map(repr, row)) or 'nothing'}",
+        )
+    return function(row, style)
+
+
+def unused(row: dict, name: str, meant: Text | Talk) -> list[str]:
+    """The columns of the row that hold something and are neither seen nor learned."""
+    used = FORMATS[name][0] + OPTIONAL.get(name, ()) + (BESIDE if isinstance(meant, Talk) else ())
+    return [key for key, value in row.items() if key not in used and value not in (None, "", [])]

@@ -1,0 +1,358 @@
+"""Where rows come from: files, directories, the hub and built-in names become rows that know their line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from anyqlora.core.errors import UsageError
+from anyqlora.data.readers import strict_json
+from anyqlora.data.readers.bad_rows import BadRow
+
+DEMO = Path(__file__).parents[2] / "demo" / "task"
+HUB = {  # built-in name -> hub id
+    "alpaca": "yahma/alpaca-cleaned",
+    "alpaca_sample": "yahma/alpaca-cleaned",
+    "guanaco": "timdettmers/openassistant-guanaco",
+    "sql": "knowrohit07/know_sql",
+    "orca_math": "microsoft/orca-math-word-problems-200k",
+}
+MADE_HERE = ("dummy", "demo")
+BUILT_IN = (*HUB, *MADE_HERE)
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_SIGNATURES = {  # first bytes -> (what the file is instead of text, cure)
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    b"\x1f\x8b": ("gzip", "gunzip it"),
+    b"PK\x03\x04": ("a zip archive", "unzip it"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
+    b"PAR1": ("Parquet", "name it .parquet"),
+}
+_DESCRIPTIONS = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "state.json",
+)  # what Hugging Face's datasets writes beside the rows
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
+_TRAIN_SPLIT = re.compile(r"(^|[^a-z])train(ing)?(set)?([^a-z]|$)", re.IGNORECASE)
+_OTHER_SPLIT = re.compile(
+    r"(^|[^a-z])(test(ing)?|valid(ation)?|val|dev(elopment)?|eval(uation)?|h[eo]ld[ _-]?out)(set|s)?([^a-z]|$)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read."""
+
+    value: dict
+    where: str  # "file:line"; for Parquet "file:number of the row"
+
+
+@dataclass
+class Source:
+    """All rows of one file, with what could not be read and what was passed over."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
+    """[(source, weight)] of "a.jsonl=2,b.jsonl=0.5". A spec that is itself a path is one source."""
+    if Path(os.path.expanduser(spec)).exists():
+        return [(spec, 1.0)]
+    found = []
+    for part in filter(None, (part.strip() for part in spec.split(","))):
+        name, equals, weight = part.rpartition("=")
+        try:
+            number = float(weight) if equals else 1.0
+        except ValueError:
+            equals, number = "", 1.0
+        if not 0 < number <= 1000:
+            raise UsageError(
+                f"weight {weight} of {name} is not between 0 and 1000",
+                where=where,
+                cure="to give a source no weight, leave it out",
+            )
+        found.append((name.strip() if equals else part, number))
+    if not found:
+        raise UsageError("no source named", where=where, cure="--dataset FILE")
+    return found
+
+
+def placed(spec: str, otherwise: Callable[[str], str]) -> str:
+    """The same specification with whole paths, so that it can be read from anywhere; `otherwise` gives what is no file here."""
+
+    def whole(name: str) -> str:
+        path = Path(os.path.expanduser(name))
+        return str(path.absolute()) if path.exists() and name not in MADE_HERE else otherwise(name)
+
+    found = [(whole(name), weight) for name, weight in weighted(spec)] if spec else []
+    if all(weight == 1 for _, weight in found) and len(found) < 2:
+        return "".join(name for name, _ in found)
+    if any("," in name for name, _ in found):  # among others such a path is two
+        return otherwise(spec)
+    return ",".join(f"{name}={weight!r}" for name, weight in found)
+
+
+def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | None:
+    """The file or directory behind one source's name, downloaded if it is on the hub; None for dummy, which is generated.
+
+    Raises UsageError for what is no source at all.
+    """
+    path = Path(os.path.expanduser(name))
+    if name == "demo":
+        return DEMO / ("heldout.jsonl" if held_out else "train.jsonl")
+    if name == "dummy":
+        return None
+    if path.exists():
+        return path
+    if name in HUB or (_HUB_ID.fullmatch(name) and path.suffix.lower() not in READERS):
+        return download(HUB.get(name, name), offline)
+    raise UsageError(
+        "no such file or directory", where=name, cure=f"a path, a hub id (owner/name) or one of: {', '.join(BUILT_IN)}"
+    )
+
+
+def files(name: str, *, held_out: bool = False, offline: bool = False) -> list[Path]:
+    """The files that one source is read from, in order. `held_out` chooses the split of a directory."""
+    path = root(name, held_out=held_out, offline=offline)
+    if path is None:
+        return []
+    found = split(path, held_out)[0] if path.is_dir() else [path]
+    return found[:1] if name == "alpaca_sample" else found
+
+
+def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool = False) -> list[Source]:
+    """The rows of one source, file by file. `held_out` chooses the split, `samples` the rows of alpaca_sample and dummy.
+
+    Raises UsageError for what is no source at all; rows that cannot be read are in each `bad`.
+    """
+    if name == "dummy":
+        return [dummy(samples)]
+    found = [file(path) for path in files(name, held_out=held_out, offline=offline)]
+    if name == "alpaca_sample":
+        del found[0].rows[samples:]
+    path = root(name, held_out=held_out, offline=offline)
+    left = [str(p.relative_to(path)) for p in split(path, held_out)[1]] if path.is_dir() else []
+    if left and name != "alpaca_sample":
+        found[0].notes.append(f"left out, by their names another split or a description: {', '.join(left)}")
+    return found
+
+
+def dummy(count: int) -> Source:
+    """Rows that mean nothing, to try the machinery with."""
+    rows = [
+        {"prompt": f"Question {i}: what is {i} plus {i + 1}?\nAnswer:", "completion": f" {2 * i + 1}"}
+        for i in range(count)
+    ]
+    return Source("dummy", [Row(row, f"dummy:{i}") for i, row in enumerate(rows, 1)])
+
+
+def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
+    """(chosen, left out) of the files of known kind below `path`, in the order of their names: those of the train split, or if
+    `held_out` of a test split, where the names tell; else all that hold rows."""
+    found = sorted(
+        p
+        for p in path.rglob("*")
+        if p.is_file()
+        and p.suffix.lower() in READERS
+        and not any(part.startswith(".") for part in p.relative_to(path).parts)
+    )
+    if not found:
+        raise UsageError(
+            "no file of rows in this directory", where=str(path), cure=f"files that end in {', '.join(READERS)}"
+        )
+
+    rows = [p for p in found if p.name not in _DESCRIPTIONS] or found
+
+    def named(pattern):
+        return [p for p in rows if pattern.search(str(p.relative_to(path).with_suffix("")))]
+
+    train, other = named(_TRAIN_SPLIT), named(_OTHER_SPLIT)
+    wanted, unwanted = (other, train) if held_out else (train, other)
+    chosen = wanted or [p for p in rows if p not in unwanted] or rows
+    return chosen, [p for p in found if p not in chosen]
+
+
+def download(repository: str, offline: bool) -> Path:
+    """The directory of a hub dataset's files of rows, from the cache where they are there."""
+    from huggingface_hub import snapshot_download
+
+    wanted = [f"*{suffix}" for suffix in READERS]
+    try:
+        return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=wanted, local_files_only=offline))
+    except Exception as error:  # the hub's client raises a dozen kinds, some of them httpx's own
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise UsageError(
+            f"no such path, and not read from the hub: {type(error).__name__}: {reason}",
+            where=repository,
+            cure="check the path or the hub id; offline, only what was downloaded before can be read",
+        ) from None
+
+
+def file(path: str | Path) -> Source:
+    """The rows of one file, by its suffix. Raises UsageError for a file that is no text, is empty or is of unknown kind."""
+    path = Path(path)
+    source = Source(str(path))
+    if path.suffix.lower() not in READERS:
+        raise UsageError(f"unknown kind of file {path.suffix!r}", where=str(path), cure=f"one of {', '.join(READERS)}")
+    try:
+        READERS[path.suffix.lower()](path, source)
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
+    if not source.rows and not source.bad:
+        raise UsageError("no rows: the file is empty", where=str(path), cure="one row per line, or leave the file out")
+    return source
+
+
+def _content(path: Path, source: Source) -> bytes:
+    """The file's bytes without a UTF-8 byte order mark. Raises UsageError for what is visibly no text."""
+    content = path.read_bytes()
+    for signature, (what, cure) in _SIGNATURES.items():
+        if content.startswith(signature):
+            raise UsageError(f"not UTF-8 text but {what}", where=str(path), cure=cure)
+    head = content[:4096].split(b"\n")[0]
+    if head.strip(b"\0") and len(_CONTROL.findall(head)) > len(head) // 8:
+        raise UsageError(
+            "not UTF-8 text: a binary file, or UTF-16", where=str(path), cure="UTF-16: iconv -f UTF-16 -t UTF-8"
+        )
+    if content.startswith(b"\xef\xbb\xbf"):
+        source.notes.append("a byte order mark was passed over")
+        content = content[3:]
+    return content
+
+
+def _json(path: Path, source: Source) -> None:
+    """A list of rows or one row per line, whichever the first character says: both are found under both suffixes."""
+    content = _content(path, source)
+    is_list = content.lstrip()[:1] == b"[" and path.suffix.lower() == ".json"
+    for where, row in (strict_json.items if is_list else strict_json.lines)(content, str(path)):
+        if isinstance(row, BadRow):
+            source.bad.append(row)
+        else:
+            source.rows.append(Row(row, where))
+    if path.suffix.lower() == ".json" and not source.rows and source.bad and not is_list:
+        raise UsageError(
+            "neither a list of rows nor one row per line",
+            where=source.bad[0].where,
+            cure='[{"prompt": "...", "completion": "..."}, ...]',
+        )
+
+
+def _csv(path: Path, source: Source) -> None:
+    """The first line names the columns. Every cell is text."""
+    content = _content(path, source)
+    if b"\0" in content:
+        raise UsageError("a NUL byte", where=f"{path}:{content[: content.index(0)].count(10) + 1}", cure="delete it")
+    try:
+        text = strict_json.text_of(content, str(path), 1)
+    except BadRow as bad:
+        raise UsageError(bad.reason, where=bad.where, cure=bad.cure) from None
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
+    )
+    names: list[str] = []
+    while True:
+        where = f"{path}:{reader.line_num + 1}"
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:  # the reader has lost its place: nothing after this can be trusted
+            source.bad.append(BadRow(f"not CSV: {error}", "put quotes around cells, and double those inside", where))
+            return
+        if cells and not names:
+            names = cells
+            if len(set(names)) < len(names) or "" in names:
+                raise UsageError(
+                    f"the header names a column twice or not at all: {', '.join(map(repr, names))}",
+                    where=where,
+                    cure="one name for each column",
+                )
+        elif len(cells) == len(names):
+            source.rows.append(Row(dict(zip(names, cells, strict=True)), where))
+        elif cells:
+            source.bad.append(
+                BadRow(
+                    f"{len(cells)} cells, but the header has {len(names)}",
+                    "put quotes around a cell that holds a comma or a line break",
+                    where,
+                )
+            )
+
+
+def _parquet(path: Path, source: Source) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise UsageError(
+                    f"a column is there twice: {', '.join(map(repr, names))}",
+                    where=str(path),
+                    cure="one name for each column",
+                )
+            for batch in table.iter_batches():
+                _add_batch(batch, path, source)
+    except pyarrow.ArrowException as error:
+        raise UsageError(
+            f"not Parquet: {str(error).splitlines()[0]}",
+            where=str(path),
+            cure="write it anew, or name it by what it is",
+        ) from None
+
+
+def _add_batch(batch, path: Path, source: Source) -> None:
+    before = len(source.rows) + len(source.bad)
+    try:
+        values = batch.to_pylist()
+    except (ValueError, OverflowError):  # one that Python cannot have, of which the error does not say the row
+        values = [_alone(batch.slice(number, 1)) for number in range(batch.num_rows)]
+    for number, value in enumerate(values, before + 1):
+        where = f"{path}:{number}"
+        if isinstance(value, BadRow):
+            source.bad.append(value.at(where))
+        else:
+            source.rows.append(Row(_without_nulls(value), where))
+
+
+def _alone(batch) -> dict | BadRow:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return BadRow(
+            f"text that is not UTF-8: byte 0x{error.object[error.start]:02x}", "write the file anew from UTF-8 text"
+        )
+    except (ValueError, OverflowError) as error:
+        return BadRow(f"a value that cannot be read: {error}", "a value that fits, or leave the column out")
+
+
+def _without_nulls(value: object, inside: bool = False) -> object:
+    """Without the nulls that Parquet puts into tools and tool calls: all of a column have the keys of each.
+
+    A null that somebody wrote there looks the same, and is left out, too.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(item, inside) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_nulls(item, inside or key in ("tools", "tool_calls"))
+        for key, item in value.items()
+        if not inside or item is not None
+    }
+
+
+READERS = {".jsonl": _json, ".json": _json, ".ndjson": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}

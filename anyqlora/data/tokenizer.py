@@ -1,0 +1,179 @@
+"""Between text and tokens: the model's own tokenizer and chat template, and which tokens of a text are learned."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from anyqlora.core.errors import UsageError
+from anyqlora.core.lazy_imports import uncollected
+
+DEMO = Path(__file__).parents[1] / "demo" / "base"
+_LEADS = ("", "\n", "a")  # what may stand before a part so that a tokenizer adds no space of its own
+
+
+def load(name: str, trust_remote_code: bool = False, revision: str = "main", offline: bool = False):
+    """The tokenizer (transformers') of a model directory or hub id; "demo" is the embedded base. Raises UsageError."""
+    with uncollected("transformers"):
+        from transformers import AutoTokenizer
+
+    local = DEMO if name == "demo" else Path(os.path.expanduser(name))
+    here = local.exists()
+    try:
+        found = AutoTokenizer.from_pretrained(
+            str(local) if here else name,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            local_files_only=offline or here,
+        )
+    except (
+        Exception
+    ) as error:  # a missing file, a broken JSON, an unknown class and a network failure all come as other kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"no tokenizer: {reason}", where=name, cure="a directory with tokenizer.json, or the hub id of a model"
+        ) from None
+    for template in found.chat_template if isinstance(found.chat_template, dict) else ():
+        if not re.fullmatch(r"[\w-]+", template):  # each is saved with the adapter as a file of its name
+            raise UsageError(
+                f"a chat template is called {template!r}", where=name, cure="a plain name in tokenizer_config.json"
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text that becomes one example: parts in order, each with whether it is learned."""
+
+    parts: tuple[tuple[str, bool], ...]
+    rendered: bool = False  # by a chat template, which writes the begin token itself
+    end: str = ""  # the end token that the last learned part has of its own
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A document as tokens."""
+
+    ids: list[int]
+    learned: list[bool]  # of each token
+    prompt: int  # tokens before the last learned part
+    way: str  # one of the following
+
+
+WHOLE = "whole"  # as the text is tokenised
+IN_PARTS = "rows_tokenised_in_parts"  # a merge would have joined a prompt's end and an answer's beginning
+MERGED = "rows_with_a_token_across_a_border"  # the text cannot be tokenised in parts
+
+
+def marks(tokenizer) -> dict[str, bool]:
+    """{token: whether it is special} of the tokens that were put beside the language, the longest first.
+
+    Gemma adds line breaks and spaces as tokens: such are none.
+    """
+    found = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()} | dict.fromkeys(
+        tokenizer.all_special_tokens, True
+    )
+    return {name: found[name] for name in sorted(found, key=lambda name: (-len(name), name)) if name.strip()}
+
+
+def specials(tokenizer) -> list[int]:
+    """The tokens that the tokenizer puts before a text of its own accord, BOS as a rule."""
+    plain = tokenizer.encode("x", add_special_tokens=False)
+    full = tokenizer.encode("x", add_special_tokens=True)
+    return next((full[:i] for i in range(len(full)) if full[i : i + len(plain)] == plain), [])
+
+
+def encode_all(tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of each text, none added."""
+    return (
+        tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        if texts
+        else []
+    )
+
+
+def tokenize(tokenizer, documents: Sequence[Document]) -> list[Tokens]:
+    """The tokens of each document.
+
+    The tokens before a learned part are those that the text before it has when it stands alone, which is what the model sees
+    when it is asked; the part's own tokens follow. Where text and text together have the same tokens, they are taken.
+    """
+    before = specials(tokenizer)
+    wholes = iter(
+        encode_all(
+            tokenizer, ["".join(p for p, _ in d.parts[:n]) for d in documents for n in range(1, len(d.parts) + 1)]
+        )
+    )
+    out = []
+    for document in documents:
+        prefixes = [next(wholes) for _ in document.parts]
+        out.append(_tokenize(tokenizer, document, prefixes, [] if _begins(tokenizer, document) else before))
+    return out
+
+
+def _begins(tokenizer, document: Document) -> bool:
+    """Whether the text has its begin token already."""
+    bos = tokenizer.bos_token
+    return document.rendered or bool(bos and document.parts[0][0].startswith(bos))
+
+
+def _tokenize(tokenizer, document: Document, prefixes: list[list[int]], before: list[int]) -> Tokens:
+    ids, ends, way = prefixes[0], [len(prefixes[0])], WHOLE
+    for (part, _), whole in zip(document.parts[1:], prefixes[1:], strict=True):
+        if whole[: len(ids)] == ids:
+            ids = whole
+        else:
+            tail = _tail(tokenizer, ids, part, whole)
+            if tail is None:
+                return _merged(tokenizer, document, prefixes, before)
+            ids, way = ids + tail, IN_PARTS
+        ends.append(len(ids))
+    learned = [
+        flag for (_, flag), start, end in zip(document.parts, [0, *ends], ends, strict=False) for _ in range(start, end)
+    ]
+    return _ended(tokenizer, document, before + ids, [False] * len(before) + learned, way)
+
+
+def _tail(tokenizer, ids: list[int], part: str, whole: list[int]) -> list[int] | None:
+    """Tokens of `part` that, after `ids`, spell the same text as `whole`; None where there are none."""
+    for lead in _LEADS:
+        alone, led = encode_all(tokenizer, [lead, lead + part]) if lead else ([], encode_all(tokenizer, [part])[0])
+        if led[: len(alone)] == alone and spell(tokenizer, ids + led[len(alone) :]) == spell(tokenizer, whole):
+            return led[len(alone) :]
+    return None
+
+
+def spell(tokenizer, ids: Sequence[int]) -> str:
+    """The text of tokens, special ones written out."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _merged(tokenizer, document: Document, prefixes: list[list[int]], before: list[int]) -> Tokens:
+    """The tokens of the whole text; one that holds a border belongs to the part after it."""
+    whole = prefixes[-1]
+    starts = [0, *itertools.accumulate((_common(prefix, whole) for prefix in prefixes[:-1]), max), len(whole)]
+    learned = [
+        flag
+        for (_, flag), start, end in zip(document.parts, starts, starts[1:], strict=False)
+        for _ in range(start, end)
+    ]
+    return _ended(tokenizer, document, before + whole, [False] * len(before) + learned, MERGED)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _ended(tokenizer, document: Document, ids: list[int], learned: list[bool], way: str) -> Tokens:
+    """With the end token, which is learned like any other, where the text has none of its own."""
+    has_end = bool(document.end) if document.rendered else ids[-1:] == [tokenizer.eos_token_id] and learned[-1]
+    if not has_end:
+        ids, learned = [*ids, tokenizer.eos_token_id], [*learned, True]
+    backward = learned[::-1]
+    last = backward.index(True)
+    run = backward[last:].index(False) if False in backward[last:] else len(ids) - last
+    return Tokens(ids, learned, len(ids) - last - run, way)

@@ -1,0 +1,44 @@
+"""An exported adapter under plain mlx-lm, against the run's own model: both in float32 on the base as it is in its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+
+from anyqlora.models.architectures import read_config, vocabulary
+from anyqlora.models.hub import base_directory
+from anyqlora.models.prequantized import quantized_as
+from anyqlora.on_mlx.inference import opened
+from anyqlora.on_mlx.mlx_lm_bridge.config_translation import translated
+from anyqlora.runs.finished import Finished, plan_here
+
+LENGTH = 32
+
+
+def against_mlx_lm(run: Finished, adapter: Path, changed: dict) -> tuple[float, float, str]:
+    """(largest difference of two logits, largest logit, what else is to be said). Raises as opening a run does."""
+    from mlx_lm.utils import load_adapters, load_model
+
+    base = base_directory(run.config.with_(**changed))
+    packed = quantized_as(read_config(base))
+    quantizer = (
+        {"quantizer": packed, "n_bits": 4} if packed else {"quantizer": "none", "n_bits": 16, "train_type": "lora"}
+    )
+    ours = opened(run, plan_here(run, {**changed, **quantizer, "backend": "mlx", "precision": "fp32"}))
+    described = read_config(base)
+    added = translated(described, base, run.config.context_length)
+    theirs, _ = load_model(base)
+    theirs.set_dtype(mx.float32)
+    theirs = load_adapters(theirs, str(adapter))
+    theirs.eval()
+    ours.built.model.eval()
+    ids = (mx.arange(2 * LENGTH).reshape(2, LENGTH) * 7 + 3) % (vocabulary(described) or 256)
+    one, other = ours.built.model(ids).astype(mx.float32), theirs(ids).astype(mx.float32)
+    lost = [key for key in added if key != "sliding_window_pattern"]
+    note = (
+        f"plain mlx-lm passes over {', '.join(lost)} of this base, as transformers 5 writes it: convert --to mlx writes it in its words"
+        if lost
+        else ""
+    )
+    return float(mx.abs(one - other).max()), float(mx.abs(one).max()), note

@@ -1,0 +1,1 @@
+"""Between Hugging Face's form of a model and mlx-lm's."""

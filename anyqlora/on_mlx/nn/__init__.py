@@ -1,0 +1,1 @@
+"""Layers, adapters, quantizers and the loss on MLX."""

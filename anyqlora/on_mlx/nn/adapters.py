@@ -1,0 +1,200 @@
+"""What is learned on MLX: LoRA, its variants and full fine-tuning, by PEFT's names and in PEFT's orientation."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from anyqlora.config.resolve import TrainConfig
+from anyqlora.core.errors import UsageError
+from anyqlora.models.lora_targets import PREFIX, chosen, last, plain, shortest, whole
+from anyqlora.models.prequantized import loadable
+from anyqlora.on_mlx.nn.layers import linears, replace
+from anyqlora.on_mlx.nn.quantizers import product
+from anyqlora.training.schedule import uniform_start
+
+ROWS = 1024  # tokens
+
+
+@mx.custom_function
+def narrow(x: mx.array, factor: mx.array) -> mx.array:
+    """x F^T in x's dtype of a float32 factor F [out, in], whose gradient is summed in float32: autograd's own is rounded to x's dtype."""
+    return x @ factor.astype(x.dtype).T
+
+
+@narrow.vjp
+def _of_narrow(primals, cotangent, output):
+    return gradients(*primals, cotangent)
+
+
+@mx.custom_function
+def added(base: mx.array, x: mx.array, factor: mx.array) -> mx.array:
+    """base + x F^T in one product: see `narrow`."""
+    return mx.addmm(base, x, factor.astype(x.dtype).T)
+
+
+@added.vjp
+def _of_added(primals, cotangent, output):
+    return cotangent, *gradients(*primals[1:], cotangent)
+
+
+def gradients(x: mx.array, factor: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+    """Of x F^T: those by x, in x's dtype, and by F, in float32."""
+    of_factor = summed(cotangent, x)
+    return mx.depends([cotangent @ factor.astype(x.dtype)], [of_factor])[0], of_factor
+
+
+def summed(gradient: mx.array, x: mx.array) -> mx.array:
+    """gradient^T x [out, in] of [..., out] and [..., in], float32, in parts of ROWS tokens: neither is whole in float32."""
+    total = mx.zeros((gradient.shape[-1], x.shape[-1]))
+    gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
+    for start in range(0, len(x), ROWS):
+        some, others = mx.depends([gradient[start : start + ROWS], x[start : start + ROWS]], [total])
+        total = total + some.astype(mx.float32).T @ others.astype(mx.float32)
+    return total
+
+
+class LoraLinear(nn.Module):
+    """base(x) + scale dropout(x) A^T B^T in x's dtype; A [rank, in] and B [out, rank], both learned in float32."""
+
+    def __init__(self, base: nn.Module, a: mx.array, b: mx.array, scale: float, dropout: float):
+        super().__init__()
+        self.base_layer, self.lora_A, self.lora_B = base, a, b
+        self.scale, self.dropout = scale, dropout
+        self._key = None  # of this forward pass's dropout: a recomputed one has to draw the same
+
+    def dropped(self, x: mx.array) -> mx.array:
+        """`x`, in training with a part of it zeroed. By how much the rest grows is left to the narrow product: see `kept`."""
+        return x if self.kept == 1 else mx.where(mx.random.bernoulli(self.kept, x.shape, key=self._key), x, 0)
+
+    @property
+    def kept(self) -> float:
+        """The part of x that dropout leaves."""
+        return 1 - self.dropout if self.training else 1.0
+
+    def __call__(self, x: mx.array) -> mx.array:
+        middle = narrow(self.dropped(x), self.lora_A) * (self.scale / self.kept)
+        return added(self.base_layer(x), middle, self.lora_B)
+
+
+class DoraLinear(LoraLinear):
+    """m V x / |V| with V = W + scale B A, its row norms taken as constants of the gradient (Liu et al. 2024, section 4.3), as PEFT has it."""
+
+    def __init__(self, base, a, b, scale, dropout, dequantize):
+        super().__init__(base, a, b, scale, dropout)
+        self.dequantize = dequantize
+        self.lora_magnitude_vector = mx.linalg.norm(self._weight(), axis=1)
+        mx.eval(self.lora_magnitude_vector)  # or all layers' weights would be unpacked together
+
+    def _weight(self, after: mx.array | None = None) -> mx.array:
+        return self.dequantize(self.base_layer, after).astype(mx.float32)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out, dropped = self.base_layer(x), self.dropped(x.astype(mx.float32)) / self.kept
+        bias = self.base_layer.get("bias", 0)
+        # Under dropout the frozen part of the difference sees the same dropped input as the adapter.
+        frozen = product(dropped, self._weight) if self.training and self.dropout else out - bias
+        norm = mx.stop_gradient(mx.linalg.norm(self._weight(x) + self.scale * (self.lora_B @ self.lora_A), axis=1))
+        share = self.lora_magnitude_vector / norm
+        delta = (dropped @ self.lora_A.T) @ self.lora_B.T
+        return (out + (share - 1) * frozen + share * self.scale * delta).astype(out.dtype)
+
+
+class Lora:
+    """y = W x + (alpha / rank) B A x, with A uniform in +-1/sqrt(in), B zero (Hu et al. 2021)."""
+
+    variant: dict = {}
+    folder = "adapter"
+
+    def __init__(self, config: TrainConfig, quantizer):
+        self.config, self.quantizer = config, quantizer
+
+    @property
+    def scale(self) -> float:
+        return self.config.lora_alpha / self.config.lora_rank
+
+    def wrap(self, base: nn.Module, a: mx.array, b: mx.array) -> LoraLinear:
+        return LoraLinear(base, a, b, self.scale, self.config.lora_dropout)
+
+    def attach(self, model: nn.Module, model_type: str) -> dict[str, str]:
+        """Put adapters on the chosen layers. Returns {file name: path of the parameter}, sorted. Raises UsageError."""
+        config, layers = self.config, linears(model)
+        where = config.sources.get("lora_target_modules", "")
+        self.chosen = chosen(config.lora_target_modules, model_type, layers, where)
+        if not self.chosen:
+            raise UsageError(
+                f"lora_target_modules: {config.lora_target_modules!r} matches no linear layer of this {model_type} model",
+                where=where,
+                cure=f"all, or some of: {', '.join(sorted({last(name) for name in layers}))}",
+            )
+        self.modules = [name for name, _ in model.named_modules() if name]
+        model.freeze()
+        names = {}
+        for name in sorted(self.chosen):
+            outputs, inputs = layers[name]
+            a = uniform_start(PREFIX + name, (config.lora_rank, inputs), 1 / math.sqrt(inputs), config.seed)
+            layer = self.wrap(model_at(model, name), mx.array(a), mx.zeros((outputs, config.lora_rank)))
+            layer.base_layer.freeze()
+            replace(model, name, layer)
+            for kind, _ in tree_flatten(layer.trainable_parameters()):
+                names[f"{PREFIX}{name}.{kind}" + ("" if kind == "lora_magnitude_vector" else ".weight")] = (
+                    f"{name}.{kind}"
+                )
+        return dict(sorted(names.items()))
+
+    def describe(self) -> dict:
+        """adapter_config.json, as PEFT itself writes it."""
+        from peft import LoraConfig
+
+        made = LoraConfig(
+            r=self.config.lora_rank,
+            lora_alpha=whole(self.config.lora_alpha),
+            lora_dropout=self.config.lora_dropout,
+            target_modules=shortest(self.chosen, self.modules),
+            bias="none",
+            task_type="CAUSAL_LM",
+            **self.variant,
+        )
+        return plain({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)})
+
+
+class RankStabilisedLora(Lora):
+    """LoRA scaled by alpha / sqrt(rank) (Kalajdzievski 2023)."""
+
+    variant = {"use_rslora": True}
+
+    @property
+    def scale(self) -> float:
+        return self.config.lora_alpha / math.sqrt(self.config.lora_rank)
+
+
+class Dora(Lora):
+    """LoRA on the direction of each weight row, with a learned magnitude."""
+
+    variant = {"use_dora": True}
+
+    def wrap(self, base, a, b):
+        return DoraLinear(base, a, b, self.scale, self.config.lora_dropout, self.quantizer.dequantize)
+
+
+class Full:
+    """Every weight is learned, in float32."""
+
+    folder = "model"
+
+    def __init__(self, config: TrainConfig, quantizer):
+        self.config = config
+
+    def attach(self, model: nn.Module, model_type: str) -> dict[str, str]:
+        model.unfreeze()
+        return {name: name for name in sorted(name for name, _ in tree_flatten(model.trainable_parameters()))}
+
+    def describe(self) -> dict:
+        return {}
+
+
+def model_at(model: nn.Module, name: str) -> nn.Module:
+    return dict(model.named_modules())[name]

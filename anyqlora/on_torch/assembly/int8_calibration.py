@@ -1,0 +1,166 @@
+"""Products in 8 bits, taken only where they prove themselves: on rows of the run's own, before its first step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from anyqlora.core.errors import RunError
+from anyqlora.on_torch.adapters.fused_layers import Group, fused_layers
+from anyqlora.on_torch.kernels.cpu import bindings
+from anyqlora.on_torch.kernels.frozen_matmul import Products, Whole, widened
+from anyqlora.on_torch.loss import TrainedTokenLoss
+from anyqlora.on_torch.memory.malloc import unmapping
+
+NEAR = 0.08  # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
+TINY = 1e-30
+LOSS = 0.005  # how far the loss of those rows may move
+
+
+class _Compared(Whole):
+    """Whole products beside which the rounded ones are made, too.
+
+    How far these are `off` is a part of what tells tokens apart: of the norm of the whole ones without their mean over a row's tokens, since
+    one number that stands out in every token makes that mean large.
+    """
+
+    def __init__(self, rounded: Products):
+        self.rounded, self.squares = (
+            rounded,
+            {"outputs": [0.0, TINY], "gradients": [0.0, TINY]},
+        )  # of differences, and of what they are a part of
+
+    @property
+    def off(self) -> float:
+        """Of outputs or of gradients, whichever is farther."""
+        found = max(math.sqrt(off / whole) for off, whole in self.squares.values())
+        return found if math.isfinite(found) else math.inf
+
+    def forward(self, read, weight, bias, narrow=None):
+        y = super().forward(read, weight, bias)
+        self._note("outputs", y, weight, lambda rounded, made: rounded.forward(rounded.read(read), made, bias))
+        return widened(y, narrow)
+
+    def backward(self, g, weight, to, narrow=None):
+        of_x = super().backward(g, weight, None)
+        self._note("gradients", of_x, weight, lambda rounded, made: rounded.backward(g, made, None))
+        of_x = of_x if to is None else to.add_(of_x)
+        return widened(of_x, narrow, is_turned=True)
+
+    def _note(self, what: str, whole: torch.Tensor, weight: torch.Tensor, product: Callable) -> None:
+        noted = self.squares[what]
+        if not self.rounded.takes(weight):
+            noted[0] = math.inf
+            return
+        rounded, whole = (
+            y.detach().float().flatten(0, -2) for y in (product(self.rounded, self.rounded.weight(weight)), whole)
+        )
+        apart = whole - whole.mean(0) if len(whole) > 1 else whole
+        noted[0] += float((rounded - whole).square().sum())
+        noted[1] += float(apart.square().sum())
+
+
+def use(
+    model: nn.Module,
+    rounded: Products,
+    losses: Callable[[], Iterable[torch.Tensor]],
+    told: Callable = lambda chosen: chosen,
+) -> list[str]:
+    """Let the groups of `model`'s fused layers multiply by `rounded` where that is near their whole products. Returns what is to be said.
+
+    `losses` gives those of some rows, one after another, with gradients: they are run forward and back on whole products, with the rounded
+    ones beside them, and forward again on what was chosen. Nothing that is learned is changed. `told` gives all processes what the first one
+    has chosen. Raises RunError where no group, or the loss as a whole, is near.
+    """
+    groups = list({id(layer.group): layer.group for layer in fused_layers(model)}.values())
+    if not groups:
+        raise RunError(
+            "frozen_products: none of this model's LoRA layers is fused with its weight", cure="--frozen_products full"
+        )
+    whole = _compared(groups, rounded, losses)
+    model.zero_grad()
+    off = {number: group.products.off for number, group in enumerate(groups)}
+    near = told([number for number in off if off[number] <= NEAR])
+    for number, group in enumerate(groups):
+        group.multiply_by(rounded if number in near else group.whole)
+    worst = groups[max(off, key=off.__getitem__)].names[0]
+    if not near:
+        raise RunError(
+            f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
+            cure="--frozen_products full",
+        )
+    with (
+        unmapping()
+    ):  # in a forward pass they would lie among what passes, beside holes as large as what they are made from
+        for group in groups:
+            group.make()
+    moved = abs(_total(losses) - whole) / max(abs(whole), TINY)
+    if not moved <= LOSS:
+        raise RunError(
+            f"frozen_products: the rows' loss moves by {moved:.2%}, and {LOSS:.1%} is allowed",
+            cure="--frozen_products full",
+        )
+    left = len(groups) - len(near)
+    said = [
+        f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than {NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"
+    ] * bool(left)
+    return [
+        *said,
+        f"rounded products are at most {max(off[number] for number in near):.1%} off whole ones; the rows' loss moves by {moved:.3%}",
+    ]
+
+
+def use_head(
+    loss: TrainedTokenLoss,
+    seen: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]],
+    told: Callable = lambda chosen: chosen,
+) -> list[str]:
+    """Let the gradient of the output head's input be of numbers in 8 bits where that is near the whole one. Returns what is to be said.
+
+    `seen` gives the head's inputs [N, H] and the targets [N] of some rows. The loss itself stays as it is. Only where the head is C's.
+    """
+    with unmapping():
+        rounded = bindings.rounded_head(loss.head.weight.detach()) if loss.is_fused and loss.after.cap is None else None
+    if rounded is None:
+        return []
+    apart, whole = 0.0, TINY
+    with torch.no_grad():
+        for hidden, targets in seen():
+            exact, ours = (_gradient(loss, way, hidden, targets) for way in (None, rounded))
+            apart, whole = apart + float((ours - exact).square().sum()), whole + float(exact.square().sum())
+    off = math.sqrt(apart / whole)
+    is_near = told(off <= NEAR)
+    loss.rounded = rounded if is_near else None
+    return [
+        f"the output head's gradient in 8 bits is {off:.1%} off the whole one"
+        if is_near
+        else f"the output head's gradient is not rounded: it would be {off:.0%} off"
+    ]
+
+
+@torch.enable_grad()
+def _gradient(
+    loss: TrainedTokenLoss, rounded: bindings.Rounded | None, hidden: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    loss.rounded, hidden = rounded, hidden.detach().requires_grad_()
+    return torch.autograd.grad(loss.of(hidden, targets), hidden)[0].float()
+
+
+def _compared(groups: list[Group], rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> float:
+    """The loss on whole products; each group's `products` know how far rounded ones are off."""
+    for group in groups:
+        group.multiply_by(_Compared(rounded), keeps=False)
+    return _total(losses, is_back=True)
+
+
+def _total(losses: Callable[[], Iterable[torch.Tensor]], is_back: bool = False) -> float:
+    torch.manual_seed(0)  # what dropout draws is the same for both; every step seeds anew
+    total = 0.0
+    for loss in losses():
+        if is_back:
+            loss.backward()
+        total += float(loss.detach())
+    return total

@@ -1,0 +1,1 @@
+"""Fast paths in C for CPUs, compiled at first use."""

@@ -1,0 +1,1 @@
+"""Fast paths in Triton for GPUs."""

@@ -1,0 +1,310 @@
+"""Modules that run on our kernels, in the place of a model's own ones that compute the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from anyqlora.on_torch.kernels import reference
+
+FORMS = ((0.0, False), (1.0, True), (0.0, True))  # of norms, as (offset, is_late)
+MLP, PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+LISTENING = "anyqlora_listening"  # of attention, in transformers' table, while a module is asked
+ROUNDINGS = {
+    torch.bfloat16: 2**-6,
+    torch.float16: 2**-9,
+    torch.float32: 1e-4,
+}  # of the largest number: how near is near
+
+
+class Kernels(NamedTuple):
+    """What computes in the place of the functions of the same names in defined.py."""
+
+    rms_norm: Callable
+    rotate: Callable
+    swiglu: Callable
+
+
+def kernels_called(name: str) -> Kernels:
+    if name == "native":
+        from anyqlora.on_torch.kernels.cpu.bindings import rms_norm, rotate, swiglu
+    else:
+        from anyqlora.on_torch.kernels.gpu.rms_norm import rms_norm
+        from anyqlora.on_torch.kernels.gpu.rope import rotate, rotate_as_models
+        from anyqlora.on_torch.kernels.gpu.swiglu import swiglu
+
+        rotate = rotate_as_models if name == "exact" else rotate
+    return Kernels(rms_norm, rotate, swiglu)
+
+
+class _InPlace(nn.Module):
+    """A module that has all that another has - the same weights, children, hooks and settings, not copies - and another forward."""
+
+    @classmethod
+    def of(cls, module: nn.Module):
+        new = cls.__new__(cls)
+        new.__dict__.update(module.__dict__)
+        return new
+
+
+class Norm(_InPlace):
+    """A root-mean-square norm; `form` is (offset, is_late) of rms_norm, which `compute` is."""
+
+    compute: Callable
+    form: tuple[float, bool]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        return self.compute(x, self.weight, eps, *self.form)
+
+
+class GatedMlp(_InPlace):
+    """down(compute(gate x, up x)), where that is silu(gate x) * up x."""
+
+    compute: Callable
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.compute(self.gate_proj(x), self.up_proj(x)))
+
+
+class Attention(_InPlace):
+    """Attention with rotary positions, q and k normed per head where the module has such norms; the product itself stays transformers'.
+
+    `asked` is what else the module asks of the product, such as its window; `rotate` turns queries and keys.
+    """
+
+    asked: dict
+    rotate: Callable
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **options,
+    ):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [B, T, H, D]
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        turns = [getattr(angles, "exact", angles) for angles in position_embeddings]
+        q, k = (self.rotate(x, *turns).transpose(1, 2) for x in (q, k))
+        v = v.transpose(1, 2)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(
+            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **{**options, **self.asked}
+        )
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+# --------------------------------------------------------------------------------------------------- which modules they replace
+
+
+def install(model: nn.Module, kernels: str) -> list[str]:
+    """Put ours in the place of the modules that compute the same: attention for `exact`, norms and gates too for `triton` and `native`.
+
+    Each module is asked, not its name: it and ours compute something small, and only where the same comes out is it replaced. The model
+    has to be evaluating. Returns a line for each kind that looks like one of them and is left as it is.
+    """
+    if kernels == "portable":
+        return []
+    left: Counter[str] = Counter()
+    ours = kernels_called(kernels)
+    some = partial(_some, model.get_input_embeddings().weight)
+    finders = (
+        (_attention,) if kernels == "exact" else (_norm, _gated_mlp, _attention)
+    )  # norms first: attention may hold some
+    for find in finders:
+        for name, module in list(model.named_modules()):
+            found, why = find(module, some, ours)
+            if found is not None:
+                parent, _, last = name.rpartition(".")
+                setattr(model.get_submodule(parent), last, found)
+            elif why:
+                left[f"{type(module).__name__} runs as it is: {why}"] += 1
+    if kernels != "exact" and any(isinstance(module, Attention) for module in model.modules()):
+        for module in model.get_decoder().modules():
+            if type(module).__name__.endswith("RotaryEmbedding") and not _keeps_angles(module, some):
+                left[f"{type(module).__name__} gives no float32 angles: it is no rotation that is known here"] += 1
+    return [f"{line} ({count} modules)" for line, count in left.items()]
+
+
+def _norm(module: nn.Module, some, ours: Kernels) -> tuple[Norm | None, str]:
+    if not type(module).__name__.endswith("RMSNorm") or isinstance(module, Norm):
+        return None, ""
+    weight = getattr(module, "weight", None)
+    if (
+        not isinstance(weight, torch.Tensor)
+        or weight.ndim != 1
+        or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
+    ):
+        return None, "it has other weights than a norm of one axis"
+    drawn = {
+        "weight": some(*weight.shape).to(weight.dtype)
+    }  # weights that are all alike would not tell the forms apart
+    x = some(2, len(weight), seed=1)
+    theirs = _called(torch.func.functional_call, module, drawn, (x,))
+    for form in FORMS:
+        new = Norm.of(module)
+        new.form, new.compute = form, reference.rms_norm
+        if _same(_called(torch.func.functional_call, new, drawn, (x,)), theirs):
+            new.compute = ours.rms_norm
+            return _if_near(new, _called(torch.func.functional_call, new, drawn, (x,)), theirs)
+    return None, "it is no norm that is known here"
+
+
+def _gated_mlp(module: nn.Module, some, ours: Kernels) -> tuple[GatedMlp | None, str]:
+    if isinstance(module, GatedMlp) or not type(module).__name__.endswith("MLP"):
+        return None, ""
+    if not (set(MLP) <= set(module._modules) and hasattr(module, "act_fn")):
+        return None, "its parts are others"
+    x, new = some(1, 2, module.gate_proj.in_features), GatedMlp.of(module)
+    with _picking(module, MLP):
+        theirs, new.compute = _called(module, x), reference.swiglu
+        if not _same(_called(new, x), theirs):
+            return None, "its gate is not silu(gate x) * up x"
+        new.compute = ours.swiglu
+        return _if_near(new, _called(new, x), theirs)
+
+
+def _attention(module: nn.Module, some, ours: Kernels) -> tuple[Attention | None, str]:
+    needed = ("head_dim", "layer_idx", "scaling", "config", "attention_dropout")
+    if isinstance(module, Attention) or not type(module).__name__.endswith("Attention"):
+        return None, ""
+    if not (set(PROJECTIONS) <= set(module._modules) and all(hasattr(module, name) for name in needed)):
+        return None, "its parts are others"
+    if module.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
+        return None, f"its attention is {module.config._attn_implementation}"
+    x = some(1, 4, module.q_proj.in_features)
+    turns, narrow = (
+        [some(1, 4, width, seed=seed) for seed in (1, 2)] for width in (module.head_dim, module.head_dim // 2)
+    )  # any numbers: no angle has to be one
+    new = Attention.of(module)
+    new.rotate = ours.rotate
+    with _picking(module, PROJECTIONS):
+        theirs, new.asked = _listened(module, x, position_embeddings=turns, attention_mask=None)
+        if not _same(_called(new, x, position_embeddings=turns, attention_mask=None), theirs):
+            return None, "it does more than rotate and attend"
+        if (
+            _called(module, x, position_embeddings=narrow, attention_mask=None) is not None
+        ):  # of Nemotron's and GLM's, cos says how much
+            return None, "it may rotate a part of each head"
+    return new, ""
+
+
+def _keeps_angles(module: nn.Module, some) -> bool:
+    """Let a rotary module that gives cosines and sines in 16 bits note them in float32, too: as their `exact`, by which attention of ours turns.
+
+    Rounded to bf16 they are off by up to 0.4 %, at each step alike, and what a token sees depends on where a text begins (Wang et al. 2024, arXiv
+    2411.13476). False where what it gives is anything but rounded.
+    """
+    x, kinds = some(1, 4, 1), sorted({*(getattr(getattr(module, "config", None), "layer_types", None) or ())})
+    positions, asked = torch.arange(4, device=x.device)[None], []
+    for kind in ((), *((kind,) for kind in kinds)):
+        with contextlib.suppress(Exception):  # a module that is not called like this fails in its own way
+            asked.append((module(x, positions, *kind), module(x.float(), positions, *kind)))
+    if not asked or not all(_is_rounded(*both) for both in asked):
+        return False
+    if any(angles.dtype != torch.float32 for given, _ in asked for angles in given):
+        module.register_forward_hook(_note_exact, with_kwargs=True)
+    return True
+
+
+def _is_rounded(angles, exact) -> bool:
+    """Whether both are cosines and sines, and the former are the latter, rounded."""
+    pairs = all(
+        isinstance(both, tuple) and len(both) == 2 and all(isinstance(x, torch.Tensor) for x in both)
+        for both in (angles, exact)
+    )
+    return pairs and all(
+        whole.dtype == torch.float32 and torch.equal(some, whole.to(some.dtype))
+        for some, whole in zip(angles, exact, strict=True)
+    )
+
+
+def _note_exact(module: nn.Module, given: tuple, options: dict, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x = given[0] if given else options["x"]  # of which it reads dtype, device and shape
+    stand_in = x.new_zeros((), dtype=torch.float32).expand(x.shape)
+    exact = module.forward(stand_in, *given[1:], **options) if given else module.forward(**{**options, "x": stand_in})
+    for some, whole in zip(angles, exact, strict=True):
+        some.exact = whole
+
+
+class _Picked(nn.Module):
+    """Stands for a linear: each number that comes out is one that went in. No weight is read."""
+
+    def __init__(self, linear: nn.Module, seed: int) -> None:
+        super().__init__()
+        self.index = torch.randint(
+            linear.in_features, (linear.out_features,), generator=torch.Generator().manual_seed(seed)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., self.index.to(x.device)]
+
+
+@contextlib.contextmanager
+def _picking(module: nn.Module, linears: tuple[str, ...]) -> Iterator[None]:
+    """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in question, and reading
+    all quantized weights two or three times takes longer than all else here."""
+    kept = {name: module._modules[name] for name in linears}
+    module._modules.update({name: _Picked(linear, seed) for seed, (name, linear) in enumerate(kept.items())})
+    try:
+        yield
+    finally:
+        module._modules.update(kept)
+
+
+def _some(like: torch.Tensor, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers on the device and of the dtype of `like`: what comes out of the embedding goes into the blocks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
+
+
+def _called(function, *arguments, **options) -> torch.Tensor | None:
+    """What comes out, the first of several things; None where it is not called like this."""
+    try:
+        out = function(*arguments, **options)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return None
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _listened(module: nn.Module, x: torch.Tensor, **options) -> tuple[torch.Tensor | None, dict]:
+    """What comes out of an attention module, and what it asks of the product beside the usual."""
+    config, before, asked = module.config, module.config._attn_implementation, {}
+
+    def listen(module, q, k, v, mask, **given):
+        asked.update(given)
+        return ALL_ATTENTION_FUNCTIONS[before](module, q, k, v, mask, **given)
+
+    AttentionInterface.register(LISTENING, listen)
+    config._attn_implementation = LISTENING
+    try:
+        out = _called(module, x, **options)
+    finally:
+        config._attn_implementation = before
+    return out, {name: value for name, value in asked.items() if name not in ("dropout", "scaling")}
+
+
+def _same(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    return ours is not None and theirs is not None and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def _if_near(new: _InPlace, ours: torch.Tensor | None, theirs: torch.Tensor) -> tuple[_InPlace | None, str]:
+    """`new`, unless its kernel computes something else on this device."""
+    far = ours is None or not (ours - theirs).abs().max() <= ROUNDINGS[theirs.dtype] * theirs.abs().max()
+    return (None, "the kernel for it gives something else on this device") if far else (new, "")

@@ -1,0 +1,1 @@
+"""Weights from files, tensor by tensor, and quantized weights back into files."""

@@ -1,0 +1,227 @@
+"""Rows one after another without padding: what a model is given for a batch, and attention that keeps its documents apart."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from anyqlora.core.errors import RunError
+from anyqlora.data.dataset import IGNORE, Batch
+from anyqlora.on_torch.generate import evaluating
+from anyqlora.on_torch.kernels import varlen
+from anyqlora.on_torch.kernels.attention import attention
+from anyqlora.on_torch.kernels.deterministic import deterministic
+
+NAME, VARLEN, NATIVE = (
+    "anyqlora",
+    "anyqlora_varlen",
+    "anyqlora_native",
+)  # in transformers' table; the second has all documents in one launch
+PLAIN = "anyqlora_plain"  # transformers' own, where nothing of ours can be; its backward is deterministic
+TOKENS = 12  # that a model is shown to see what it does: always as many, since oneDNN compiles each product for each number of tokens
+ELSEWHERE = (
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "cache",
+)  # what architectures add to attention that is not computed here
+WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+)  # how far back a token sees: only documents longer than these show them
+SEEN = 3  # of each document's tokens, while a model is shown to see what it does
+DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention, which only training shows
+NEAR = {torch.float32: 1e-3}  # of the largest logit: how near flat rows are to padded ones; in 16 bits 0.05
+
+
+def attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    is_causal=None,
+    *,
+    alone=attention,
+    within=attention,
+    **options,
+):
+    """transformers' attention interface, [B, T, H, D]: ours where every token sees its document's tokens before it, else torch's.
+
+    Documents come in the mask's place, as their numbers int [B, 1, 1, T]: transformers hands a mask of four dimensions on as it is.
+    """
+    documents = numbers(attention_mask) if attention_mask is not None and attention_mask.dtype == torch.int32 else None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    own = (
+        causal
+        and query.shape[2] == key.shape[2]
+        and not dropout
+        and not any(options.get(name) is not None for name in ELSEWHERE)
+    )
+    if documents is None and (attention_mask is not None or not own):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)
+    if not own:
+        raise RunError(
+            "this architecture's attention is more than causal attention within documents", cure="--flat false"
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Without documents a window that matters is a mask. Qwen2-MoE's layers have one of which they tell only the mask.
+    window = options.get("sliding_window", getattr(module, "sliding_window", None)) if documents is not None else None
+    product = alone if documents is None else within
+    return product(query, key, value, scale=scale, documents=documents, window=window), None
+
+
+def numbers(mask: torch.Tensor) -> torch.Tensor:
+    """The documents [B, T] of a mask [B, 1, 1, T]: for all layers the same tensor, on which kernels note what follows from it."""
+    if not hasattr(mask, "documents"):
+        mask.documents = mask[:, 0, 0]
+    return mask.documents
+
+
+by_native = functools.partial(attention, is_native=True)
+for name, function in (
+    (NAME, attend),
+    (VARLEN, functools.partial(attend, within=varlen.attention)),
+    (NATIVE, functools.partial(attend, alone=by_native, within=by_native)),
+    (PLAIN, sdpa_attention_forward),
+):
+    AttentionInterface.register(name, deterministic(function))
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(what a model is given, targets int64 [B * T]): rows padded on the right, so that under causal attention padding reaches no
+    trained token and no mask is needed. Packed rows state their positions, from which transformers keeps documents apart."""
+    inputs = {"input_ids": tensor(batch.ids, device)}
+    if int(batch.segments.max(initial=0)) > 0:
+        inputs["position_ids"] = tensor(batch.positions, device)
+    return inputs, tensor(batch.targets.reshape(-1), device)
+
+
+def flat(batch: Batch, device: torch.device, few_lengths: bool = True) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are.
+
+    On a CPU tokens that nobody sees, since they come after all others, bring N to one of the lengths that `filler` leaves: `few_lengths` where
+    products are oneDNN's, which compiles them for each, and keeps them.
+    """
+    own = batch.segments >= 0
+    if (
+        not own.any() or own.all() and not batch.segments.any()
+    ):  # a process that has no row in this step still takes part in it
+        return padded(batch, device)
+    more = filler(batch.tokens, few_lengths) if device.type == "cpu" else 0
+    ids, positions, targets = (
+        tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
+        for of_batch, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE))
+    )
+    documents = (positions == 0).cumsum(0, dtype=torch.int32)  # counted where they start
+    return {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "attention_mask": documents[None, None, None],
+    }, targets
+
+
+def flat_in_c(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same where the products with a layer's weights are products.c's."""
+    return flat(batch, device, few_lengths=False)
+
+
+def filler(tokens: int, few_lengths: bool = True) -> int:
+    """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most.
+    Not `few_lengths`: to a multiple of 16."""
+    return -tokens % ((1 << min(max(tokens.bit_length() - 5, 3), 6)) if few_lengths else 16)
+
+
+def tensor(array, device: torch.device) -> torch.Tensor:
+    """A host's numbers on a device, int64, which is not waited for; they are noted on it as `host`."""
+    numbers = torch.from_numpy(array).long()
+    made = numbers.pin_memory().to(device, non_blocking=True) if device.type in ("cuda", "xpu") else numbers.to(device)
+    made.host = array
+    return made
+
+
+def trained(targets: torch.Tensor) -> torch.Tensor:
+    """The places [N] of the tokens that are trained, of targets [M] that `tensor` made: found in the host's numbers, for which no device is waited."""
+    return tensor(np.flatnonzero(targets.host != IGNORE), targets.device)
+
+
+def use(model: nn.Module, name: str = NAME) -> str:
+    """Set the attention `name` as the model's. Returns why that was not done, "" where it was.
+
+    Two documents in one row are compared with two rows, by the model's own forward, with windows that are shorter than they.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    before = base.config._attn_implementation
+    if before != "sdpa":
+        return f"this architecture's attention is {before}"
+    if any(getattr(config, name, 0) for config in _configs(base) for name in DROPOUTS):
+        return "its attention has dropout"
+    base.set_attn_implementation(name)
+    try:
+        same = _are_kept_apart(model)
+        why = "" if same else "this architecture does not keep documents in one row apart"
+    except (AttributeError, ImportError, IndexError, RunError, RuntimeError, TypeError, ValueError) as error:
+        why = f"this architecture does not take documents in one row: {error}"
+    if why:
+        base.set_attn_implementation(before)
+    return why
+
+
+def make_deterministic(model: nn.Module) -> None:
+    """Where torch's own attention has stayed, let its backward on a GPU be deterministic."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config._attn_implementation == "sdpa":
+        base.set_attn_implementation(PLAIN)
+
+
+def _are_kept_apart(model: nn.Module) -> bool:
+    device = next(model.parameters()).device
+    ids = torch.arange(TOKENS, device=device)
+    positions = torch.arange(TOKENS // 2, device=device)
+    with evaluating(model), _narrowed(model):
+        rows = model(input_ids=ids.view(2, -1), use_cache=False).logits.flatten(0, 1).float()
+        documents = torch.arange(2, device=device, dtype=torch.int32).repeat_interleave(TOKENS // 2)
+        out = model(
+            input_ids=ids[None],
+            position_ids=positions.repeat(2)[None],
+            attention_mask=documents[None, None, None],
+            use_cache=False,
+        )
+    off = (out.logits[0].float() - rows).abs().max()
+    return bool(off <= NEAR.get(out.logits.dtype, 0.05) * rows.abs().max())
+
+
+def _configs(model: nn.Module) -> list:
+    """The configurations that the model's parts read, each once."""
+    found = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _narrowed(model: nn.Module) -> Iterator[None]:
+    """The model with windows of SEEN tokens in the place of its own: those of its configurations, its modules, and what ours ask for them."""
+    asked = [module.asked for module in model.modules() if hasattr(module, "asked")]
+    places = [*asked, *map(vars, (*model.modules(), *_configs(model)))]
+    before = [(place, name, place[name]) for place in places for name in WINDOWS if type(place.get(name)) is int]
+    for place, name, _ in before:
+        place[name] = SEEN
+    try:
+        yield
+    finally:
+        for place, name, value in before:
+            place[name] = value

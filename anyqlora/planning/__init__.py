@@ -1,0 +1,1 @@
+"""What will happen, decided before it does: the machine, capabilities, the plan, the memory it takes."""

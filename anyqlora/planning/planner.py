@@ -1,0 +1,636 @@
+"""What a run will do, decided once: every auto resolved, every change of what was asked written down with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anyqlora.config.resolve import AUTO, TrainConfig, checked
+from anyqlora.core import registry
+from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.registry import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
+from anyqlora.models import architectures, lora_targets, prequantized
+from anyqlora.planning import fitting, memory, mesh
+
+NARROW = 1 << 18  # weights of an MLP's matrix: narrower ones are multiplied before a second thread has begun
+KEPT_FROM = 10**8  # linear weights whose quantization is kept for the next start: fewer take less than a second
+GPUS = ("cuda", "rocm", "xpu")  # of which each process takes one
+LAUNCHERS = ("the launcher", "srun")  # where a world_size comes from that counts several machines
+PRECISION_OF = {
+    "bf16": "bf16",
+    "fp16": "fp16_autocast",
+    "fp32": "fp32",
+}  # dtype -> the precision that auto chooses for it
+DTYPE_OF = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "bf16_autocast": "bf16",
+    "bf16_buffers_autocast": "bf16",
+    "fp16_autocast": "fp16",
+}
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """One thing that was asked for and is not what will happen."""
+
+    field: str
+    asked: object
+    got: object
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: asked {_shown(self.asked)}, got {_shown(self.got)}: {self.why}"
+
+
+def _planned(name: str) -> property:
+    """What the plan says of a setting is what its config says."""
+    return property(lambda plan: getattr(plan.config, name))
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What will happen. `config` has no auto that is the plan's to choose; planning it again changes nothing."""
+
+    config: TrainConfig
+    backend: str
+    framework: str
+    device: str
+    memory: memory.Estimate | None  # None: unknown, for the reason in memory_unknown
+    memory_free: (
+        int | None
+    )  # bytes on the device when the plan was made, for each process that shares it; None: not measured
+    adjustments: tuple[Adjustment, ...] = ()
+    warnings: tuple[str, ...] = ()  # these change nothing
+    memory_unknown: str = ""
+    sharing: int = 1  # processes that share a device's memory
+
+    precision, quantizer, adapter = _planned("precision"), _planned("quantizer"), _planned("adapter")
+    strategy, world_size = _planned("strategy"), _planned("world_size")
+    batch_size, gradient_accumulation_steps = _planned("batch_size"), _planned("gradient_accumulation_steps")
+    use_gradient_checkpointing, use_activation_cpu_offload = (
+        _planned("use_gradient_checkpointing"),
+        _planned("use_activation_cpu_offload"),
+    )
+    packing, kernels = _planned("packing"), _planned("kernels")
+
+    @property
+    def data_processes(self) -> int:
+        """Processes that read rows of their own: all but those along the model axis of a mesh."""
+        return mesh.data_processes(self.config)
+
+    @property
+    def global_batch(self) -> int:
+        """Rows per optimizer step, over all micro-batches and processes."""
+        return self.batch_size * self.gradient_accumulation_steps * self.data_processes
+
+    def explain(self) -> list[str]:
+        """The plan in words, a line each."""
+        c = self.config
+        trained = (
+            "all weights"
+            if self.adapter == "full"
+            else f"{self.adapter} rank {c.lora_rank} on {c.lora_target_modules} linears"
+        )
+        saved = (
+            ", gradient checkpointing" * self.use_gradient_checkpointing
+            + ", activations offloaded" * self.use_activation_cpu_offload
+        )
+        where = f"{self.backend} ({self.framework}, device {self.device})"
+        lines = [
+            f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
+            f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
+            f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels"
+            + f", frozen weights multiplied in {c.frozen_products.replace('_', ' in ')}"
+            * (c.frozen_products != "full"),
+            *self._choices(),
+            f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
+            f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
+            f"{self.global_batch} rows of up to {c.context_length} tokens per step",
+        ]
+        if self.memory is None:
+            lines.append(f"memory      unknown: {self.memory_unknown}{self._one_row()}")
+        else:
+            free = (
+                f"free memory unknown{self._one_row()}"
+                if self.memory_free is None
+                else f"{memory.shown(self.memory_free)} free"
+            )
+            free += (
+                f" for each of {self.sharing} processes here"
+                if self.memory_free is not None and self.sharing > 1
+                else ""
+            )
+            lines.append(
+                f"memory      {memory.shown(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:"
+            )
+            lines += [f"  {name:22} {memory.shown(part):>10}" for name, part in self.memory.parts.items() if part]
+            others = {
+                moment: sum(parts.values())
+                for moment, parts in self.memory.moments.items()
+                if moment != self.memory.peak
+            }
+            lines.append("  in " + ", ".join(f"{moment} {memory.shown(total)}" for moment, total in others.items()))
+        lines += [f"adjusted    {adjustment}" for adjustment in self.adjustments]
+        return lines + [f"warning     {warning}" for warning in self.warnings]
+
+    def _one_row(self) -> str:
+        """What an unknown memory changes, where nobody has said how many rows to take."""
+        is_chosen = self.config.sources.get("batch_size") == "plan"
+        return (
+            ", so micro-batches are 1 row (--batch_size and --gradient_accumulation_steps state others)"
+            if is_chosen
+            else ""
+        )
+
+    def _choices(self) -> list[str]:
+        """The fast paths that are taken, and what each of them buys."""
+        c = self.config
+        cached = memory.shown(self.memory.parts.get("dequantized weights", 0)) if self.memory else "some memory"
+        taken = (
+            (c.fused, "LoRA fused with its weight", "no float32 copies, inputs kept once"),
+            (c.fused_head is True, "output head and loss in one", "no logits in memory, and none that are rounded"),
+            (
+                c.loss_rows and c.fused_head is not True,
+                f"logits of {c.loss_rows} tokens at a time",
+                "no logits of a whole batch, none of untrained tokens",
+            ),
+            (c.flat is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
+            (
+                c.weight_cache not in (0, AUTO),
+                f"weights of {c.weight_cache} layers kept dequantized",
+                f"{cached} for two dequantizations per step",
+            ),
+            (not c.use_gradient_checkpointing, "activations kept", "no second forward pass"),
+            (
+                c.use_gradient_checkpointing and c.recomputed_layers != AUTO,
+                f"layers recomputed: the first {c.recomputed_layers}",
+                "no second forward pass through others, whose activations are kept",
+            ),
+            (
+                c.quantized_cache not in (False, AUTO),
+                "quantized weights kept on disk",
+                "no quantization at the next start",
+            ),
+            (c.threads != AUTO, f"{c.threads} threads", "as many as the layers' width keeps busy"),
+        )
+        return [
+            f"{'fast paths' if not number else '':12}{what}: {buys}"
+            for number, (what, buys) in enumerate((w, b) for on, w, b in taken if on)
+        ]
+
+    def to_dict(self) -> dict:
+        """JSON-able: plan.json of the run directory."""
+        names = (
+            "backend",
+            "framework",
+            "device",
+            "precision",
+            "quantizer",
+            "adapter",
+            "strategy",
+            "world_size",
+            "batch_size",
+            "gradient_accumulation_steps",
+            "use_gradient_checkpointing",
+            "use_activation_cpu_offload",
+            "packing",
+            "kernels",
+            "memory_free",
+            "sharing",
+        )
+        return {
+            **{name: getattr(self, name) for name in names},
+            "backend": str(self.backend),
+            "memory": self.memory and self.memory.to_dict(),
+            "adjustments": [vars(adjustment) for adjustment in self.adjustments],
+            "warnings": list(self.warnings),
+            "memory_unknown": self.memory_unknown,
+            "config": self.config.settings(),
+        }
+
+
+def _shown(value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class _Draft:
+    """A config on its way to a plan, and the ledger of what changed."""
+
+    def __init__(self, config: TrainConfig):
+        self.config, self.adjustments, self.warnings, self.memory_unknown = config, [], [], ""
+
+    def choose(self, name: str, value) -> None:
+        """Resolve an auto (what already has this value keeps its source)."""
+        if getattr(self.config, name) == value and type(getattr(self.config, name)) is type(value):
+            return
+        self.config = self.config.with_(**{name: value}, sources={**self.config.sources, name: "plan"})
+
+    def adjust(self, name: str, value, why: str) -> None:
+        """Change what was asked."""
+        self.adjustments.append(Adjustment(name, getattr(self.config, name), value, why))
+        self.choose(name, value)
+
+
+def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunPlan:
+    """The plan of `config` on a backend, from its `row` (Capabilities) and what was `found` on the machine (Found). Pure.
+
+    Raises UsageError for what the row or the machine does not allow (and, with strict, for any adjustment), NotBuilt for what
+    this version lacks.
+    """
+    draft = _Draft(checked(config))
+    if config.backend not in (AUTO, backend):
+        raise UsageError(
+            f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
+            where=config.sources.get("backend", ""),
+        )
+    draft.choose("backend", str(backend))
+    if config.strategy in registry.STRATEGIES and config.strategy not in row.strategies:
+        _refuse(config, "strategy", backend, False, found, row.strategies)
+    mesh.adopt(draft, len(found.devices))
+    _processes(draft, backend, row, found)
+    found = found.used(draft.config.world_size)
+    _precision(draft, backend, row, found)
+    described = _described(draft)
+    if described:
+        prequantized.adopt(draft, described)
+        _positions(draft, described)
+    _quantizer(draft, backend, row, found)
+    if draft.config.quantizer in AFFINE and draft.config.strategy not in AFFINE_STRATEGIES:
+        raise NotBuilt(
+            f"quantizer {draft.config.quantizer} with strategy {draft.config.strategy}: its weights are not split over processes yet",
+            where=draft.config.sources.get("quantizer", ""),
+            cure=f"--quantizer nf4, or --strategy {' or '.join(AFFINE_STRATEGIES[:2])}",
+        )
+    if draft.config.adapter not in row.adapters:
+        _refuse(draft.config, "adapter", backend, False, found, row.adapters)
+    checked(draft.config)  # what was changed may contradict what was asked
+    _optimizer(draft, backend, row, found)
+    _placement(draft, backend, row)
+    shapes = _shapes(draft, described)
+    if (
+        shapes is not None and not shapes.experts and draft.config.adapter != "full"
+    ):  # a mixture may have layers of another kind
+        lora_targets.check(
+            draft.config.lora_target_modules,
+            (linear.name for linear in shapes.linears),
+            draft.config.sources.get("lora_target_modules", ""),
+        )
+    mesh.check(draft.config, shapes)
+    shapes = mesh.slice_of(shapes, draft.config)
+    sharing = 1 if row.activation_offload else found.sharing  # a device with memory of its own is one process's
+    free = None if found.memory_free is None else found.memory_free // sharing
+    if shapes is not None and free is not None:
+        fitting.shard(draft, shapes, free)  # before what depends on whether the model is split
+    _kernels(draft, backend, row, found)
+    _products(draft, backend, row, found)
+    _fast_paths(draft, row, shapes, found)
+    if shapes and not (described and prequantized.quantized_as(described)):
+        _groups(draft, shapes)
+    if shapes is not None and free is not None:
+        fitting.evaluation(draft, shapes, free)
+    fitting.batch(draft, shapes, free)
+    fitting.cache(draft, shapes, free)
+    _quantized_cache(draft, row, described, shapes)
+    _warn(draft, backend, found)
+    c = draft.config
+    if c.strict and draft.adjustments:
+        raise UsageError(
+            "strict: this machine does not do what was asked: " + "; ".join(map(str, draft.adjustments)),
+            where=c.sources.get("strict", ""),
+            cure="ask for what the machine does, or leave out strict",
+        )
+    return RunPlan(
+        config=c,
+        backend=backend,
+        framework=row.framework,
+        device=device,
+        memory=memory.estimate(shapes, c) if shapes else None,
+        memory_free=free,
+        sharing=sharing,
+        adjustments=tuple(draft.adjustments),
+        warnings=tuple(draft.warnings),
+        memory_unknown=draft.memory_unknown,
+    )
+
+
+def _refuse(config, name: str, backend: str, row_has: bool, found, offered) -> None:
+    """Refuse the value of setting `name`, by the table or by the machine."""
+    value = getattr(config, name)
+    why = found.why(value) if row_has else f"backend {backend} has no {value}"
+    raise UsageError(
+        f"{name} {value!r} is not available on backend {str(backend)!r}: {why}",
+        where=config.sources.get(name, ""),
+        cure=f"one of: {', '.join(offered) or 'none'}",
+    )
+
+
+def _processes(draft, backend, row, found) -> None:
+    """How many processes, and the strategy they share the work by."""
+    config, devices = draft.config, len(found.devices)
+    several = (
+        [name for name in row.strategies if name not in ("single", "tp") or name == config.strategy == "tp"]
+        if found.collective
+        else []
+    )
+    if config.world_size == -1:
+        draft.choose("world_size", devices if several and config.strategy != "single" else 1)
+    elif config.world_size < 1:
+        raise UsageError(
+            f"world_size: {config.world_size} is neither -1 nor at least 1",
+            where=config.sources.get("world_size", ""),
+            cure="--world_size 2, or leave it out: one process for each device",
+        )
+    elif 1 <= devices < config.world_size and backend in GPUS and config.sources.get("world_size") not in LAUNCHERS:
+        draft.adjust("world_size", devices, f"this machine has {devices} {backend} devices")
+    size = draft.config.world_size
+    if size > 1 and config.strategy == "single":
+        raise UsageError(
+            f"strategy single is one process, and world_size is {size}",
+            where=config.sources.get("strategy", ""),
+            cure=f"--world_size 1, or a strategy for several: {', '.join(several) or 'none here'}",
+        )
+    if size > 1 and not several:
+        why = found.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
+        raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
+    if config.strategy == AUTO:
+        draft.choose("strategy", fitting.implied(config) or ("single" if size == 1 else several[0]))
+    chosen = draft.config.strategy
+    if chosen not in row.strategies and not (row.framework == "torch" and registry.is_third_party(chosen)):
+        _refuse(draft.config, "strategy", backend, False, found, row.strategies)
+
+
+def _precision(draft, backend, row, found) -> None:
+    asked = draft.config.precision
+    if not found.dtypes:
+        raise UsageError(f"backend {str(backend)!r} has no dtype to compute in: {found.why('fp32')}")
+    if asked == AUTO:
+        draft.choose("precision", PRECISION_OF[found.dtypes[0]])
+    elif (dtype := DTYPE_OF[asked]) not in found.dtypes:
+        instead = next(d for d in ("fp16", "fp32", "bf16") if d in found.dtypes)
+        why = found.why(dtype) if dtype in row.dtypes else f"backend {backend} does not compute in {dtype}"
+        draft.adjust("precision", PRECISION_OF[instead], why)
+    elif not row.autocast and PRECISION_OF[dtype] != asked:
+        draft.adjust(
+            "precision",
+            PRECISION_OF[dtype],
+            f"backend {backend} has no autocast: what is computed in 16 bits is kept in 16 bits",
+        )
+
+
+def _quantizer(draft, backend, row, found) -> None:
+    """What was asked for by name is kept or refused; only the default preset gives way, to more bits."""
+    config = draft.config
+    if config.quantizer in found.quantizers:
+        return
+    in_row = config.quantizer in row.quantizers
+    same_bits = next((name for name in found.quantizers if BITS.get(name) == BITS.get(config.quantizer)), None)
+    if config.asked("n_bits") and not config.asked("quantizer") and same_bits and not in_row:
+        draft.adjust(
+            "quantizer",
+            same_bits,
+            f"backend {backend} has no {config.quantizer}; this is its own of {config.n_bits} bits",
+        )
+        return
+    if "none" not in found.quantizers or any(map(config.asked, ("quantizer", "train_type", "n_bits"))):
+        _refuse(config, "quantizer", backend, in_row, found, found.quantizers)
+    why = found.why(config.quantizer) if in_row else f"backend {backend} has no {config.quantizer}"
+    instead = "int8" if "int8" in found.quantizers else "none"
+    draft.adjust("quantizer", instead, why)
+    draft.choose("n_bits", 8 if instead == "int8" else 16)
+
+
+def _groups(draft, shapes) -> None:
+    """Affine groups do not cross the end of a row. Raises UsageError naming every layer whose inputs are no multiple of one."""
+    config = draft.config
+    group = memory.group_size(config)
+    wrong = [f"{linear.name} has {linear.inputs}" for linear in shapes.linears if group and linear.inputs % group]
+    if wrong:
+        raise UsageError(
+            f"quantizer {config.quantizer}: inputs are taken in groups of {group}, and {', '.join(wrong)}",
+            where=config.sources.get("quantizer", ""),
+            cure="--affine_group_size 32 where that divides them, or --quantizer nf4",
+        )
+
+
+def _optimizer(draft, backend, row, found) -> None:
+    if draft.config.optimizer not in found.optimizers:
+        _refuse(draft.config, "optimizer", backend, draft.config.optimizer in row.optimizers, found, found.optimizers)
+
+
+def _kernels(draft, backend, row, found) -> None:
+    """Ours take the place of modules that this process has whole: where strategies split the model, the framework's own run."""
+    is_split = draft.config.strategy not in FUSED_STRATEGIES
+    if draft.config.kernels == AUTO:
+        has_use = found.kernels[0] != "native" or draft.config.precision == "bf16"
+        draft.choose("kernels", found.kernels[0] if has_use and not is_split else "portable")
+    elif is_split and draft.config.kernels != "portable":
+        raise UsageError(
+            f"kernels {draft.config.kernels}: they are for strategies {', '.join(FUSED_STRATEGIES)}; {draft.config.strategy} runs on portable ones",
+            where=draft.config.sources.get("kernels", ""),
+            cure="--kernels portable, or leave it out",
+        )
+    elif draft.config.kernels not in found.kernels:
+        _refuse(draft.config, "kernels", backend, draft.config.kernels in row.kernels, found, found.kernels)
+    elif draft.config.kernels == "native" and draft.config.precision != "bf16":
+        raise UsageError(
+            f"kernels native: they are for precision bf16, and this is {draft.config.precision}",
+            where=draft.config.sources.get("kernels", ""),
+            cure="--precision bf16, or leave out kernels",
+        )
+
+
+def _products(draft, backend, row, found) -> None:
+    """Products of frozen weights in fewer bits are for 16-bit arithmetic, where they are twice as fast."""
+    config, asked = draft.config, draft.config.frozen_products
+    where = config.sources.get("frozen_products", "")
+    if asked == "full":
+        return
+    if asked not in found.products:
+        why = found.why(f"{asked} products") or f"backend {backend} has no {asked} products"
+        raise UsageError(f"frozen_products {asked}: {why}", where=where, cure=f"one of: {', '.join(found.products)}")
+    if DTYPE_OF[config.precision] != "bf16":
+        raise UsageError(
+            f"frozen_products {asked}: it is for precision bf16, and this is {config.precision}",
+            where=where,
+            cure="--frozen_products full",
+        )
+    if config.strategy not in FUSED_STRATEGIES:
+        raise NotBuilt(
+            f"frozen_products {asked}: not built for strategy {config.strategy} yet",
+            where=where,
+            cure="--frozen_products full",
+        )
+
+
+def _placement(draft, backend, row) -> None:
+    """Where weights and activations stay."""
+    config = draft.config
+    for name, why in row.lacks.items():
+        if getattr(config, name) not in (False, 0, AUTO):
+            raise UsageError(
+                f"{name} has no effect on backend {str(backend)!r}: {why}",
+                where=config.sources.get(name, ""),
+                cure=f"leave out {name}",
+            )
+    if config.use_cpu_offload is True and config.strategy not in ("fsdp", "deepspeed"):
+        raise UsageError(
+            f"use_cpu_offload: strategy {config.strategy} keeps all weights on the device",
+            where=config.sources.get("use_cpu_offload", ""),
+            cure="--strategy fsdp or deepspeed, --use_activation_cpu_offload true, or leave it out",
+        )
+    if config.use_cpu_offload == AUTO:
+        draft.choose("use_cpu_offload", False)
+    if config.use_activation_cpu_offload and not row.activation_offload:
+        raise UsageError(
+            f"use_activation_cpu_offload: on backend {str(backend)!r} activations already are in host memory",
+            where=config.sources.get("use_activation_cpu_offload", ""),
+            cure="leave it out; --use_gradient_checkpointing true saves memory",
+        )
+    if config.packing == AUTO:
+        draft.choose("packing", False)
+    if config.use_gradient_checkpointing == AUTO and config.reentrant_checkpointing:
+        draft.choose("use_gradient_checkpointing", True)
+
+
+def _fast_paths(draft, row, shapes, found) -> None:
+    """What computes the same in less time or memory, wherever it applies."""
+    is_built = row.framework == "torch" and draft.config.strategy in FUSED_STRATEGIES
+    for name in ("fused", "flat"):
+        if getattr(draft.config, name) is True and not is_built:
+            raise NotBuilt(
+                f"{name}: not built for strategy {draft.config.strategy} on {row.framework} yet",
+                where=draft.config.sources.get(name, ""),
+                cure=f"--{name} auto",
+            )
+    draft.choose("fused", is_built and memory.is_fused(draft.config))
+    if draft.config.flat == AUTO:
+        draft.choose("flat", is_built and row.device == "cpu" and draft.config.loss_rows != 0)
+    _fused_head(draft, shapes, found)
+    draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
+    if draft.config.threads == AUTO and found.cores:
+        narrow = shapes is not None and shapes.hidden * shapes.intermediate < NARROW
+        draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, found.processes))))
+
+
+def _fused_head(draft, shapes, found) -> None:
+    """The head and its loss in C: a way of `native` kernels, where the head is frozen and nothing but a factor comes after it."""
+    config = draft.config
+    why = next(
+        (
+            why
+            for holds, why in (
+                (
+                    config.kernels != "native",
+                    f"it is one of the native kernels, and this runs on {config.kernels} ones",
+                ),
+                (found.why("fused head"), found.why("fused head")),
+                (config.adapter == "full", "the head learns, whose gradient is made of logits"),
+                (config.loss_rows == 0, "loss_rows 0 asks for all logits"),
+                (shapes is not None and shapes.capped_logits, "the model caps its logits"),
+            )
+            if holds
+        ),
+        "",
+    )
+    if why and config.fused_head is True and config.asked("fused_head"):
+        raise UsageError(f"fused_head: {why}", where=config.sources["fused_head"], cure="--fused_head auto")
+    if why or config.fused_head == AUTO:
+        draft.choose("fused_head", not why)
+
+
+def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
+    """Quantized weights are kept for the next start where one process quantizes the files' own weights whole, and that takes seconds."""
+    config, asked = draft.config, draft.config.quantized_cache
+    if asked is False:
+        return
+    why = next(
+        (
+            why
+            for holds, why in (
+                (row.framework != "torch", "it is not built for this backend"),
+                (described and prequantized.quantized_as(described), "the checkpoint's weights are quantized already"),
+                (config.quantizer not in registry.PACKED, f"quantizer {config.quantizer} writes no files"),
+                (
+                    config.adapter in prequantized.NEEDS_FULL_PRECISION,
+                    f"adapter {config.adapter} needs the full-precision weights",
+                ),
+                (
+                    config.strategy not in registry.WHOLE_STRATEGIES,
+                    f"strategy {config.strategy} may quantize slices of weights",
+                ),
+                (config.trust_remote_code, "the model may have code of its own"),
+                (shapes is not None and shapes.experts, "the experts of a mixture are written to no files"),
+            )
+            if holds
+        ),
+        "",
+    )
+    if why and asked != AUTO:
+        raise UsageError(
+            f"quantized_cache: nothing can be kept: {why}",
+            where=config.sources.get("quantized_cache", ""),
+            cure="--quantized_cache auto",
+        )
+    if asked == AUTO:
+        draft.choose("quantized_cache", not why and shapes is not None and shapes.linear_parameters >= KEPT_FROM)
+
+
+def _described(draft) -> dict | None:
+    """The model's config.json; None for a hub id that is not on this machine."""
+    directory = architectures.model_directory(draft.config)
+    if directory is None:
+        draft.memory_unknown = f"{draft.config.model_name} is not on this machine"
+    described = directory and architectures.read_config(directory)
+    if described and architectures.sees_ahead(described):
+        raise UsageError(
+            f"model_type {described['model_type']!r} sees the tokens that it would have to predict",
+            where=str(directory / "config.json"),
+            cure='"is_decoder": true there, or a causal language model',
+        )
+    return described
+
+
+def _positions(draft, described: dict) -> None:
+    """Rows no longer than the model has positions for, unless longer ones were asked for and its positions are not a table."""
+    longest, asked = architectures.positions(described), draft.config.context_length
+    if longest is None or asked <= longest:
+        return
+    if not draft.config.asked("context_length"):
+        draft.choose("context_length", longest)
+        draft.warnings.append(f"rows have up to {longest} tokens: the model has no more positions")
+    elif architectures.position_table(described):
+        raise UsageError(
+            f"context_length {asked}: the model has {longest} positions and no way to make more",
+            where=draft.config.sources["context_length"],
+            cure=f"--context_length {longest}",
+        )
+    else:
+        draft.warnings.append(f"context_length {asked} is beyond the {longest} positions that the model was made for")
+
+
+def fitted(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """`config` with rows as long as a plan makes them on any machine, and what there is to say of it. Raises UsageError as a plan does."""
+    draft = _Draft(config)
+    _positions(draft, architectures.described(config))
+    return draft.config, [*map(str, draft.adjustments), *draft.warnings]
+
+
+def _shapes(draft, described: dict | None) -> architectures.Shapes | None:
+    try:
+        shapes = described and architectures.shapes(described)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"config.json does not describe a {described.get('model_type')} model: {error}",
+            where=draft.config.model_name,
+            cure="download it again",
+        ) from None
+    if described and not shapes:
+        draft.memory_unknown = f"no formulas for model_type {described.get('model_type')!r}"
+    return shapes
+
+
+def _warn(draft, backend, found) -> None:
+    """What is worth knowing and changes nothing."""
+    config = draft.config
+    cells = (config.quantizer, DTYPE_OF[config.precision], config.optimizer)
+    draft.warnings += [f"{backend}: {found.slow[cell]}" for cell in ("", *cells) if cell in found.slow]

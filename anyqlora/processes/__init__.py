@@ -1,0 +1,1 @@
+"""Which process this is, and how the processes of a run talk."""

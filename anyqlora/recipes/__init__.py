@@ -1,0 +1,1 @@
+"""Whole jobs, each on one page, and the processes that they are started in."""

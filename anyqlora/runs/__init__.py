@@ -1,0 +1,1 @@
+"""What lies on disk: run directories, checkpoints, where they came from, the model card."""

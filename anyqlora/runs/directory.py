@@ -1,0 +1,431 @@
+"""Where a run lies on disk, whether it is the one that is asked for, and what it continues from - before any framework is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None
+
+from anyqlora.config import init_adapter
+from anyqlora.config.resolve import TrainConfig
+from anyqlora.core import hashing
+from anyqlora.core.errors import DiskFull, NoCheckpoint, Stopped, UsageError
+from anyqlora.core.registry import ADAPTER
+from anyqlora.data import chat_template
+from anyqlora.data.readers import sources
+from anyqlora.models.hub import base_directory
+from anyqlora.planning.fitting import global_batch
+from anyqlora.processes.environment import Alone
+from anyqlora.runs.checkpoints import Checkpoints, Disk, Loaded, sweep, to_json
+
+RESULT, IDENTITY = "result.json", "identity.json"
+# What makes two runs the same run. Change one of these and resuming would not continue what was started.
+SETTINGS = (
+    "quantizer",
+    "adapter",
+    "double_quant",
+    "affine_group_size",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "context_length",
+    "packing",
+    "prompt_format",
+    "dataset_format",
+    "dataset_samples",
+    "on_bad_row",
+    "on_long_row",
+    "eval_fraction",
+    "seed",
+    "num_epochs",
+    "max_steps",
+    "lr",
+    "lr_scheduler",
+    "warmup_steps",
+    "warmup_ratio",
+    "cosine_min_lr_ratio",
+    "lr_cycles",
+    "lr_power",
+    "lr_decay",
+    "optimizer",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "wd",
+    "apply_gradient_clipping",
+    "grad_norm",
+    "spike_guard",
+    "early_stopping",
+)
+RECOMPUTATION = (
+    "use_gradient_checkpointing",
+    "recomputed_layers",
+)  # who states one of these asks for something else than was chosen
+CHOSEN = (
+    "fused",
+    "fused_head",
+    "loss_rows",
+    "flat",
+    "weight_cache",
+    "threads",
+    *RECOMPUTATION,
+)  # by a plan, and kept in checkpoints
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.tiktoken",
+)
+
+
+@dataclass
+class Place:
+    """A run directory, which no other process trains in until this one leaves it.
+
+    `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that took. `is_empty` is
+    whether nothing was in it when this process took it, and no step was trained in it yet. `replaces`: a run with other settings is gone on
+    with, by --resume force.
+    """
+
+    directory: Path
+    identity: dict
+    finished: bool = False
+    restored: Loaded | None = None
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    handle: int | None = None
+    is_empty: bool = False
+    made: list[Path] = field(default_factory=list)  # directories around it that were not there, the innermost first
+    replaces: bool = False
+
+    def claim(self) -> None:
+        """Take the directory, which is there by now. Raises UsageError when another process has it; the system gives it back when that ends."""
+        self._lock()
+        self.is_empty = not any(self.directory.iterdir())
+
+    def _lock(self) -> None:
+        if self.handle is None and fcntl is not None:
+            self.handle = os.open(self.directory, os.O_RDONLY)
+            try:
+                fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.leave()
+                raise UsageError(
+                    "another process is training in this directory",
+                    where=str(self.directory),
+                    cure="another --run_name, or wait for it",
+                ) from None
+            except OSError:  # a file system without locks
+                self.leave()
+
+    def check(self, config: TrainConfig, global_batch: int) -> None:
+        """Compare the plan's global batch, which the number of devices decides. Raises UsageError."""
+        there = self.identity.get("global_batch")
+        self.identity["global_batch"] = global_batch
+        if self.restored and config.resume != "force" and there != global_batch:
+            raise UsageError(
+                f"{self.directory} holds a run of {there} rows to a step, and with these devices it would be {global_batch}",
+                cure="--gradient_accumulation_steps, --batch_size or --world_size so that the global batch stays; or another --run_name",
+            )
+
+    def share(self, ranks: Alone) -> None:
+        """All processes hear from the first one where the run lies and what it goes on from."""
+        restored = self.restored
+        said = ranks.told(
+            {
+                "directory": str(self.directory),
+                "identity": self.identity,
+                "finished": self.finished,
+                "restored": {
+                    "step": restored.step,
+                    "path": str(restored.path),
+                    "state": restored.state,
+                    "machine": restored.machine,
+                }
+                if restored
+                else None,
+            }
+        )
+        if said["restored"]:
+            adapter, moments = (
+                ranks.told_arrays(restored and restored.adapter),
+                ranks.told_arrays(restored and restored.moments),
+            )
+            loaded = {**said["restored"], "path": Path(said["restored"]["path"])}
+            self.restored = restored or Loaded(adapter=adapter, moments=moments, **loaded)
+        self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
+
+    def planned_before(self, config: TrainConfig, plan) -> TrainConfig:
+        """`config` with what the plan chose when the checkpoint was written, where nobody states it now and device and strategy are
+        the same: the free memory of today does not change the bytes of a run that goes on."""
+        before = self.restored.machine if self.restored else {}
+        if not before or any(
+            before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size", "strategy")
+        ):
+            return config
+        is_stated = any(getattr(config, name) != "auto" for name in RECOMPUTATION)
+        kept = {
+            name: before[name]
+            for name in CHOSEN
+            if not (is_stated and name in RECOMPUTATION)
+            and name in before
+            and getattr(config, name) == "auto"
+            and getattr(plan.config, name) != "auto"
+        }  # which some backends leave alone
+        return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
+
+    def reopen(self, disk: Disk) -> None:
+        """A finished run that goes on is an unfinished one from now on: its result.json steps aside, under the number of its steps."""
+        result = read_json(self.directory / RESULT)
+        if result is not None:
+            aside = [f"result-{result['steps']:06d}{again}.json" for again in ("", *(f"-{n}" for n in range(1, 1000)))]
+            disk.rename(
+                self.directory / RESULT, next(path for path in map(self.directory.joinpath, aside) if not path.exists())
+            )
+
+    def leave(self) -> None:
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Other processes take the directory now, and read what is in it themselves. It goes when they have left it empty."""
+        self.leave()
+        self.is_empty, self.restored = False, None
+        try:
+            yield
+        finally:
+            self._remove_empty(self.directory)
+
+    def _remove_empty(self, *directories: Path) -> None:
+        with contextlib.suppress(OSError):  # where something is in one
+            for directory in (*directories, *self.made):
+                directory.rmdir()
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """A run that fails before its first step leaves nothing; one that is stopped is found again by the same command."""
+        is_stopped = isinstance(error, (Stopped, KeyboardInterrupt)) and (self.directory / IDENTITY).exists()
+        if error is not None and self.is_empty and not is_stopped:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self._remove_empty()
+        self.leave()
+
+
+def find(config: TrainConfig, name: str = "") -> Place:
+    """The directory of the run that `config` asks for.
+
+    `run_name` names it, or `name`, which was found for it before; else the newest unfinished run of the same identity is continued; else
+    a new directory is made. Raises UsageError when the named directory holds another run, NoCheckpoint when it holds checkpoints and none
+    can be used, DiskFull when nothing can be made there.
+    """
+    began = time.perf_counter()
+    identity = identify(config)
+    root = Path(config.output_dir)
+    name = config.run_name or name
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    directory = (
+        _named(config, root / name, identity) if name else _unfinished(config, root, identity) or _new(config, root)
+    )
+    old = read_json(directory / IDENTITY) or {}
+    identity = _as_many_processes(config, identity, old)
+    has_ended = read_json(directory / RESULT) is not None
+    replaces = config.resume == "force" and bool(old) and old != identity
+    found = Place(directory, identity, finished=has_ended and not replaces, made=made, replaces=replaces)
+    if directory.exists() and not found.finished:
+        _stays_inside(directory)
+        found.claim()
+        try:
+            _take_up(found, None if config.resume == "force" else identity, has_ended)
+        except BaseException:
+            found.leave()
+            raise
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+def elsewhere() -> Place:
+    """The place of a run on a process that is not the first: it will hear where that is."""
+    return Place(Path(), {})
+
+
+def _take_up(found: Place, identity: dict | None, has_ended: bool) -> None:
+    """Find the checkpoint that the run goes on from, and clear away what a killed process left half done. Raises NoCheckpoint.
+
+    The last checkpoint of a run that has ended was written before its last evaluation, which is made again.
+    """
+    checkpoints = Checkpoints(found.directory / "checkpoints")
+    found.restored, found.rejected = checkpoints.newest_good(identity)
+    if found.rejected and found.restored is None:
+        raise NoCheckpoint(
+            "no checkpoint of this run is usable:\n"
+            + "\n".join(f"  {path}: {reason}" for path, reason in found.rejected),
+            cure=f"nothing was changed; another --run_name starts a new run, {found.directory} stays as it is",
+        )
+    if has_ended and found.restored is None:
+        raise NoCheckpoint(
+            f"{found.directory} is a finished run, and there is no checkpoint of it left to go on from",
+            cure="nothing was changed; another --run_name starts a new run",
+        )
+    if found.restored and (has_ended or list(found.directory.glob(f"result-{found.restored.step:06d}*.json"))):
+        found.restored.state["pending_evaluation"] = True
+    if found.restored and found.replaces:
+        found.restored.state["after"] = None  # it may have been of other rows
+    for swept in (found.directory, checkpoints.directory):
+        sweep(swept, checkpoints.disk)
+
+
+def _stays_inside(directory: Path) -> None:
+    """Raises UsageError when what a run writes would be written elsewhere, through a link."""
+    for path in [*directory.glob("*"), *directory.glob("checkpoints/*"), *directory.glob("checkpoints/*/*")]:
+        if path.is_symlink():
+            raise UsageError(
+                "a link, where a run writes", where=str(path), cure="another --run_name, or remove the link"
+            )
+
+
+def _named(config: TrainConfig, directory: Path, identity: dict) -> Path:
+    root, where = Path(config.output_dir), config.sources.get("run_name", "")
+    if directory.resolve().parent != root.resolve():
+        raise UsageError(f"{directory} leads out of {root}", where=where, cure="another --run_name, or remove the link")
+    old = read_json(directory / IDENTITY)
+    if old is not None:
+        identity = _as_many_processes(config, identity, old)
+    if config.resume == "never" and (old is not None or Checkpoints(directory / "checkpoints").steps()):
+        raise UsageError(
+            f"{directory} already holds a run", where=where, cure="another --run_name, or leave out --resume never"
+        )
+    if (
+        config.init_adapter
+        and config.resume == "force"
+        and old is not None
+        and old.get("init_adapter") != identity["init_adapter"]
+    ):
+        raise UsageError(
+            f"{directory} did not start from {config.init_adapter}, and --resume force goes on from its own state",
+            where=config.sources.get("init_adapter", ""),
+            cure="another --run_name, or leave out init_adapter",
+        )
+    if old is not None and old != identity and config.resume != "force":
+        changed = [
+            f"  {key}: {old.get(key)!r} there, {identity.get(key)!r} now"
+            for key in sorted({*old, *identity})
+            if old.get(key) != identity.get(key)
+        ]
+        raise UsageError(
+            f"{directory} holds another run:\n" + "\n".join(changed),
+            where=where,
+            cure="another --run_name, or --resume force to go on from its state with these settings",
+        )
+    return directory
+
+
+def _unfinished(config: TrainConfig, root: Path, identity: dict) -> Path | None:
+    if config.resume == "never" or not root.is_dir():
+        return None
+    runs = [path for path in root.iterdir() if (path / IDENTITY).exists() and read_json(path / RESULT) is None]
+    same = [
+        path
+        for path in runs
+        if path.resolve().parent == root.resolve() and _is_same(config, identity, read_json(path / IDENTITY))
+    ]
+    return max(same, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+
+
+def _is_same(config: TrainConfig, identity: dict, old: dict | None) -> bool:
+    return old is not None and old == _as_many_processes(config, identity, old)
+
+
+def _as_many_processes(config: TrainConfig, identity: dict, old: dict) -> dict:
+    """`identity` with the global batch of `old`, where only the machine can tell how many processes there will be: the plan will know,
+    and `Place.check` compares then."""
+    there, here = old.get("global_batch"), identity["global_batch"]
+    is_open = config.world_size == -1 and may_have_several_gpus() and isinstance(there, int) and there % here == 0
+    return {**identity, "global_batch": there} if is_open else identity
+
+
+def may_have_several_gpus() -> bool:
+    """Whether this machine may start a process for each of several GPUs: a look at Linux's device files, since torch takes seconds."""
+    return any(len(list(Path("/dev").glob(pattern))) > 1 for pattern in ("nvidia[0-9]*", "dri/renderD*"))
+
+
+def _new(config: TrainConfig, root: Path) -> Path:
+    model = re.sub(r"[^\w.-]+", "-", Path(config.model_name).name).strip(".-") or "model"
+    base = root / f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
+    names = itertools.chain([base.name], (f"{base.name}-{again}" for again in itertools.count(1)))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        return next(path for path in map(root.joinpath, names) if _made(path))
+    except OSError as error:
+        raise unwritable(base, error) from None
+
+
+def _made(directory: Path) -> bool:
+    """Make a directory that was not there; false for one that was, such as that of another run which began in the same second."""
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def unwritable(directory: Path, error: OSError) -> DiskFull:
+    return DiskFull(f"cannot be written: {error.strerror or error}", where=str(directory), cure="another --output_dir")
+
+
+# ------------------------------------------------------------------------------------------------------- the identity
+
+
+def identify(config: TrainConfig) -> dict:
+    """What must be equal for a run to be continued, JSON-able: settings, and hashes of rows, base and tokenizer."""
+    directory = base_directory(config)
+    words = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    found = {
+        **{name: getattr(config, name) for name in SETTINGS},
+        "global_batch": global_batch(config),
+        "rows": rows_identity(config.dataset, config, held_out=False),
+        "held_out": rows_identity(config.eval_dataset, config, held_out=True) if config.eval_dataset else "",
+        "base": hashing.of_named([*directory.glob("*.safetensors"), directory / "config.json"]),
+        "tokenizer": hashing.of_named(words),
+    }
+    if template := chat_template.stated(config):
+        found["chat_template"] = hashing.of_text(template)
+    if config.init_adapter:
+        found["init_adapter"] = hashing.of_files([init_adapter.directory(config) / ADAPTER])[0]
+    return json.loads(to_json(found))
+
+
+def rows_identity(spec: str, config: TrainConfig, *, held_out: bool) -> str:
+    """sha256 over the content and the weight of every source file, in order; where they lie does not matter."""
+    parts = []
+    for name, weight in sources.weighted(spec):
+        files = sources.files(name, held_out=held_out, offline=config.offline)
+        parts += [repr(weight), *(hashing.of_files(files) if files else [name])]
+    return hashing.of_text(*parts)
+
+
+def read_json(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

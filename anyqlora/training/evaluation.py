@@ -1,0 +1,152 @@
+"""What an evaluation is on any framework: loss, perplexity and exact match on held-out rows, and the rows and tokens that it goes by."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from anyqlora.config.resolve import AUTO
+from anyqlora.core.errors import RunError
+from anyqlora.data.dataset import Batch, Example, batches
+from anyqlora.models.architectures import position_table
+
+EXACT_MATCH_ROWS = 512
+RARE = 1 / 20  # of the commonest end token: what ends fewer answers ends them by chance, where rows were cut
+PAD = 0  # whatever stands in padding is masked; a tokenizer's own pad token may lie beyond the embedding
+
+
+def evaluate(
+    examples: list[Example],
+    total_loss: Callable[[Iterator[Batch]], float],
+    answers: Callable[..., list[str]],
+    *,
+    batch_size: int,
+    exact_match: bool,
+    max_new_tokens: int,
+    shown: int = 0,
+    ends: Sequence[str] = (),
+    between=lambda: None,
+) -> dict:
+    """{loss (nats per trained token), perplexity, tokens, exact_match (0..1), samples: [{prompt, answer, expected}]}.
+
+    `total_loss(batches)` is the sum over all trained tokens, `answers(prompts, ...)` the text after each prompt. `between()` is called
+    between batches; it may raise to end the evaluation.
+    """
+    trained = 0
+
+    def watched() -> Iterator[Batch]:
+        nonlocal trained
+        for batch in batches(examples, batch_size, PAD):
+            between()
+            trained += batch.trained
+            yield batch
+
+    loss = total_loss(watched()) / trained
+    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": trained}
+    asked = questions(examples, exact_match, shown)
+    if asked:
+        given = answers(
+            [e.prompt_ids for e in asked],
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            ends=ends,
+            between=between,
+        )
+        if exact_match:
+            right = sum(g.strip() == e.answer.strip() for g, e in zip(given, asked, strict=True))
+            found["exact_match"] = right / len(asked)
+        found["samples"] = [
+            {"prompt": e.prompt, "answer": g, "expected": e.answer} for e, g in zip(asked[:shown], given, strict=False)
+        ]
+    return found
+
+
+def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Example]:
+    """The rows whose prompts are answered."""
+    found = [e for e in examples if e.answer is not None]
+    return found if exact_match else found[:shown]
+
+
+def evaluator(
+    run, fits: Callable[[Sequence[int]], int], total_loss, answers, is_out_of_memory, free
+) -> Callable[[], dict]:
+    """() -> the evaluation of `run`'s held-out rows, as its settings say. `fits`: see room.
+
+    Out of memory it halves its batches, from then on: `is_out_of_memory(error)` tells, and `free()` gives back what was taken. Raises
+    RunError for one that is a single row, and where other processes evaluate with this one.
+    """
+    config, held_out = run.config, run.data.held_out
+    lengths = [len(e.ids) - len(e.prompt_ids) for e in held_out if e.answer is not None]
+    exact = config.exact_match
+    if exact == AUTO:  # worth its time where answers fit and are not essays
+        exact = bool(lengths) and max(lengths) <= config.max_new_tokens and len(lengths) <= EXACT_MATCH_ROWS
+    mute = [e.where for e in questions(held_out, exact, config.samples) if not fits(e.prompt_ids)]
+    if mute:
+        run.console.warn(
+            f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, "
+            "which counts as wrong"
+        )
+    rows = config.eval_batch_size
+
+    def found() -> dict | None:
+        try:
+            return evaluate(
+                held_out,
+                total_loss,
+                answers,
+                batch_size=rows,
+                exact_match=exact,
+                max_new_tokens=config.max_new_tokens,
+                shown=config.samples,
+                ends=learned_ends(run.data.report),
+                between=run.interruptible,
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if rows == 1 or run.ranks.size > 1:
+                raise RunError(
+                    f"out of memory in an evaluation of {rows} rows at a time",
+                    cure="a smaller --eval_batch_size, --exact_match false, or shorter held-out rows",
+                ) from None
+            return None
+
+    def evaluated() -> dict:
+        nonlocal rows
+        while (result := found()) is None:
+            rows //= 2
+            free()
+            run.console.warn(f"out of memory in an evaluation: {rows} rows at a time from here on, and once more")
+        return result
+
+    return evaluated
+
+
+def learned_ends(report: dict) -> list[str]:
+    """The tokens that ended the answers of a run's training rows, from its data report: a base model whose chat template ends turns
+    with a token of its own names that one nowhere else."""
+    counts = report.get("train", {}).get("end_tokens", {})
+    return [name for name, count in counts.items() if count >= RARE * max(counts.values())]
+
+
+def stops(tokenizer, named, ends: Sequence[str] = ()) -> list[int]:
+    """The tokens that end an answer: the tokenizer's, those that the model's generation settings name (one, several or None), and `ends`."""
+    named = named if isinstance(named, list) else [named]
+    return sorted(
+        {i for i in [tokenizer.eos_token_id, *named, *map(tokenizer.convert_tokens_to_ids, ends)] if i is not None}
+    )
+
+
+def room(described: dict, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
+    """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of positions."""
+    table = position_table(described)
+    return lambda prompt: max_new_tokens if table is None else min(max_new_tokens, max(table - len(prompt), 0))
+
+
+def alike(prompts: list, left: list[int], batch_size: int) -> Iterator[list[int]]:
+    """Numbers of prompts that are answered together: of about one length, and with as much room."""
+    order = sorted((i for i in range(len(prompts)) if left[i]), key=lambda i: len(prompts[i]))
+    for _, group in itertools.groupby(order, key=left.__getitem__):
+        numbers = list(group)
+        yield from (numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size))

@@ -1,0 +1,67 @@
+"""How the processes of a run meet, and what they make sure of before the first step: that they were asked for the same."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from anyqlora.config.resolve import SETTINGS, TrainConfig
+from anyqlora.core import registry
+from anyqlora.core.errors import UsageError
+from anyqlora.data.dataset import Data
+from anyqlora.processes.environment import Alone, World
+from anyqlora.recipes.launcher import free_port
+from anyqlora.runs.directory import Place
+
+OWN = ("output_dir", "run_name", "log_to", "verbose")  # only the first process acts on these
+
+
+@contextlib.contextmanager
+def of(plan, world: World) -> Iterator[Alone]:
+    """The processes of the run; one alone has nobody to meet, unless its strategy works on a group of one."""
+    if world.size == 1 and plan.strategy == "single":
+        yield Alone()
+        return
+    if world.size == 1:
+        world = World(launcher="itself", address="localhost", port=free_port())
+    ranks = registry.load(registry.RANKS[plan.framework])(plan, world)
+    with contextlib.closing(ranks), ranks.noticing():
+        yield ranks
+
+
+def agreed(ranks: Alone, found: Place, plan, config: TrainConfig):
+    """The plan of all: what machines decide otherwise, such as free memory, is as on the first. `config` is what was asked for.
+
+    Raises UsageError when a process was asked for something else.
+    """
+    found.check(plan.config, plan.global_batch)
+    if ranks.size == 1:
+        return plan
+    first, *others = ranks.every({name: getattr(config, name) for name in SETTINGS if name not in OWN})
+    for rank, other in enumerate(others, 1):
+        for name in sorted(first):
+            if first[name] != other[name]:
+                _refuse(
+                    ranks,
+                    f"rank {rank} has {name} {other[name]!r}, rank 0 {first[name]!r}",
+                    "the same command on every process",
+                )
+    found.share(ranks)
+    return replace(plan, config=plan.config.with_(**ranks.told(plan.config.settings())))
+
+
+def same_rows(ranks: Alone, rows: Data) -> None:
+    """Raises UsageError when a process has read other rows."""
+    first, *others = ranks.every(rows.identity)
+    for rank, identity in enumerate(others, 1):
+        if identity != first:
+            _refuse(ranks, f"rank {rank} has read other rows than rank 0", "the same files on every machine")
+
+
+def _refuse(ranks: Alone, why: str, cure: str) -> None:
+    """All processes end; the first one says why."""
+    if ranks.is_first:
+        raise UsageError(why, where="between processes", cure=cure)
+    sys.exit(UsageError.exit_code)

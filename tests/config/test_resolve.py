@@ -1,0 +1,411 @@
+"""Where a setting comes from, how it is spelled, and what is refused."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from fastcore.script import anno_parser
+
+from anyqlora.config.resolve import ALIASES, SETTINGS, TrainConfig, flags_of, from_environment, parsed, resolve, spelled
+from anyqlora.core import registry
+from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.runs.provenance import resolved_yaml
+from tests.support.paths import ROOT
+
+FSDP_QLORA = [
+    "world_size",
+    "train_type",
+    "llama_pro_path",
+    "batch_size",
+    "context_length",
+    "gradient_accumulation_steps",
+    "num_epochs",
+    "dataset",
+    "dataset_samples",
+    "sharding_strategy",
+    "use_gradient_checkpointing",
+    "reentrant_checkpointing",
+    "use_cpu_offload",
+    "use_activation_cpu_offload",
+    "low_memory",
+    "no_sync",
+    "precision",
+    "model_name",
+    "save_model",
+    "output_dir",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "verbose",
+    "lr",
+    "apply_gradient_clipping",
+    "grad_norm",
+    "wd",
+    "profile_memory",
+    "optimizer",
+    "lr_scheduler",
+    "loading_workers",
+    "log_to",
+    "master_addr",
+    "master_port",
+    "seed",
+    "project_name",
+    "name",
+    "group",
+    "entity",
+    "n_bits",
+    "profile",
+    "profiling_output",
+    "with_stack",
+    "with_shapes",
+    "export_trace",
+    "export_memory_timeline",
+    "wait_steps",
+    "profiler_warmup_steps",
+    "active_steps",
+    "repeat",
+    "profiling_frequency",
+    "max_steps",
+    "backend",
+    "warmup_steps",
+    "warmup_ratio",
+    "cosine_min_lr_ratio",
+    "log_every_n_steps",
+    "hqq_group_size",
+    "config",
+    "strategy",
+    "strategy_config",
+    "strategy_opt",
+    "quantizer",
+    "adapter",
+    "mesh",
+    "layout",
+    "resume",
+    "save_steps",
+    "keep",
+    "eval_steps",
+    "eval_fraction",
+    "run_name",
+    "strict",
+    "offline",
+    "deterministic",
+    "packing",
+]
+
+
+def settings(environ=None, **given):
+    return resolve({"model_name": "m", **given}, environ=environ or {})
+
+
+def test_every_flag_of_the_specification_is_a_setting():
+    assert not set(FSDP_QLORA) - set(SETTINGS)
+    assert all(f.metadata["help"] for f in SETTINGS.values())
+
+
+def test_aliases_do_not_collide():
+    names = [alias for f in SETTINGS.values() for alias in f.metadata["also"]]
+    assert len(names) == len(set(names)) and not set(names) & set(SETTINGS)
+    for theirs in (
+        "learning_rate",
+        "per_device_train_batch_size",
+        "max_seq_length",
+        "report_to",
+        "logging_steps",
+        "max_grad_norm",
+        "weight_decay",
+        "num_processes",
+        "mixed_precision",
+        "fsdp_sharding_strategy",
+        "deepspeed_zero_stage",
+        "main_process_ip",
+        "main_process_port",
+        "find_unused_parameters",
+        "cpu_ram_efficient_loading",
+        "distributed_type",
+    ):
+        assert theirs in ALIASES or theirs in SETTINGS, theirs
+
+
+def test_command_line_over_environment_over_file_over_default(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name: m\nlr: 1e-4\n\nseed: 1\nlora_rank: 4\n")
+    environ = {"ANYQLORA_SEED": "2", "ANYQLORA_LORA_RANK": "8"}
+    config = resolve({"config": str(file), "lora_rank": "16"}, environ=environ)
+    assert (config.lr, config.seed, config.lora_rank, config.wd) == (1e-4, 2, 16, 0.1)
+    assert config.sources["lr"] == f"{file}:2" and config.sources["seed"] == "ANYQLORA_SEED"
+    assert config.sources["lora_rank"] == "command line: --lora_rank" and config.sources["wd"] == "default"
+    assert resolve({"config": str(file), "seed": 3}, environ=environ, said="code").seed == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "expected"),
+    [
+        (
+            {"train_type": "qlora", "quantizer": "nf4", "adapter": "lora", "n_bits": 4},
+            {"train_type": "full"},
+            {"quantizer": "none", "adapter": "full", "n_bits": 16},
+        ),
+        ({"quantizer": "nf4", "adapter": "lora"}, {"train_type": "lora"}, {"quantizer": "none", "adapter": "lora"}),
+        ({"quantizer": "nf4", "adapter": "lora"}, {"train_type": "bnb_dora"}, {"quantizer": "nf4", "adapter": "dora"}),
+        ({"quantizer": "nf4"}, {"n_bits": 8}, {"quantizer": "int8"}),
+        ({"n_bits": 4}, {"quantizer": "int8"}, {"quantizer": "int8", "n_bits": 8}),
+        ({"warmup_steps": 0}, {"warmup_ratio": 0.5}, {"warmup_steps": -1, "warmup_ratio": 0.5}),
+        ({"warmup_ratio": 0.5}, {"warmup_steps": 7}, {"warmup_steps": 7}),
+        ({"eval_dataset": "x.jsonl"}, {"eval_fraction": 0.1}, {"eval_dataset": "", "eval_fraction": 0.1}),
+        ({"lora_rank": 4}, {"adapter": "full", "quantizer": "none"}, {"adapter": "full", "lora_rank": 16}),
+        ({"adapter": "dora"}, {"lr": 1}, {"adapter": "dora", "quantizer": "nf4"}),
+    ],
+    ids=str,
+)
+def test_what_a_higher_layer_says_in_other_words_wins_too(file, line, expected, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name: m\n" + "".join(f"{name}: {value}\n" for name, value in file.items()))
+    for given in (
+        {"given": {"config": str(path), **line}, "environ": {}},
+        {
+            "given": {"config": str(path)},
+            "environ": {f"ANYQLORA_{name.upper()}": str(value) for name, value in line.items()},
+        },
+    ):
+        found = resolve(**given)
+        assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_a_file_may_be_named_by_the_environment(tmp_path):
+    (tmp_path / "run.yaml").write_text("model_name: m\nseed: 5\n")
+    assert resolve({}, environ={"ANYQLORA_CONFIG": str(tmp_path / "run.yaml")}).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [
+        ("optim", "adamw_torch", "adamw"),
+        ("optim", "paged_adamw_32bit", "paged_adamw"),
+        ("lr_scheduler_type", "constant_with_warmup", "constant"),
+        ("mixed_precision", "no", "fp32"),
+    ],
+)
+def test_hugging_faces_values_are_understood(name, theirs, ours):
+    assert getattr(settings(**{name: theirs}), ALIASES[name]) == ours
+
+
+def test_a_part_of_an_epoch_is_refused_with_what_ends_within_one():
+    with pytest.raises(UsageError, match="num_epochs: '0.5' is not a whole number") as refused:
+        settings(num_epochs="0.5")
+    assert "--max_steps" in refused.value.cure
+
+
+def test_help_shows_each_settings_kind_of_value_and_its_other_names():
+    """The reference are the defaults, and what a setting takes."""
+    shown = {action.dest: action for action in anno_parser(flags_of(lambda **flags: None))._actions}
+    for name, about in SETTINGS.items():
+        kinds = shown[name].metavar.split("|")
+        assert all(re.search(rf"also .*\b{other}\b", shown[name].help) for other in about.metadata["also"]), name
+        if about.default != "auto":
+            assert kinds[0] == {int: "int", float: "float", bool: "true", str: "text"}[type(about.default)], name
+        if "auto" in kinds:
+            assert parsed(name, "auto", "test") == "auto"
+    assert (shown["batch_size"].metavar, shown["packing"].metavar, shown["model_name"].metavar) == (
+        "int|auto",
+        "true|false|auto",
+        "text",
+    )
+
+
+def test_fsdp_backend_is_the_backend():
+    assert from_environment({"FSDP_BACKEND": "mps"}) == {"backend": ("mps", "FSDP_BACKEND")}
+    assert settings(environ={"FSDP_BACKEND": "mps", "ANYQLORA_BACKEND": "cpu"}).backend == "cpu"
+
+
+def test_nothing_given_is_the_embedded_job():
+    config = resolve({}, environ={})
+    assert config.is_demo and config.dataset == "demo" and config.sources["lr"].endswith("first.yaml:12")
+    assert resolve({"lr": "1"}, environ={}).is_demo
+    assert settings().dataset == "alpaca_sample"
+    with pytest.raises(UsageError, match="no model"):
+        resolve({"dataset": "x.jsonl"}, environ={})
+
+
+@pytest.mark.parametrize(
+    "argv, out",
+    [
+        (["--train_type", "lora"], ["--train-type=lora"]),
+        (["--train-type=lora"], ["--train-type=lora"]),
+        (["--learning_rate", "1e-3"], ["--lr=1e-3"]),
+        (["--verbose"], ["--verbose=true"]),
+        (["--verbose", "--lr", "1"], ["--verbose=true", "--lr=1"]),
+        (["--max_steps", "-1"], ["--max-steps=-1"]),
+        (["-h"], ["-h"]),
+    ],
+)
+def test_both_spellings_and_aliases(argv, out):
+    assert spelled(argv) == out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--data", "x"], "unknown setting 'data'"),
+        (["--lora-rnk", "4"], "did you mean 'lora_rank'"),
+        (["--lr"], "needs a value"),
+        (["--lr", "1", "--learning_rate", "2"], "already given as --lr"),
+        (["lr=3"], "unexpected argument"),
+    ],
+)
+def test_flags_that_are_refused(argv, message):
+    with pytest.raises(UsageError, match=message):
+        spelled(argv)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"lr": "fast"}, "lr: 'fast' is not a number"),
+        ({"lora_rank": "4.5"}, "whole number"),
+        ({"lora_rank": "0"}, "at least 1"),
+        ({"batch_size": "many"}, "whole number or auto"),
+        ({"verbose": "maybe"}, "true or false"),
+        ({"lr": "nan"}, "not a number"),
+        ({"precision": "fp8"}, "unknown value 'fp8'"),
+        ({"optimizer": "adammw"}, "did you mean 'adamw'"),
+        ({"max_steps": "0"}, "neither -1 nor"),
+        ({"keep": "1"}, "at least 2"),
+        ({"run_name": "../x"}, "not a plain name"),
+        ({"run_name": "a/b"}, "not a plain name"),
+        ({"profiling_output": "..", "profile": "true"}, "not a plain name"),
+        ({"train_type": "qlora", "quantizer": "none"}, "contradicts"),
+        ({"train_type": "lora", "quantizer": "nf4"}, "contradicts"),
+        ({"n_bits": "8", "quantizer": "nf4"}, "contradicts"),
+        ({"train_type": "full", "lora_rank": "4"}, "contradicts"),
+        ({"adapter": "full", "train_type": "full", "quantizer": "nf4"}, "contradicts"),
+        ({"warmup_steps": "1", "warmup_ratio": "0.1", "dataset": "d"}, "both state the warm-up"),
+        ({"eval_steps": "5"}, "needs held-out rows"),
+        ({"eval_fraction": "0.1", "eval_dataset": "x"}, "both say what is held out"),
+        ({"early_stopping": "2", "eval_fraction": "0.1"}, "needs eval_steps"),
+        ({"use_gradient_checkpointing": "false", "reentrant_checkpointing": "true"}, "nothing to recompute"),
+        ({"use_gradient_checkpointing": "false", "recomputed_layers": "2"}, "the other that nothing is"),
+        ({"use_gradient_checkpointing": "true", "recomputed_layers": "0"}, "the other that nothing is"),
+        ({"keep": "best"}, "needs evaluations"),
+        ({"profile": "true", "active_steps": "20"}, "longer than profiling_frequency"),
+        ({"seed": "99999999999999999999"}, "seed: '99999999999999999999' is not between 0 and 9223372036854775807"),
+        ({"seed": "9223372036854775808"}, "between 0 and"),
+        ({"lora_alpha": "0"}, "lora_alpha: '0' is not greater than 0"),
+        ({"lora_alpha": "-1"}, "greater than 0"),
+        ({"lora_dropout": "1"}, "between 0 and 0.999"),
+    ],
+)
+def test_values_that_are_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        settings(**given)
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [("9223372036854775807", 2**63 - 1), ("9007199254740993", 2**53 + 1), ("1e3", 1000), ("4.0", 4), ("1_000", 1000)],
+)
+def test_whole_numbers_keep_every_digit(text, value):
+    assert settings(seed=text).seed == value
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [({"train_type": t}, t) for t, row in registry.TRAIN_TYPES.items() if isinstance(row, str)]
+    + [
+        ({"quantizer": "hqq"}, "hqq"),
+        ({"adapter": "llama_pro"}, "llama_pro"),
+        ({"strategy": "megatron"}, "megatron"),
+        ({"low_memory": "false"}, "low_memory"),
+        ({"n_bits": "3"}, "n_bits"),
+        ({"loading_workers": "4"}, "loading_workers"),
+        ({"hqq_group_size": "32"}, "hqq_group_size"),
+        ({"llama_pro_path": "p"}, "llama_pro_path"),
+        ({"strategy": "pipeline"}, "pipeline"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(given, name):
+    with pytest.raises(NotBuilt, match=name) as refused:
+        settings(**given)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "train_type, n_bits, expected",
+    [
+        ("qlora", "auto", ("nf4", "lora", 4)),
+        ("qlora", "8", ("int8", "lora", 8)),
+        ("lora", "auto", ("none", "lora", 16)),
+        ("full", "auto", ("none", "full", 16)),
+        ("bnb_dora", "auto", ("nf4", "dora", 4)),
+    ],
+)
+def test_presets(train_type, n_bits, expected):
+    config = settings(train_type=train_type, n_bits=n_bits)
+    assert (config.quantizer, config.adapter, config.n_bits) == expected
+    assert settings(quantizer="fp4", adapter="rslora").adapter == "rslora"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("lr: 1\nlearning_rat: 2\n", r"run.yaml:2: unknown setting 'learning_rat'; did you mean 'learning_rate'"),
+        ("lr: 1\nlr: 2\n", r"run.yaml:2: lr is stated twice"),
+        ("lr: [1\n", r"run.yaml:2:1: not YAML"),
+        ("- lr\n", "not a map"),
+        ("lr:\n  a: 1\n", "not a map"),
+        ("lr: fast\n", r"run.yaml:1: lr: 'fast' is not a number"),
+        ("lr:\n", "None is not a value"),
+        ("trust_remote_code: true\n", "only be given on the command line"),
+        ("seed: !!python/object/apply:os.system ['true']\n", "plain values only"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        settings(config=str(file))
+
+
+def test_trust_remote_code_is_not_read_from_the_environment():
+    with pytest.raises(UsageError, match="only be given on the command line"):
+        settings(environ={"ANYQLORA_TRUST_REMOTE_CODE": "true"})
+    with pytest.raises(UsageError, match="ANYQLORA_LRR: unknown setting"):
+        settings(environ={"ANYQLORA_LRR": "1"})
+
+
+def test_the_resolved_file_gives_the_same_configuration(tmp_path):
+    config = settings(lr="3e-5", lora_target_modules="q_proj,v_proj", packing="true", name="a: b # c")
+    file = tmp_path / "config.resolved.yaml"
+    file.write_text(resolved_yaml(config))
+    assert yaml.safe_load(file.read_text())["lr"] == 3e-5
+    again = resolve({"config": str(file)}, environ={})
+    assert again.with_(config="") == config and again.sources["lr"].startswith(str(file))
+
+
+def test_exit_codes_and_messages_of_the_script():
+    def script(*arguments):
+        return subprocess.run(
+            [sys.executable, "train.py", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": ""},
+        )
+
+    wrong = script("--lrr", "1")
+    assert wrong.returncode == 2 and "did you mean 'lr'" in wrong.stderr and "Traceback" not in wrong.stderr
+    right = script("--help")
+    assert (
+        right.returncode == 0
+        and "--train-type" in right.stdout
+        and all(n.replace("_", "-") in right.stdout for n in SETTINGS)
+    )
+
+
+def test_config_is_frozen():
+    with pytest.raises(AttributeError):
+        settings().lr = 1
+    assert isinstance(settings(), TrainConfig)

@@ -1,0 +1,164 @@
+"""The traps in other libraries that anyqlora/on_torch/_compat.py and its users step round: each still there, and not in ours.
+
+When one of these `still` tests fails, the library has mended it: take our way round out.
+"""
+
+import subprocess
+import sys
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from bitsandbytes import functional as F
+from bitsandbytes.nn.modules import has_avx512bf16
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from anyqlora.on_torch._compat import (
+    compiled_when_called,
+    keep_weights_as_packed,
+    refused_targets,
+    rerouted_targets,
+    softmax_backward,
+)
+from anyqlora.on_torch.quantizers.bnb import Nf4
+from tests.support import tiny_models
+
+AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def imported(*lines):
+    """Modules that a process of its own has after these lines."""
+    code = "\n".join(["import sys", *lines, "print(*sys.modules, sep='\\n')"])
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+COMPILER = "torch._inductor.compile_fx"
+
+
+@pytest.mark.slow
+def test_bitsandbytes_still_imports_the_compiler():
+    assert COMPILER in imported("import bitsandbytes")
+
+
+def test_ours_does_not_import_the_compiler():
+    ours = imported(
+        "import torch",
+        "compile = torch.compile",
+        "import anyqlora.on_torch.assembly.build",
+        "assert torch.compile is compile",
+    )
+    assert COMPILER not in ours
+    assert "bitsandbytes" in ours
+
+
+def test_what_is_compiled_later_is_compiled_as_it_was_told():
+    with compiled_when_called():
+        plain = torch.compile(lambda x: x * 2, backend="eager")
+
+        @torch.compile(dynamic=False, backend="eager")
+        def named(x):
+            """Doubled."""
+            return x * 2 if not torch.compiler.is_compiling() else x * 3
+
+    assert torch.compile.__name__ == "compile"
+    assert (named.__name__, named.__doc__) == ("named", "Doubled.")
+    assert torch.equal(named(torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(plain(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def gradient_after_evaluation(module):
+    """|gradient of the input after an evaluation forward - before it| / |before|."""
+    torch.manual_seed(0)
+    x = torch.randn(4, module.in_features, requires_grad=True)
+
+    def gradient():
+        x.grad = None
+        module.train()(x).square().sum().backward()
+        return x.grad.clone() if x.grad is not None else torch.zeros_like(x)
+
+    before = gradient()
+    with torch.no_grad():
+        module.eval()(x.detach())
+    return ((gradient() - before).norm() / before.norm()).item()
+
+
+def four_bit_linear():
+    torch.manual_seed(1)
+    module = bnb.nn.Linear4bit(256, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    return module.to("cpu")
+
+
+@pytest.mark.skipif(not has_avx512bf16(), reason="this CPU has no AVX512-BF16: bitsandbytes does not repack here")
+def test_bitsandbytes_still_loses_gradients_after_evaluation():
+    assert gradient_after_evaluation(four_bit_linear()) > 0.01
+
+
+def test_ours_keeps_gradients_after_evaluation():
+    assert gradient_after_evaluation(keep_weights_as_packed(four_bit_linear())) == 0
+
+
+@pytest.mark.parametrize("quantizer", ["nf4", "fp4"])
+def test_no_layer_of_a_built_model_may_repack(quantizer, tmp_path, monkeypatch):
+    """What bitsandbytes asks before it repacks is off on every layer, on a CPU that says it has AVX512-BF16 too."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base"), quantizer=quantizer)
+    layers = [module for module in started.model.modules() if isinstance(module, bnb.nn.Linear4bit)]
+    assert len(layers) == 14
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    assert four_bit_linear().support_avx512bf16_for_cpu  # and would be on
+
+
+@pytest.mark.skipif(not AVX512, reason="the kernel that miscounts is the AVX-512 one")
+def test_bitsandbytes_still_miscounts_blocks():
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    codes, state = F.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    assert (F.dequantize_4bit(codes, state) - weight).norm() > 0.2 * weight.norm()
+    assert (Nf4.unpack(codes, state) - weight).norm() < 0.1 * weight.norm()
+
+
+def test_dora_still_loses_int8_scales():
+    """The second training forward of PEFT's DoRA over bitsandbytes' own int8 layer on a CPU; ours is tests/test_adapters.py."""
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
+    codes, scales, _ = F.int8_vectorwise_quant(torch.randn(64, 64).half())
+    layer.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+    model = get_peft_model(torch.nn.ModuleDict({"a": layer}), LoraConfig(target_modules=["a"], use_dora=True))
+    dora = model.base_model.model["a"]
+    dora(torch.randn(2, 64))
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'unsqueeze'"):
+        dora(torch.randn(2, 64))
+
+
+def test_rows_of_whole_blocks_are_left_to_bitsandbytes():
+    with torch.device("meta"):
+        assert type(Nf4(torch.float32).empty(torch.nn.Linear(128, 40))) is bnb.nn.Linear4bit
+        assert type(Nf4(torch.float32).empty(torch.nn.Linear(96, 40))) is not bnb.nn.Linear4bit
+
+
+def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):
+    """An adapter on a dense layer of a Qwen3-MoE (huggingface/peft#3711): PEFT takes the names for the experts' and puts none there."""
+    directory = tiny_models.make(
+        tmp_path, "qwen3_moe", mlp_only_layers=[0], num_experts=4, moe_intermediate_size=48, head_dim=16
+    )
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert rerouted_targets(model) >= {"gate_proj", "up_proj", "down_proj"}
+    dense = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    peft = get_peft_model(model, LoraConfig(target_modules=dense, task_type="CAUSAL_LM"))
+    assert not any(
+        name.startswith("base_model.model.model.layers.0.mlp.gate_proj.lora_A") for name, _ in peft.named_modules()
+    )
+
+
+def test_peft_still_refuses_mamba_out_proj(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4))
+    assert refused_targets(model, {"in_proj", "out_proj"}) == {"out_proj"}
+    with pytest.raises(ValueError, match="incompatible with Mamba"):
+        get_peft_model(model, LoraConfig(target_modules=["out_proj"], task_type="CAUSAL_LM"))
+
+
+def test_torch_still_keeps_softmax_backward_private():
+    p, of_p = torch.randn(3, 5).softmax(-1), torch.randn(3, 5)
+    torch.testing.assert_close(softmax_backward(of_p, p), p * (of_p - (of_p * p).sum(-1, keepdim=True)))
+    assert not hasattr(torch.nn.functional, "softmax_backward") and not hasattr(torch, "softmax_backward")
