@@ -20,8 +20,7 @@ import traceback
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
-from anyqlora.processes.environment import environment
-from anyqlora.recipes.launcher import free_port
+from anyqlora.processes.environment import environment, free_port
 
 PRELOADED = [
     "torch",

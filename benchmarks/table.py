@@ -11,7 +11,7 @@ import re
 
 import harness
 
-from anyqlora.planning.backends import CAPABILITIES, Backend
+from anyqlora.planning.capabilities import CAPABILITIES, Backend
 
 README = harness.ROOT / "README.md"
 BETWEEN = re.compile(r"(?<=<!-- speed -->\n).*?(?=\n<!-- /speed -->)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""The house: a file imports from lower floors or its own, and floors 0-2 leave the frameworks alone."""
+"""The house: folders are floors. A file imports from folders above its own in this list, or from its own folder without a circle."""
 
 import ast
 import subprocess
@@ -9,117 +9,118 @@ import pytest
 
 from tests.support.paths import ROOT
 
-FLOORS = {
-    0: [
-        "anyqlora/__init__.py",
-        "anyqlora/core/errors.py",
-        "anyqlora/core/terminal.py",
-        "anyqlora/core/redaction.py",
-        "anyqlora/core/lazy_imports.py",
-        "anyqlora/core/registry.py",
-        "anyqlora/config/strategy_options.py",
-        "anyqlora/config/schema.py",
-        "anyqlora/config/validate.py",
-        "anyqlora/config/init_adapter.py",
-        "anyqlora/config/resolve.py",
-        "anyqlora/models/architectures.py",
-        "anyqlora/models/prequantized.py",
-    ],
-    1: [
-        "anyqlora/planning/memory/estimate.py",
-        "anyqlora/planning/machine.py",
-        "anyqlora/planning/mesh.py",
-        "anyqlora/planning/planner.py",
-        "anyqlora/planning/fitting.py",
-        "anyqlora/models/lora_targets.py",
-        "anyqlora/processes/environment.py",
-        "backend_manager.py",
-    ],
-    4: ["train.py", "anyqlora/__main__.py", "anyqlora/commands", "anyqlora/recipes/worker.py"],
-    3: [
-        "anyqlora/on_torch",
-        "anyqlora/on_mlx",
-        "anyqlora/distribution",
-        "anyqlora/export",
-        "anyqlora/report",
-        "anyqlora/testing.py",
-    ],
-    2: ["anyqlora"],  # whatever else stands there
-}
+FLOORS = [  # folders on one line do not import each other
+    ["core"],
+    ["config"],
+    ["models", "processes"],
+    ["data", "reporting"],
+    ["planning"],
+    ["runs"],
+    ["training", "export"],
+    ["on_torch", "on_mlx"],
+    ["recipes", "serving"],
+    ["cli"],
+]
+PUBLIC = [
+    "__init__",
+    "__main__",
+    "extend",
+    "testing",
+    "distribution",
+    "demo",
+]  # faces: they may import from every floor
+FRAMEWORK_FREE = [folder for floor in FLOORS[:7] for folder in floor]
+FLOOR = {folder: number for number, floor in enumerate(FLOORS, 1) for folder in floor}
+PRODUCT = sorted((ROOT / "anyqlora").rglob("*.py"))
 
 
-def floor_of(path: str) -> int:
-    for floor in (0, 1, 4, 3, 2):
-        if any(path == room or path.startswith(room + "/") for room in FLOORS[floor]):
-            return floor
-    raise AssertionError(f"{path} has no floor")
+def folder_of(path: Path) -> str:
+    """The folder of anyqlora that a file of the package stands in, or its own name at the top."""
+    parts = path.relative_to(ROOT / "anyqlora").with_suffix("").parts
+    return parts[0]
 
 
-def product() -> list[Path]:
-    return [ROOT / "train.py", ROOT / "backend_manager.py", *sorted((ROOT / "anyqlora").rglob("*.py"))]
-
-
-def module_path(name: str) -> str | None:
-    for candidate in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
-        if (ROOT / candidate).exists():
+def module_path(name: str) -> Path | None:
+    for candidate in (ROOT / f"{name.replace('.', '/')}.py", ROOT / name.replace(".", "/") / "__init__.py"):
+        if candidate.exists():
             return candidate
     return None
 
 
-def imports(path: Path) -> set[str]:
-    """Project files that `path` imports, wherever in the file it does so."""
+def imported_names(path: Path) -> set[str]:
+    """Every dotted name that a file imports, wherever in the file it does so."""
     package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             stem = ".".join([*base, *([node.module] if node.module else [])])
-            names = [stem, *(f"{stem}.{alias.name}" for alias in node.names)]
-        found |= {p for p in map(module_path, names) if p}
-    return found
+            names |= {stem, *(f"{stem}.{alias.name}" for alias in node.names)}
+    return names
 
 
-@pytest.mark.parametrize("path", product(), ids=lambda p: str(p.relative_to(ROOT)))
+def imports(path: Path) -> set[Path]:
+    """The files of the package that a file imports."""
+    found = {module_path(name) for name in imported_names(path) if name.split(".")[0] == "anyqlora"}
+    return {other for other in found if other and other != path}
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_come_from_lower_floors(path):
-    own = floor_of(str(path.relative_to(ROOT)))
-    higher = {name for name in imports(path) if floor_of(name) > own}
-    assert not higher, f"floor {own} imports {higher}"
+    folder = folder_of(path)
+    if folder in PUBLIC:
+        return
+    for other in imports(path):
+        their = folder_of(other)
+        if their in (folder, "__init__"):
+            continue
+        if their in PUBLIC:
+            assert their == "demo" or FLOOR[folder] >= FLOOR["recipes"], (
+                f"{other} is a face: it imports from everywhere"
+            )
+        else:
+            assert FLOOR[their] < FLOOR[folder], (
+                f"{folder} (floor {FLOOR[folder]}) imports {their} (floor {FLOOR[their]})"
+            )
 
 
-def test_torch_and_mlx_never_import_each_other():
-    for path in product():
-        room = str(path.relative_to(ROOT))
-        if room.startswith("anyqlora/on_torch/"):
-            assert not any(name.startswith("anyqlora/on_mlx/") for name in imports(path))
-        if room.startswith("anyqlora/on_mlx/"):
-            assert not any(name.startswith("anyqlora/on_torch/") for name in imports(path))
+def test_every_folder_has_a_floor():
+    assert {folder_of(path) for path in PRODUCT} <= {*FLOOR, *PUBLIC}
 
 
-def test_no_cycles_on_one_floor():
-    graph = {str(p.relative_to(ROOT)): imports(p) for p in product()}
+def test_no_circles():
+    graph = {path: {other for other in imports(path) if other.name != "__init__.py"} for path in PRODUCT}
     done = set()
 
-    def visit(name, trail):
-        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
-        if name not in done:
-            for other in graph[name]:
-                if other in graph and other != name and not other.endswith("__init__.py"):
-                    visit(other, [*trail, name])
-            done.add(name)
+    def visit(path, trail):
+        assert path not in trail, " -> ".join(str(p.relative_to(ROOT)) for p in [*trail[trail.index(path) :], path])
+        if path not in done:
+            for other in graph[path]:
+                visit(other, [*trail, path])
+            done.add(path)
 
-    for name in graph:
-        visit(name, [])
+    for path in graph:
+        visit(path, [])
 
 
-def test_floors_0_to_2_import_no_framework():
+def test_the_package_imports_no_module_that_a_users_directory_could_hold():
+    """train.py, data.py and utils.py are in everybody's directory; the package has its own modules below its own name only."""
+    for path in PRODUCT:
+        own = {name.split(".")[0] for name in imported_names(path)} & {p.stem for p in ROOT.glob("*.py")}
+        assert not own, f"{path} imports {own}"
+
+
+def test_folders_1_to_7_import_no_framework():
     modules = [
-        str(p.relative_to(ROOT).with_suffix("")).replace("/", ".")
-        for p in product()
-        if floor_of(str(p.relative_to(ROOT))) <= 2 and p.name != "__init__.py"
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in PRODUCT
+        if folder_of(path) in FRAMEWORK_FREE and path.name != "__init__.py"
     ]
-    code = f"import sys\nfor m in {modules!r}: __import__(m)\nprint(sorted({{'torch', 'transformers', 'mlx', 'peft'}} & set(sys.modules)))"
+    code = (
+        f"import sys\nfor m in {modules!r}: __import__(m)\n"
+        "print(sorted({'torch', 'transformers', 'mlx', 'peft'} & set(sys.modules)))"
+    )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from anyqlora.core.errors import UsageError
-from anyqlora.planning.backends import CAPABILITIES, LOOPS, BackendManager, BackendUnavailable, Capabilities
+from anyqlora.planning.backends import BackendManager
+from anyqlora.planning.capabilities import CAPABILITIES, LOOPS, BackendUnavailable, Capabilities
 
 COLUMNS = {
     "dtypes": "arithmetic",

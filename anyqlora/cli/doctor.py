@@ -18,9 +18,8 @@ from pathlib import Path
 from anyqlora.cli import arguments
 from anyqlora.config.resolve import ENV_PREFIX, from_environment, parsed
 from anyqlora.core.errors import RunError, UsageError
-from anyqlora.core.terminal import printable
+from anyqlora.core.terminal import format_bytes, printable
 from anyqlora.planning.machine import observe
-from anyqlora.planning.memory.estimate import shown
 
 USAGE = """usage: python -m anyqlora doctor [--backend NAME] [--output_dir DIR]
 
@@ -97,7 +96,8 @@ def main(argv: list[str]) -> int:
 
 def findings(only: str, output_dir: str) -> Iterator[Finding]:
     """All of them, cheapest first. `only` names one backend. Raises UsageError when it is unknown or not here."""
-    from anyqlora.planning.backends import BackendManager, BackendUnavailable
+    from anyqlora.planning.backends import BackendManager
+    from anyqlora.planning.capabilities import BackendUnavailable
 
     try:
         manager = BackendManager(only or "auto")
@@ -116,7 +116,7 @@ def findings(only: str, output_dir: str) -> Iterator[Finding]:
     yield Finding(
         "ok",
         f"{machine.system} {machine.os_version} {machine.arch}, Python {machine.python}, "
-        f"torch {machine.torch.get('version')}, {machine.cores} cores, {shown(machine.memory_available)} of {shown(machine.memory_total)} memory available",
+        f"torch {machine.torch.get('version')}, {machine.cores} cores, {format_bytes(machine.memory_available)} of {format_bytes(machine.memory_total)} memory available",
     )
     for name in [only] if only else manager.names():
         why = manager.probe(name).why("available") or manager.no_loop(name)
@@ -187,7 +187,7 @@ def places(output_dir: Path, cache: Path) -> Iterator[Finding]:
         if free < room:
             yield Finding(
                 "WRONG" if free < SMALL else "note",
-                f"{what} {place} has {shown(free)} free",
+                f"{what} {place} has {format_bytes(free)} free",
                 f"delete something, or {mend} on another disk",
             )
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from anyqlora.cli import arguments
 from anyqlora.core import registry
 from anyqlora.core.errors import DiskFull, NotBuilt, UsageError
+from anyqlora.core.files import Disk, write_directory
 from anyqlora.core.terminal import printable
-from anyqlora.runs.checkpoints import Disk, write_directory
 
 USAGE = """usage: python -m anyqlora export RUN|DIR --to mlx|peft --out DIR [--model_name BASE]
 

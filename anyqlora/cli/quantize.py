@@ -8,8 +8,7 @@ from pathlib import Path
 from anyqlora.cli import arguments
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
-from anyqlora.core.terminal import printable
-from anyqlora.planning.memory.estimate import shown
+from anyqlora.core.terminal import format_bytes, printable
 
 USAGE = """usage: python -m anyqlora quantize MODEL --to affine4|nf4 --out DIR [--affine_group_size 32|64|128] [--double_quant true|false]
                                   [--revision R] [--offline true]
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> int:
     done = write(directory, Path(out), packing(config), base=base)
     print(
         printable(
-            f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {shown(done['bytes'])}"
+            f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {format_bytes(done['bytes'])}"
         )
     )
     return 0

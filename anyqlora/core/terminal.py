@@ -36,3 +36,12 @@ def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:
         )
 
     return "".join(map(block, points))
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a unit: 4.5 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

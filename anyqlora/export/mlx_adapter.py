@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.files import Content, tensors_to_bytes, to_json
 from anyqlora.models.lora_targets import PREFIX, last, plain, whole
-from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, Content, tensors_to_bytes, to_json
+from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG
 
 MLX_ADAPTER = "adapters.safetensors"
 KEPT = "peft"  # key of mlx-lm's adapter_config.json, which it passes over: PEFT's own, for the way back

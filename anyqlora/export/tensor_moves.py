@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from anyqlora.core.errors import DiskFull, NotBuilt, UsageError
+from anyqlora.core.files import STAGED, Disk, to_json
 from anyqlora.models.hub import INDEX, SINGLE, check_weights
-from anyqlora.runs.checkpoints import STAGED, Disk, to_json
 
 RECORD = "conversion.json"  # in mlx-lm's directory: where each of Hugging Face's tensors is
 COPIED = (

@@ -17,7 +17,7 @@ from anyqlora.on_mlx.evaluate import evaluator
 from anyqlora.on_mlx.generate import answers
 from anyqlora.on_mlx.runtime import Runtime
 from anyqlora.on_mlx.state import load
-from anyqlora.processes.environment import Alone
+from anyqlora.processes.group import Alone
 from anyqlora.reporting.console import Lines
 from anyqlora.runs.checkpoints import ADAPTER
 from anyqlora.runs.finished import Asked, Finished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from anyqlora.planning.memory.estimate import shown
+from anyqlora.core.terminal import format_bytes
 
 CACHED = (
     4  # of what stays resident, the part that freed buffers may have: a step's, while most stays with what is in use
@@ -57,7 +57,7 @@ class Memory:
             return ""
         self.limit = 0
         return (
-            f"{shown(most)} taken, and {shown(limit)} stay resident for the GPU: steps may be many times slower. Less is taken with a smaller "
+            f"{format_bytes(most)} taken, and {format_bytes(limit)} stay resident for the GPU: steps may be many times slower. Less is taken with a smaller "
             "--batch_size and as many more --gradient_accumulation_steps, or --use_gradient_checkpointing true"
         )
 

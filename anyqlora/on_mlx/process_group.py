@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from anyqlora.core.errors import PeerLost
-from anyqlora.processes.environment import Several, World
+from anyqlora.processes.environment import World
+from anyqlora.processes.group import Several
 
 LOCAL = {"localhost": "127.0.0.1", "": "127.0.0.1"}
 

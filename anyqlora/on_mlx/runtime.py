@@ -12,7 +12,7 @@ from anyqlora.on_mlx.loss_scaler import Scaler
 from anyqlora.on_mlx.memory import Memory
 from anyqlora.on_mlx.nn.loss import Inputs, inputs
 from anyqlora.on_mlx.optimizers import Rates
-from anyqlora.training.session import StepResult
+from anyqlora.training.state import StepResult
 
 COMPUTE = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16_autocast": mx.float16}
 STORED = COMPUTE  # MLX has no autocast: what is computed in 16 bits is kept in 16 bits

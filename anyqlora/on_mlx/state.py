@@ -8,11 +8,12 @@ import mlx.core as mx
 import numpy as np
 
 from anyqlora.core.errors import NotBuilt
+from anyqlora.core.files import Content, tensors_to_bytes, to_json
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory
 from anyqlora.on_mlx.build import Built
 from anyqlora.on_mlx.runtime import Runtime
-from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, Content, check_shapes, tensors_to_bytes, to_json
+from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_shapes
 
 STEP = "step"  # among the moments
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anyqlora.data.dataset import Batch
+from anyqlora.data.stream import Batch
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu.bindings import Rounded
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy

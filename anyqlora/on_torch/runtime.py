@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader
 from anyqlora.config import strategy_options
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
+from anyqlora.core.files import Disk, tensors_to_bytes, to_json, write_directory
 from anyqlora.on_torch.device import Memory, room_for
 from anyqlora.on_torch.loss import token_loss
 from anyqlora.on_torch.memory.activation_offload import offloaded
 from anyqlora.on_torch.memory.malloc import keep_products, trim
 from anyqlora.on_torch.prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
 from anyqlora.planning.memory.estimate import COMPILED
-from anyqlora.runs.checkpoints import Disk, tensors_to_bytes, to_json, write_directory
-from anyqlora.training.session import StepResult
+from anyqlora.training.state import StepResult
 
 LEARNED, MOMENTS, LOOP = "learned.safetensors", "moments.safetensors", "loop.json"
 
@@ -251,9 +251,7 @@ class Runtime:
 
     def forget(self) -> None:
         """Drop the gradients of a step that is done again and what its forward left behind, and give the allocator's free memory back."""
-        from anyqlora.on_torch.adapters.fused_layers import (
-            fused_layers,  # PEFT, which a loop of one's own may do without
-        )
+        from anyqlora.on_torch.adapters.fused_layers import fused_layers
 
         self.strategy.forget()
         for layer in fused_layers(self.strategy.model):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from anyqlora.core.files import Content, tensors_to_bytes, to_json
 from anyqlora.on_torch._compat import quietly
-from anyqlora.on_torch.assembly.build import Built
+from anyqlora.on_torch.assembly.checks import Built
 from anyqlora.on_torch.runtime import Runtime
-from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, Content, check_shapes, tensors_to_bytes, to_json
+from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_shapes
 
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}
 

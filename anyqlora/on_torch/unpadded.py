@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from anyqlora.core.errors import RunError
-from anyqlora.data.dataset import IGNORE, Batch
+from anyqlora.data.stream import IGNORE, Batch
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels import varlen
 from anyqlora.on_torch.kernels.attention import attention

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from anyqlora.config.resolve import TrainConfig, from_environment
 from anyqlora.core import registry
 from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures
 from anyqlora.planning import memory
+from anyqlora.planning.capabilities import (
+    CAPABILITIES,
+    LOOPS,
+    Backend,
+    BackendSpec,
+    BackendUnavailable,
+    Capabilities,
+    Found,
+)
 from anyqlora.planning.fitting import HEADROOM
-from anyqlora.planning.machine import Device, Machine, free_memory, host_memory, observe
+from anyqlora.planning.machine import Machine, free_memory, host_memory, observe
 from anyqlora.planning.planner import PRECISION_OF, Adjustment, RunPlan, plan_run
+from anyqlora.planning.probes import _PROBES, _absent
 from anyqlora.processes.environment import device_of, local_rank
 
 __all__ = [
@@ -36,414 +46,7 @@ __all__ = [
 ]
 
 
-class Backend(StrEnum):
-    """The built-in backends, in the order in which `auto` tries them."""
-
-    CUDA = "cuda"
-    ROCM = "rocm"
-    XPU = "xpu"
-    MLX = "mlx"
-    MPS = "mps"
-    CPU = "cpu"
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What the software can do on one backend; a probe narrows it to what a machine does."""
-
-    framework: str  # which loop runs it: a key of LOOPS
-    device: str  # the framework's name of the device type
-    dtypes: tuple[str, ...]  # fp32, bf16, fp16: best first
-    quantizers: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    strategies: tuple[str, ...] = ("single",)
-    kernels: tuple[str, ...] = ("portable",)  # best first: the first is what `kernels auto` runs
-    products: tuple[str, ...] = ("full",)  # of frozen weights
-    collective: str | None = None  # torch.distributed's (or mlx's) backend; None: one process only
-    activation_offload: bool = False  # whether host memory is another memory
-    adapters: tuple[str, ...] = ("lora", "rslora", "dora", "pissa", "loftq", "full")
-    autocast: bool = True  # whether weights of one dtype can be computed with in another
-    lacks: Mapping[str, str] = field(default_factory=dict)  # settings that have no effect here, and why
-    tested: frozenset[str] = frozenset()  # the cells that tests of this repository run on real hardware
-    notes: str = ""
-
-    @property
-    def bits(self) -> tuple[int, ...]:
-        """Bits a frozen weight can be kept in."""
-        return tuple(sorted({registry.BITS.get(quantizer, 16) for quantizer in self.quantizers}))
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a machine does of a backend's row, and why less."""
-
-    available: bool
-    devices: tuple[Device, ...] = ()
-    dtypes: tuple[str, ...] = ()  # best first: the first is what `precision auto` computes in
-    quantizers: tuple[str, ...] = ()
-    optimizers: tuple[str, ...] = ()
-    collective: str | None = None
-    cores: int = 0  # of the processor; 0: not asked
-    threads: int = 0  # that the environment states; 0: none
-    processes: int = 0  # of a run, that are on this machine; 0: all of them
-    automatic: bool = True  # whether `auto` may take it
-    device: str = ""  # where it is not the row's: MLX's CPU build has no gpu
-    reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
-    slow: Mapping[str, str] = field(default_factory=dict)  # cell -> warning; "" for the whole row
-    kernels: tuple[str, ...] = ("portable",)
-    products: tuple[str, ...] = ("full",)
-
-    @property
-    def memory_total(self) -> int:
-        """Bytes of the device with the least; 0 where it is unknown."""
-        return min((device.memory_total for device in self.devices), default=0)
-
-    @property
-    def memory_free(self) -> int | None:
-        """Bytes of the device with the least, where one that was not measured counts as empty; None where none was measured."""
-        if all(device.memory_free is None for device in self.devices):
-            return None
-        known = [device.memory_total if device.memory_free is None else device.memory_free for device in self.devices]
-        return min(
-            count for count, device in zip(known, self.devices, strict=True) if count or device.memory_free is not None
-        )
-
-    def used(self, processes: int) -> Found:
-        """The same of the devices that so many processes take, one each: what one of them does not do, the run does not."""
-        devices = self.devices[:processes]
-        lacks = _no_bf16(devices) if devices and devices[0].bf16 else {}
-        return replace(
-            self,
-            devices=devices,
-            processes=min(processes, self.processes or processes),
-            dtypes=tuple(dtype for dtype in self.dtypes if dtype not in lacks),
-            reasons={**self.reasons, **lacks},
-        )
-
-    @property
-    def sharing(self) -> int:
-        """Processes for each device, where there are more of them than devices, as on a processor."""
-        return max(1, -(-self.processes // max(1, len(self.devices))))
-
-    def why(self, cell: str) -> str:
-        """Why this machine does not do `cell`; "" when it does."""
-        return self.reasons.get(cell, "")
-
-
-@dataclass(frozen=True)
-class BackendSpec:
-    """One backend: a row, the probe that narrows it, the device string. Third parties give one by entry point, group anyqlora.backends."""
-
-    name: str
-    capabilities: Capabilities
-    probe: Callable[[Machine], Found]
-    device: str
-
-
-class BackendUnavailable(UsageError, ValueError):
-    """The backend that was asked for is unknown, or not on this machine."""
-
-
-LOOPS = {"torch": "", "mlx": ""}  # framework -> why no loop runs it; "" where one does
-BNB_4BIT = ("nf4", "fp4")
-TORCH_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "tp", "accelerate")
-TORCH_OPTIMIZERS = ("adamw", "fused_adamw", "adam", "sgd", "adadelta")
-BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
-NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
-
-FLOAT8_FROM = (8, 9)  # compute capability
-
-_NOT_ON_MLX = {
-    "threads": "MLX chooses its own",
-    "weight_cache": "each product has packed weights of its own kind",
-    "quantized_cache": "it reads what `python -m anyqlora quantize` writes, given as model_name",
-    "profile": "it is torch's profiler",
-    "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",
-    "reentrant_checkpointing": "it is a form of torch's checkpointing",
-    "use_activation_cpu_offload": "host and device share one memory",
-}
-
-_GPU = Capabilities(
-    "torch",
-    "cuda",
-    ("bf16", "fp16", "fp32"),
-    (*BNB_4BIT, "int8", "affine4", "none"),
-    TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
-    strategies=TORCH_STRATEGIES,
-    collective="nccl",
-    activation_offload=True,
-)
-CAPABILITIES: dict[Backend, Capabilities] = {
-    Backend.CUDA: replace(_GPU, kernels=("exact", "portable", "triton"), products=("full", "fp8"), notes="NVIDIA GPU"),
-    Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
-    Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
-    Backend.MLX: Capabilities(
-        "mlx",
-        "gpu",
-        ("bf16", "fp16", "fp32"),
-        ("nf4", *registry.AFFINE, "mxfp4", "nvfp4", "none"),
-        ("adamw", "adam", "sgd", "adadelta"),
-        strategies=("single", "mlx"),
-        collective="ring",
-        adapters=("lora", "rslora", "dora", "full"),
-        autocast=False,
-        lacks=_NOT_ON_MLX,
-        notes="Apple silicon; what is marked ran on MLX's Linux CPU build",
-        tested=frozenset(
-            (
-                "fp32",
-                "bf16",
-                "fp16",
-                "nf4",
-                *registry.AFFINE,
-                "mxfp4",
-                "nvfp4",
-                "none",
-                "adamw",
-                "adam",
-                "sgd",
-                "adadelta",
-                "single",
-                "mlx",
-                "lora",
-                "rslora",
-                "dora",
-                "full",
-            )
-        ),
-    ),
-    Backend.MPS: Capabilities(
-        "torch",
-        "mps",
-        ("bf16", "fp16", "fp32"),
-        (*BNB_4BIT, "int8", "affine4", "none"),
-        TORCH_OPTIMIZERS,
-        notes="Apple silicon through torch; one process, no collective",
-    ),
-    Backend.CPU: Capabilities(
-        "torch",
-        "cpu",
-        ("bf16", "fp32", "fp16"),
-        (*BNB_4BIT, "int8", "affine4", "none"),
-        (*TORCH_OPTIMIZERS, "adamw_8bit"),
-        strategies=TORCH_STRATEGIES,
-        collective="gloo",
-        kernels=("native", "portable"),
-        products=("full", "int8_backward", "int8"),
-        notes="any CPU; slow",
-        tested=frozenset(
-            (
-                "fp32",
-                "bf16",
-                "fp16",
-                *BNB_4BIT,
-                "int8",
-                "int8_backward",
-                "affine4",
-                "none",
-                *TORCH_OPTIMIZERS,
-                "adamw_8bit",
-                *TORCH_STRATEGIES,
-                "native",
-                "portable",
-                "lora",
-                "rslora",
-                "dora",
-                "pissa",
-                "loftq",
-                "full",
-            )
-        ),
-    ),
-}
-
-
 # ------------------------------------------------------------------------------ probes: (row, machine) -> Found, no side effects
-
-
-def _absent(why: str) -> Found:
-    return Found(available=False, reasons={"available": why})
-
-
-def _narrowed(
-    row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: Mapping[str, str], **more
-) -> Found:
-    """The row without the cells in `lacks` (cell -> why)."""
-    lacks = dict(lacks)
-    if machine.bitsandbytes.get("error"):
-        lacks = {**dict.fromkeys(NEEDS_BITSANDBYTES, machine.bitsandbytes["error"]), **lacks}
-    if row.collective and row.collective not in machine.torch.get("collectives", ()):
-        lacks["collective"] = f"this torch has no {row.collective}"
-    collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
-    kept = {
-        name: tuple(cell for cell in getattr(row, name) if cell not in lacks)
-        for name in ("dtypes", "quantizers", "optimizers", "kernels")
-    }
-    return Found(
-        True,
-        devices,
-        **{**kept, **more},
-        cores=machine.cores,
-        threads=machine.threads,
-        collective=collective if "collective" in lacks else row.collective,
-        reasons=lacks,
-    )
-
-
-def _called(device: Device) -> str:
-    return f"{device.name} ({device.capability})" if device.capability else device.name
-
-
-def _no_bf16(devices: tuple[Device, ...]) -> dict[str, str]:
-    """What these devices lack of it."""
-    without = next((device for device in devices if not device.bf16), None)
-    return {"bf16": f"{_called(without)} has no bf16 in hardware"} if without else {}
-
-
-def _torch_gpu(
-    row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str
-) -> Found:
-    torch = machine.torch
-    if torch.get("error"):
-        return _absent(torch["error"])
-    if not torch.get(build):
-        return _absent(f"torch {torch.get('version')} is not built for {maker} GPUs")
-    if not devices:
-        return _absent(error or f"torch finds no {maker} GPU")
-    first, lacks = devices[0], _no_bf16(devices[:1])
-    if "triton" in row.kernels and machine.triton.get("version", "") == "":
-        lacks |= dict.fromkeys(("exact", "triton"), machine.triton.get("error", "triton was not looked for"))
-    products = row.products
-    if "fp8" in products and tuple(map(int, first.capability.split("."))) < FLOAT8_FROM:
-        lacks["fp8 products"], products = f"{_called(first)} does not multiply float8", ("full",)
-    return _narrowed(row, machine, devices, lacks, products=products)
-
-
-def _cuda(row, machine):
-    return _torch_gpu(
-        row, machine, build="cuda", maker="NVIDIA", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
-    )
-
-
-def _rocm(row, machine):
-    return _torch_gpu(
-        row, machine, build="hip", maker="AMD", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
-    )
-
-
-def _xpu(row, machine):
-    return _torch_gpu(
-        row, machine, build="xpu", maker="Intel", devices=machine.xpu, error=machine.torch.get("xpu_error", "")
-    )
-
-
-def _mps(row, machine):
-    mps = machine.mps
-    if machine.torch.get("error"):
-        return _absent(machine.torch["error"])
-    if not mps.get("built"):
-        return _absent(f"torch {machine.torch.get('version')} is not built with MPS")
-    if not mps.get("available"):
-        return _absent(f"this torch's MPS needs a newer macOS than {machine.os_version}, or there is no Metal device")
-    if not mps.get("allocates"):
-        return _absent(f"MPS cannot allocate: {mps.get('error', 'no reason given')}")
-    lacks = {} if mps.get("bf16") else {"bf16": f"bf16 products fail on MPS here: {mps.get('error') or 'wrong result'}"}
-    if not mps.get("quantizes"):
-        lacks |= dict.fromkeys(
-            NEEDS_BITSANDBYTES, f"4-bit quantization fails on MPS here: {mps.get('error') or 'wrong result'}"
-        )
-    slow = dict.fromkeys(
-        ("nf4", "fp4", "int8"), "quantized weights run on torch fallback kernels, slower than 16-bit weights"
-    )
-    free = min(mps["memory_free"], machine.memory_available)  # the GPU's memory is the host's
-    return _narrowed(row, machine, (Device("Metal", "", mps["memory_total"], free, mps["bf16"]),), lacks, slow=slow)
-
-
-def _mlx(row, machine):
-    if machine.mlx.get("error"):
-        return _absent(machine.mlx["error"])
-    build = machine.mlx.get("build", "")
-    has_metal = machine.system == "Darwin" and build == "mlx-metal"
-    lm = machine.mlx.get("lm_version", "")
-    if not build or not lm:
-        lacking = "mlx-lm" if build else "mlx's device code (mlx-metal, or mlx-cpu on Linux)"
-        return _absent(
-            f"mlx {machine.mlx.get('version')} is installed without {lacking}: pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)"
-        )
-    if has_metal and machine.mps.get("built") and not machine.mps.get("available"):
-        return _absent("Metal finds no GPU here, as in a virtual machine or without a screen")
-    room = _metal_memory(machine) if has_metal else machine.memory_total
-    device = Device(f"mlx {machine.mlx.get('version')} ({build})", "", room, min(room, machine.memory_available), True)
-    slow = {"nf4": "NF4 weights are dequantized for each product; affine4 is MLX's own form"}
-    dtypes = row.dtypes
-    if build == "mlx-cpu":
-        slow[""] = "mlx's CPU build is there to try things out, and slow"
-        dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
-    return Found(
-        True,
-        (device,),
-        tuple(d for d in dtypes if d in row.dtypes),
-        row.quantizers,
-        row.optimizers,
-        row.collective,
-        automatic=has_metal,
-        device="cpu" if build == "mlx-cpu" else "",
-        slow=slow,
-    )
-
-
-def _metal_memory(machine) -> int:
-    """Bytes that stay resident for a Mac's GPU: what Metal recommends, or two thirds of the memory, which is the least that it does."""
-    return machine.mps.get("memory_total") or machine.memory_total * 2 // 3
-
-
-def _cpu(row, machine):
-    if machine.torch.get("error"):
-        return _absent(machine.torch["error"])
-    is_fast = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
-    slow = {"": "training on a CPU is slow", "int8": "int8 products are slow on a CPU"}
-    if not is_fast:
-        slow["bf16"] = "bf16 is emulated on this CPU, slower than fp32"
-    dtypes = ("bf16", "fp32", "fp16") if is_fast else ("fp32", "bf16", "fp16")
-    device = Device(
-        f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast
-    )
-    missing = "" if machine.compiler else "no C compiler is here"
-    if "avx512_bf16" not in machine.cpu_features:
-        missing = "this processor has no AVX512-BF16"
-    kernels = ("portable",) if missing else row.kernels
-    kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
-    lacks = {"native": missing} if missing else {}
-    if missing or "avx512_vnni" not in machine.cpu_features:
-        lacks["fused head"] = missing or "this processor has no AVX512-VNNI"
-    elif "amx_bf16" in machine.cpu_features:
-        lacks["fused head"] = "this processor has AMX, by which the framework's products are several times as fast"
-    products = row.products
-    if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
-        lacks |= dict.fromkeys(
-            (f"{kind} products" for kind in row.products), "this processor has neither AVX512-VNNI nor AMX"
-        )
-        products = ("full",)
-    return _narrowed(
-        row,
-        machine,
-        (device,),
-        lacks,
-        dtypes=tuple(d for d in dtypes if d in row.dtypes),
-        kernels=kernels,
-        slow=slow,
-        products=products,
-    )
-
-
-_PROBES = {
-    Backend.CUDA: (_cuda, "cuda:0"),
-    Backend.ROCM: (_rocm, "cuda:0"),
-    Backend.XPU: (_xpu, "xpu:0"),
-    Backend.MLX: (_mlx, "gpu"),
-    Backend.MPS: (_mps, "mps"),
-    Backend.CPU: (_cpu, "cpu"),
-}
 
 
 def built_in(table: Mapping[str, Capabilities] = CAPABILITIES) -> dict[str, BackendSpec]:
@@ -486,7 +89,7 @@ class MemoryInfo(dict):
     }
 
     def __str__(self) -> str:
-        return "\n".join(f"{self.LABELS[name]}: {memory.shown(count)}" for name, count in self.items())
+        return "\n".join(f"{self.LABELS[name]}: {format_bytes(count)}" for name, count in self.items())
 
 
 class BackendManager:

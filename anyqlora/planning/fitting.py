@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from anyqlora.config.resolve import AUTO, TrainConfig
+from anyqlora.core.terminal import format_bytes
 from anyqlora.planning import memory, mesh
 
 GLOBAL_BATCH = 16  # rows per optimizer step when nobody says: what QLoRA's paper used for 7B and 13B
@@ -50,7 +51,7 @@ def evaluation(draft, shapes, free: int) -> None:
     rows = draft.config.eval_batch_size
     fitting = next((n for n in range(rows, 0, -1) if needed(n) <= HEADROOM * free), 1)
     if fitting != rows:
-        draft.adjust("eval_batch_size", fitting, f"{memory.shown(needed(rows))} needed, {memory.shown(free)} free")
+        draft.adjust("eval_batch_size", fitting, f"{format_bytes(needed(rows))} needed, {format_bytes(free)} free")
 
 
 def batch(draft, shapes, free: int | None) -> None:
@@ -106,12 +107,12 @@ def batch(draft, shapes, free: int | None) -> None:
             )
         draft.choose("gradient_accumulation_steps", rows * steps // micro)
     elif micro != rows:
-        why = f"{memory.shown(needed(rows, recomputed))} needed, {memory.shown(free)} free; the global batch stays {rows * steps} rows"
+        why = f"{format_bytes(needed(rows, recomputed))} needed, {format_bytes(free)} free; the global batch stays {rows * steps} rows"
         draft.adjust("batch_size", micro, why)
         draft.adjust("gradient_accumulation_steps", steps * rows // micro, why)
     if is_known and not fits(micro, recomputed):
-        predicted = memory.shown(needed(micro, recomputed))
-        draft.warnings.append(f"{predicted} predicted and {memory.shown(free)} free: expect to run out of memory")
+        predicted = format_bytes(needed(micro, recomputed))
+        draft.warnings.append(f"{predicted} predicted and {format_bytes(free)} free: expect to run out of memory")
 
 
 def cache(draft, shapes, free: int | None) -> None:
@@ -126,3 +127,10 @@ def cache(draft, shapes, free: int | None) -> None:
         trials = (shapes.layers, shapes.layers // 2, shapes.layers // 4)
         layers = next((n for n in trials if memory.estimate(shapes, config.with_(weight_cache=n)).total <= room), 0)
     draft.choose("weight_cache", layers)
+
+
+def halved(batch_size: int, gradient_accumulation_steps: int) -> tuple[int, int]:
+    """(batch_size, gradient_accumulation_steps) of the same rows, in whole micro-batches of half the size or the next below that."""
+    rows = batch_size * gradient_accumulation_steps
+    size = next(size for size in range(max(batch_size // 2, 1), 0, -1) if rows % size == 0)
+    return size, rows // size

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from anyqlora.config.resolve import AUTO, TrainConfig
 from anyqlora.core.errors import NotBuilt, UsageError
 from anyqlora.models.architectures import COLUMNS, ROWS, WHOLE, Linear, Shapes
-from anyqlora.planning.memory.estimate import BLOCK
+from anyqlora.planning.memory.weights import BLOCK
 
 BATCH, MODEL = "batch", "model"
 DEFAULT = "default"

@@ -8,6 +8,7 @@ from anyqlora.config.resolve import AUTO, TrainConfig, checked
 from anyqlora.core import registry
 from anyqlora.core.errors import NotBuilt, UsageError
 from anyqlora.core.registry import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
+from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures, lora_targets, prequantized
 from anyqlora.planning import fitting, memory, mesh
 
@@ -113,7 +114,7 @@ class RunPlan:
             free = (
                 f"free memory unknown{self._one_row()}"
                 if self.memory_free is None
-                else f"{memory.shown(self.memory_free)} free"
+                else f"{format_bytes(self.memory_free)} free"
             )
             free += (
                 f" for each of {self.sharing} processes here"
@@ -121,15 +122,15 @@ class RunPlan:
                 else ""
             )
             lines.append(
-                f"memory      {memory.shown(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:"
+                f"memory      {format_bytes(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:"
             )
-            lines += [f"  {name:22} {memory.shown(part):>10}" for name, part in self.memory.parts.items() if part]
+            lines += [f"  {name:22} {format_bytes(part):>10}" for name, part in self.memory.parts.items() if part]
             others = {
                 moment: sum(parts.values())
                 for moment, parts in self.memory.moments.items()
                 if moment != self.memory.peak
             }
-            lines.append("  in " + ", ".join(f"{moment} {memory.shown(total)}" for moment, total in others.items()))
+            lines.append("  in " + ", ".join(f"{moment} {format_bytes(total)}" for moment, total in others.items()))
         lines += [f"adjusted    {adjustment}" for adjustment in self.adjustments]
         return lines + [f"warning     {warning}" for warning in self.warnings]
 
@@ -145,7 +146,7 @@ class RunPlan:
     def _choices(self) -> list[str]:
         """The fast paths that are taken, and what each of them buys."""
         c = self.config
-        cached = memory.shown(self.memory.parts.get("dequantized weights", 0)) if self.memory else "some memory"
+        cached = format_bytes(self.memory.parts.get("dequantized weights", 0)) if self.memory else "some memory"
         taken = (
             (c.fused, "LoRA fused with its weight", "no float32 copies, inputs kept once"),
             (c.fused_head is True, "output head and loss in one", "no logits in memory, and none that are rounded"),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
+import random
 import re
-import signal
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-
-import numpy as np
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.errors import UsageError
@@ -202,69 +200,6 @@ def _has_others(environ: Mapping[str, str]) -> bool:
     return (environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")) != "1"
 
 
-class Alone:
-    """What the processes of a run tell each other, when there is one: what it says is what it hears."""
-
-    rank, size, is_first = 0, 1, True
-
-    def told(self, value: dict | None) -> dict | None:
-        """The first process's JSON-able `value`, on all."""
-        return value
-
-    def told_arrays(self, arrays: dict | None) -> dict | None:
-        """The first process's {name: numpy array}, on all."""
-        return arrays
-
-    def every(self, value: object) -> list:
-        """Each process's JSON-able `value`, in the order of ranks."""
-        return [value]
-
-    def total(self, *values: float) -> list[float]:
-        """Each value summed over all processes, in float64."""
-        return list(values)
-
-    def wait(self) -> None:
-        """Until all processes are here, however long one of them takes."""
-
-
-class Several(Alone):
-    """The same among several processes. A framework's own says how JSON and bytes travel.
-
-    `stacks` is the open file that tells where the threads of this process are, when another one is lost or SIGUSR2 comes; None: nowhere.
-    """
-
-    stacks = None
-
-    def write_stacks(self, directory: Path) -> None:
-        """From now on they are written, to rank-N.txt in `directory`. Raises OSError where that cannot be made."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.stacks = open(directory / f"rank-{self.rank}.txt", "w")  # noqa: SIM115 - a signal handler writes to it while the process lives
-        faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
-
-    def told_arrays(self, arrays):
-        shapes = self.told(
-            {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
-            if arrays is not None and self.is_first
-            else None
-        )
-        return shapes and {
-            name: self._told_array(
-                np.ascontiguousarray(arrays[name]) if self.is_first else np.empty(shape, dtype), shape
-            )
-            for name, (dtype, shape) in shapes.items()
-        }
-
-    def _told_array(self, array: np.ndarray, shape: list[int]) -> np.ndarray:
-        content = array.reshape(-1).view(
-            np.uint8
-        )  # frameworks lack some of numpy's dtypes; no dimension has no bytes to view
-        return (self.told_bytes(content) if content.size else content).view(array.dtype).reshape(shape)
-
-    def told_bytes(self, content: np.ndarray) -> np.ndarray:
-        """The first process's uint8 [n], on all, where `content` has that size."""
-        raise NotImplementedError
-
-
 def collectives(kind: str) -> str:
     """What torch's init_process_group takes for devices of this kind: the device's own, and gloo for host memory.
 
@@ -286,3 +221,17 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port() -> str:
+    """A port that nobody listens on, below those that the system hands to whoever connects: one of these may be gone when it is used."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return str(port)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,7 @@ from pathlib import Path
 from anyqlora.config.resolve import AUTO, TrainConfig
 from anyqlora.core.errors import OutOfMemory, PeerLost, Stopped
 from anyqlora.core.terminal import printable
-from anyqlora.runs.provenance import cores
+from anyqlora.processes.environment import cores, free_port
 
 WATCHED = 0.05  # seconds between two looks at the processes
 GRACE = {
@@ -149,7 +147,7 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
             if processes.stop is not None and (not has_explained or processes.ends[rank] == OutOfMemory.exit_code):
                 raise Stopped.by(processes.stop)
             if processes.ends[rank] == OutOfMemory.exit_code and rows > 1:
-                from anyqlora.data.dataset import halved
+                from anyqlora.planning.fitting import halved
 
                 rows, steps = halved(rows, steps)
                 config = config.with_(batch_size=rows, gradient_accumulation_steps=steps)
@@ -189,12 +187,3 @@ def attend(processes: Processes, config: TrainConfig) -> None:
         processes.send(signal.SIGKILL)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def free_port() -> str:
-    """A port that nobody listens on, below those that the system hands to whoever connects: one of these may be gone when it is used."""
-    while True:
-        port = random.SystemRandom().randrange(15000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return str(port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from anyqlora.config.resolve import TrainConfig
+from anyqlora.data import stream
 
 
 def train(config: TrainConfig, name: str = "") -> dict:
@@ -49,7 +50,7 @@ def work(found, plan, world, config: TrainConfig) -> dict:
         rows = dataset.prepare(plan.config, words)
         handshake.same_rows(ranks, rows)
         kind = Run if ranks.is_first else Follower
-        with kind(found, plan, rows, dataset.stream_of(plan, rows.train, ranks.rank), words, ranks) as run:
+        with kind(found, plan, rows, stream.stream_of(plan, rows.train, ranks.rank), words, ranks) as run:
             return run.already_finished() if run.finished else LOOPS[plan.framework](run)
 
 
@@ -57,7 +58,8 @@ def torch_loop(run) -> dict:
     """Train on a torch device: CUDA, ROCm, XPU, MPS or CPU."""
     import torch
 
-    from anyqlora.on_torch.assembly.build import build, check_gradients, optimizer_factory
+    from anyqlora.on_torch.assembly.build import build, optimizer_factory
+    from anyqlora.on_torch.assembly.checks import check_gradients
     from anyqlora.on_torch.device import is_out_of_memory, seed_everything, set_deterministic
     from anyqlora.on_torch.evaluate import evaluator
     from anyqlora.on_torch.profiling.profiler import watch

@@ -25,8 +25,8 @@ def end_with(parent: int) -> None:
 def main(folder: Path) -> None:
     with explained("train.py"):
         from anyqlora.config.resolve import TrainConfig
+        from anyqlora.core.files import finite
         from anyqlora.recipes.sft import train  # in here, where signals that come while it is imported are answered
-        from anyqlora.runs.checkpoints import finite
 
         said = json.loads((folder / "config.json").read_bytes())
         result = train(TrainConfig(**said["settings"], sources=said["sources"]), said["name"])

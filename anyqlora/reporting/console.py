@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
+from anyqlora.core.files import finite, to_disk
 from anyqlora.core.redaction import redacted
 from anyqlora.core.terminal import duration, printable
-from anyqlora.runs.checkpoints import finite, to_disk
 
 
 class JsonLines:

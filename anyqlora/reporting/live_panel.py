@@ -15,8 +15,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from anyqlora.core.redaction import redacted
-from anyqlora.core.terminal import duration, printable, sparkline
-from anyqlora.planning.memory.estimate import shown
+from anyqlora.core.terminal import duration, format_bytes, printable, sparkline
 from anyqlora.reporting.console import Lines, evaluated
 
 KEPT = 400  # losses that the trend is made of
@@ -69,7 +68,7 @@ class Panel(Lines):
             f"elapsed {duration(time.monotonic() - self.started)}",
             f"left {duration(last['eta_seconds'])}",
         )
-        planned = f" of {shown(self.plan.memory.total)} planned" if self.plan.memory else ""
+        planned = f" of {format_bytes(self.plan.memory.total)} planned" if self.plan.memory else ""
         rows = Table.grid(padding=(0, 2))
         for name, value in (
             ("loss", f"{last['loss']:.4f}  {sparkline(list(self.losses), self.console.encoding)}"),
@@ -79,7 +78,7 @@ class Panel(Lines):
                 "speed",
                 f"{last['trained_tokens_per_second']:.0f} trained tokens/s, {last['tokens_per_second']:.0f} in all",
             ),
-            ("memory", f"{shown(last['memory_bytes'])}{planned}"),
+            ("memory", f"{format_bytes(last['memory_bytes'])}{planned}"),
             ("held out", self.held_out),
         ):
             if value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anyqlora.core import registry
-from anyqlora.processes.environment import Alone
+from anyqlora.processes.group import Alone
 from anyqlora.reporting.console import Lines
 from anyqlora.reporting.live_panel import Panel, is_interactive
 

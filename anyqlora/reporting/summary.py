@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from anyqlora.core.terminal import duration, printable, sparkline
-from anyqlora.planning.memory.estimate import shown
+from anyqlora.core.terminal import duration, format_bytes, printable, sparkline
 
 WIDTH = 120  # where the output is no terminal
 LONGEST = 400  # characters of a sample's cell
@@ -117,7 +116,7 @@ def facts(directory: Path, result: dict, encoding: str) -> Iterator[tuple[str, s
     planned = result["planned_memory_bytes"]
     yield (
         "memory",
-        f"{shown(planned) if planned else 'nothing'} planned, {shown(result['peak_memory_bytes'])} measured at most",
+        f"{format_bytes(planned) if planned else 'nothing'} planned, {format_bytes(result['peak_memory_bytes'])} measured at most",
     )
     for adjustment in result["adjustments"]:
         yield "adjusted", "{field}: asked {asked}, got {got}: {why}".format(**adjustment)

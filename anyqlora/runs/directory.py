@@ -23,13 +23,14 @@ from anyqlora.config import init_adapter
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core import hashing
 from anyqlora.core.errors import DiskFull, NoCheckpoint, Stopped, UsageError
+from anyqlora.core.files import Disk, sweep, to_json
 from anyqlora.core.registry import ADAPTER
 from anyqlora.data import chat_template
 from anyqlora.data.readers import sources
 from anyqlora.models.hub import base_directory
 from anyqlora.planning.fitting import global_batch
-from anyqlora.processes.environment import Alone
-from anyqlora.runs.checkpoints import Checkpoints, Disk, Loaded, sweep, to_json
+from anyqlora.processes.group import Alone
+from anyqlora.runs.checkpoints import Checkpoints, Loaded
 
 RESULT, IDENTITY = "result.json", "identity.json"
 # What makes two runs the same run. Change one of these and resuming would not continue what was started.

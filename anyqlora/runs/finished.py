@@ -20,7 +20,7 @@ from anyqlora.data.conversations import Talk
 from anyqlora.data.dataset import Data, prepare, read_held_out
 from anyqlora.data.examples import DIALOGUES, Example
 from anyqlora.data.readers.bad_rows import BadRow
-from anyqlora.processes.environment import Alone
+from anyqlora.processes.group import Alone
 from anyqlora.reporting.console import Lines
 
 OF_SEVERAL = (

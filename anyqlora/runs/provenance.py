@@ -10,10 +10,11 @@ from pathlib import Path
 import yaml
 
 from anyqlora.config.resolve import TrainConfig
+from anyqlora.core.files import to_json
 from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import CHAT_TEMPLATES
 from anyqlora.data.readers.sources import placed
-from anyqlora.runs.checkpoints import to_json
+from anyqlora.processes.environment import cores
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "tokenizers", "numpy", "mlx")
 
@@ -105,8 +106,3 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

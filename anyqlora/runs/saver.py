@@ -10,8 +10,9 @@ import numpy as np
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.errors import DiskFull, NonFinite
-from anyqlora.planning.memory.estimate import shown
-from anyqlora.runs.checkpoints import Checkpoints, Disk, Loaded, Rejected, replace, to_json
+from anyqlora.core.files import Disk, replace, to_json
+from anyqlora.core.terminal import format_bytes
+from anyqlora.runs.checkpoints import Checkpoints, Loaded, Rejected
 from anyqlora.runs.directory import IDENTITY, Place
 
 
@@ -44,7 +45,7 @@ class Saves:
         free = shutil.disk_usage(directory.parent).free
         if needed > free + there:
             raise DiskFull(
-                f"{most} checkpoints and the result need {shown(needed)}, {shown(free + there)} are free",
+                f"{most} checkpoints and the result need {format_bytes(needed)}, {format_bytes(free + there)} are free",
                 where=str(directory.parent),
                 cure="another --output_dir, or make room",
             )

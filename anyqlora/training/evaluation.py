@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from anyqlora.config.resolve import AUTO
 from anyqlora.core.errors import RunError
-from anyqlora.data.dataset import Batch, Example, batches
+from anyqlora.data.dataset import Example
+from anyqlora.data.stream import Batch, batches
 from anyqlora.models.architectures import position_table
 
 EXACT_MATCH_ROWS = 512

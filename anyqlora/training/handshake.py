@@ -11,8 +11,8 @@ from anyqlora.config.resolve import SETTINGS, TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.data.dataset import Data
-from anyqlora.processes.environment import Alone, World
-from anyqlora.recipes.launcher import free_port
+from anyqlora.processes.environment import World, free_port
+from anyqlora.processes.group import Alone
 from anyqlora.runs.directory import Place
 
 OWN = ("output_dir", "run_name", "log_to", "verbose")  # only the first process acts on these

@@ -9,29 +9,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from statistics import median
-from typing import NamedTuple
 
 from anyqlora.config import init_adapter
 from anyqlora.core.errors import DiskFull, NonFinite, OutOfMemory, RunError, UsageError
+from anyqlora.core.files import Content, Disk, replace, saved_by, size_and_hash, to_json, write_directory
 from anyqlora.core.redaction import redacted
 from anyqlora.data.audit import findings
-from anyqlora.data.dataset import Batch, Data, Stream, halved
-from anyqlora.processes.environment import Alone
+from anyqlora.data.dataset import Data
+from anyqlora.data.stream import Batch, Stream
+from anyqlora.planning.fitting import halved
+from anyqlora.processes.group import Alone
 from anyqlora.reporting.console import JsonLines, Metrics
 from anyqlora.reporting.select import view
 from anyqlora.reporting.trackers import Trackers
-from anyqlora.runs.checkpoints import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    Content,
-    Disk,
-    read_adapter,
-    replace,
-    saved_by,
-    size_and_hash,
-    to_json,
-    write_directory,
-)
+from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, read_adapter
 from anyqlora.runs.directory import IDENTITY, RESULT, Place, read_json, unwritable
 from anyqlora.runs.model_card import card
 from anyqlora.runs.provenance import described, environment
@@ -42,14 +33,6 @@ from anyqlora.training.spike_guard import Spikes
 from anyqlora.training.state import Progress, is_better
 
 NON_FINITE_LIMIT = 3
-
-
-class StepResult(NamedTuple):
-    """What one optimizer step did. `grad_norm` is the 2-norm before clipping, over all trained tensors and ranks."""
-
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
 
 
 class Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
+from typing import NamedTuple
 
 
 @dataclass
@@ -56,3 +57,11 @@ def with_numbers(evaluation: dict | None) -> dict | None:
 def is_better(found: dict, than: dict | None) -> bool:
     """Whether an evaluation is better than another one, if there is one. A loss that is not finite is worse than any other."""
     return math.isfinite(found["loss"]) and (than is None or not found["loss"] >= than["loss"])
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did. `grad_norm` is the 2-norm before clipping, over all trained tensors and ranks."""
+
+    grad_norm: float
+    skipped: bool
+    loss_scale: float

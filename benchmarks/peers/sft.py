@@ -11,6 +11,8 @@ from itertools import islice
 from harness import versions
 from peers.peak import Peak
 
+from anyqlora.data.stream import Stream
+
 
 def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
     """`load(config, dtype, device)` gives the model, and the LoraConfig where the trainer is to make the adapters.
@@ -30,7 +32,7 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
     imported = time.time() - psutil.Process().create_time()
     config = resolve(settings, environ={})
     tokenizer = AutoTokenizer.from_pretrained(config.model_name)
-    stream = dataset.Stream(
+    stream = Stream(
         dataset.prepare(config, tokenizer).train,
         batch_size=config.batch_size,
         max_steps=config.max_steps,

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anyqlora.config import strategy_options, validate
 from anyqlora.config.resolve import SETTINGS, resolve
 from anyqlora.core.errors import DiskFull, NotBuilt, UsageError
+from anyqlora.data import stream
 from anyqlora.data.packing import shuffled
 from anyqlora.models import architectures
 from anyqlora.models.architectures import DEMO_BASE
@@ -441,7 +442,7 @@ def test_activations_wait_in_host_memory(tmp_path):
         runtime = Runtime(dataclasses.replace(plan, config=plan.config.with_(use_activation_cpu_offload=offload)))
         built = build(plan.config, runtime)
         with torch.profiler.profile(profile_memory=True) as profile, runtime.forward():
-            loss = token_loss(built.model, dataset.padded([[row] for row in rows.train[:64]], 0), torch.device("cpu"))
+            loss = token_loss(built.model, stream.padded([[row] for row in rows.train[:64]], 0), torch.device("cpu"))
         loss.backward()
         found.append(
             (

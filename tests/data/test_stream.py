@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from anyqlora.data import dataset
-from anyqlora.data.dataset import IGNORE, Example, Stream, batches
+from anyqlora.data.dataset import Example
 from anyqlora.data.packing import pack, shuffled
+from anyqlora.data.stream import IGNORE, Stream, batches
 from tests.support.data_fixtures import byte_level, settings, write
 
 

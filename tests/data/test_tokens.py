@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from anyqlora.core import errors
-from anyqlora.data import audit, dataset, tokenizer
+from anyqlora.data import audit, dataset, stream, tokenizer
 from anyqlora.data.formats import ALPACA
 from tests.support.data_fixtures import byte_level, composing, metaspace, settings, write
 
@@ -79,12 +79,12 @@ def test_a_border_inside_a_character_is_counted(tmp_path):
 def test_the_end_token_is_learned_even_where_it_is_the_pad_token(tmp_path):
     tokens = byte_level()
     example = one({"prompt": "Hello", "completion": " there"}, tmp_path, tokens)
-    batch = dataset.batches(
+    batch = stream.batches(
         [example, one({"prompt": "Hello", "completion": " there, how are you?"}, tmp_path, tokens)],
         2,
         tokens.eos_token_id,
     )[0]
-    learned = batch.targets[0][batch.targets[0] != dataset.IGNORE]
+    learned = batch.targets[0][batch.targets[0] != stream.IGNORE]
     assert learned[-1] == tokens.eos_token_id and (learned == tokens.eos_token_id).sum() == 1
     assert (batch.ids[0, len(example.ids) :] == tokens.eos_token_id).all() and (
         batch.segments[0, len(example.ids) :] == -1

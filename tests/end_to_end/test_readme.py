@@ -14,7 +14,7 @@ from anyqlora.cli import doctor
 from anyqlora.config.resolve import configs_directory
 from anyqlora.core import errors
 from anyqlora.models.architectures import DEMO_BASE
-from anyqlora.planning.backends import Backend
+from anyqlora.planning.capabilities import Backend
 from tests.support.data_fixtures import write
 from tests.support.paths import ROOT
 

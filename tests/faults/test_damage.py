@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from anyqlora.runs.checkpoints import MANIFEST, Checkpoints, sealed
+from anyqlora.core.files import MANIFEST, sealed
+from anyqlora.runs.checkpoints import Checkpoints
 from tests.support import counts, trials
 from tests.support.counts import quick_and_full
 from tests.support.paths import ROOT

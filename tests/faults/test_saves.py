@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from anyqlora.core import files
 from anyqlora.reporting.console import JsonLines
 from anyqlora.runs import checkpoints
 from tests.support import counts, faults, trials
@@ -64,8 +65,8 @@ def test_macos_flushes_the_drives_own_cache(tmp_path, monkeypatch):
     lines.write({})
 
     def write():
-        checkpoints.Disk().write(tmp_path / "file", b"x")
-        checkpoints.Disk().sync_directory(tmp_path)
+        files.Disk().write(tmp_path / "file", b"x")
+        files.Disk().sync_directory(tmp_path)
         lines.sync()
 
     monkeypatch.setattr(checkpoints, "FULL_FLUSH", 51)

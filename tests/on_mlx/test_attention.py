@@ -5,10 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
+from anyqlora.planning.memory import activations
+
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
 
 from anyqlora.on_mlx.nn.attention import attention, own, parts, scores_made_again
-from anyqlora.planning import memory
 from tests.on_mlx.test_run import MLX
 from tests.support import runs
 
@@ -50,7 +51,7 @@ def gradients(call, values):
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_some_heads_at_a_time_are_all_of_them(shape, budget, mask, monkeypatch):
-    monkeypatch.setattr(memory, "SCORES_ON_MLX", BUDGETS[budget])
+    monkeypatch.setattr(activations, "SCORES_ON_MLX", BUDGETS[budget])
     values, masked = of(*shape), MASKS[mask](*shape[:2])
     wanted = gradients(lambda *values: own(*values, scale=0.3, mask=masked), values)
     found = gradients(lambda *values: attention(*values, 0.3, masked), values)
@@ -62,7 +63,7 @@ def test_some_heads_at_a_time_are_all_of_them(shape, budget, mask, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_head_is_in_one_part(shape, budget, monkeypatch):
     """With its own keys and values, and no part has more than the budget, unless one head has."""
-    monkeypatch.setattr(memory, "SCORES_ON_MLX", BUDGETS[budget])
+    monkeypatch.setattr(activations, "SCORES_ON_MLX", BUDGETS[budget])
     rows, heads, kv_heads = shape
     seen = []
     for (row, head), (of_row, of_head) in parts((rows, heads, LENGTH, WIDTH), (rows, kv_heads, LENGTH, WIDTH), 4):
@@ -75,7 +76,7 @@ def test_each_head_is_in_one_part(shape, budget, monkeypatch):
 
 def test_the_scores_are_those_of_a_plain_product(monkeypatch):
     """In float64, by numpy."""
-    monkeypatch.setattr(memory, "SCORES_ON_MLX", HEAD)
+    monkeypatch.setattr(activations, "SCORES_ON_MLX", HEAD)
     values = of(2, 4, 2)
     queries, keys, wanted = (np.array(value, np.float64) for value in values)
     keys, wanted = keys.repeat(2, axis=1), wanted.repeat(2, axis=1)
@@ -86,7 +87,7 @@ def test_the_scores_are_those_of_a_plain_product(monkeypatch):
 
 def test_gradients_of_a_group_add_up_in_16_bits(monkeypatch):
     """One head at a time adds its own to what the others of its group have left."""
-    monkeypatch.setattr(memory, "SCORES_ON_MLX", 1)
+    monkeypatch.setattr(activations, "SCORES_ON_MLX", 1)
     shape = (2, 8, 1)
     wanted = gradients(lambda *values: own(*values, scale=0.3), of(*shape))
     found = gradients(lambda *values: attention(*values, 0.3, None), of(*shape, mx.bfloat16))
@@ -100,7 +101,7 @@ def test_gradients_of_a_group_add_up_in_16_bits(monkeypatch):
 
 def test_types_are_what_they_would_be(monkeypatch):
     """Normalized queries may be wider than values."""
-    monkeypatch.setattr(memory, "SCORES_ON_MLX", 1)
+    monkeypatch.setattr(activations, "SCORES_ON_MLX", 1)
     queries, keys, values = of(1, 2, 2)
     values = [queries, keys, values.astype(mx.bfloat16)]
     one, other = (
@@ -122,7 +123,7 @@ def test_a_run_learns_the_same(more, tmp_path, monkeypatch):
     """By all heads at a time and by one; and MLX has its own function back."""
     taken = []
     for budget in (1 << 30, 1):
-        monkeypatch.setattr(memory, "SCORES_ON_MLX", budget)
+        monkeypatch.setattr(activations, "SCORES_ON_MLX", budget)
         settings = {**MLX, "max_steps": 3, **more}
         if "train_type" in more:
             del settings["lora_rank"]

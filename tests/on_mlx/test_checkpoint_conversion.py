@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 
 from anyqlora.__main__ import main
+from anyqlora.core.files import Disk
 from anyqlora.on_mlx.mlx_lm_bridge.checkpoint_conversion import to_mlx
-from anyqlora.runs.checkpoints import Disk
 from tests.support import tiny_models
 
 KINDS = ["llama", "qwen2", "gemma3_text", "phi3", "mixtral", "qwen3"]

@@ -10,7 +10,7 @@ mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' m
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from anyqlora.data.dataset import IGNORE, Batch
+from anyqlora.data.stream import IGNORE, Batch
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
 from anyqlora.on_mlx.nn.adapters import LoraLinear
 from anyqlora.on_mlx.nn.loss import TrainedTokenLoss, WholeLoss, inputs, loss_for

@@ -5,21 +5,22 @@ import gc
 import numpy as np
 import pytest
 
+from anyqlora.planning.memory import activations
+
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
 
 import mlx.nn as nn
 import torch
 
 from anyqlora.config.resolve import resolve
-from anyqlora.data.dataset import Batch
+from anyqlora.data.stream import Batch
 from anyqlora.on_mlx.build import build, hold, on_mlx
 from anyqlora.on_mlx.generate import continued
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
 from anyqlora.on_mlx.nn.quantizers import UnpackedLinear
 from anyqlora.on_mlx.runtime import Runtime
-from anyqlora.planning import memory
 from anyqlora.planning.backends import BackendManager
-from anyqlora.processes.environment import Alone
+from anyqlora.processes.group import Alone
 from tests.support import tiny_models
 
 COUNT = 60  # layers in a row
@@ -158,7 +159,7 @@ def test_what_attention_takes_for_pairs_of_tokens_is_planned(
     tmp_path, monkeypatch, precision, checkpointing, mib, compiled
 ):
     """Of long rows it is most of what a step needs: 32 MiB for each array of the scores of all heads, of which backward has four."""
-    monkeypatch.setattr(memory, "SCORES_ON_MLX", mib << 20)
+    monkeypatch.setattr(activations, "SCORES_ON_MLX", mib << 20)
     base = tiny_models.make(tmp_path, "llama", num_attention_heads=8, num_hidden_layers=3, max_position_embeddings=1024)
     settings = {
         "precision": precision,

@@ -8,6 +8,8 @@ import signal
 import numpy as np
 import pytest
 
+from anyqlora.core.terminal import format_bytes
+
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
 
 import torch
@@ -24,7 +26,6 @@ from anyqlora.on_mlx.memory import is_out_of_memory
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
 from anyqlora.on_mlx.nn.loss import inputs
 from anyqlora.on_mlx.runtime import Runtime
-from anyqlora.planning import memory
 from anyqlora.planning.backends import BackendManager
 from tests.support import runs, tiny_models
 from tests.support.paths import ROOT
@@ -443,7 +444,7 @@ def test_memory_is_predicted_and_measured(tmp_path, more):
     )
     result = runs.result(run)
     print(
-        "planned", memory.shown(result["planned_memory_bytes"]), "measured", memory.shown(result["peak_memory_bytes"])
+        "planned", format_bytes(result["planned_memory_bytes"]), "measured", format_bytes(result["peak_memory_bytes"])
     )
     assert 0.8 < result["peak_memory_bytes"] / result["planned_memory_bytes"] < 1.25
 

@@ -217,7 +217,7 @@ def test_weights_that_cannot_be_quantized_are_refused_by_name(architecture, tmp_
 def test_experts_left_in_sixteen_bits_would_be_seen(tmp_path):
     """The check after building is independent of the reading: it looks for float parameters on experts modules."""
     from anyqlora.core.errors import RunError
-    from anyqlora.on_torch.assembly.build import assert_in_effect
+    from anyqlora.on_torch.assembly.checks import assert_in_effect
 
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "mixtral"))
     experts = next(module for name, module in started.model.named_modules() if name.endswith("mlp.experts"))

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from anyqlora.__main__ import main
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.files import MANIFEST, Disk
 from anyqlora.on_torch.loading.quantized_cache import QuantizedCache
 from anyqlora.on_torch.loading.writer import size
 from anyqlora.on_torch.quantizers.affine import Affine4
 from anyqlora.on_torch.quantizers.bnb import Nf4, _FourBit
 from anyqlora.planning.backends import BackendManager
-from anyqlora.runs.checkpoints import MANIFEST, Disk
 from tests.support import runs, tiny_models
 from tests.support.paths import MODELS
 

@@ -17,16 +17,8 @@ from anyqlora.config.resolve import resolve
 from anyqlora.core import registry
 from anyqlora.core.errors import NotBuilt, UsageError
 from anyqlora.planning import machine as machines
-from anyqlora.planning.backends import (
-    CAPABILITIES,
-    LOOPS,
-    Backend,
-    BackendManager,
-    BackendUnavailable,
-    detect_backend,
-    get_backend_manager,
-    get_device,
-)
+from anyqlora.planning.backends import BackendManager, detect_backend, get_backend_manager, get_device
+from anyqlora.planning.capabilities import CAPABILITIES, LOOPS, Backend, BackendUnavailable
 from anyqlora.planning.machine import Device, Machine, native_library, observe, quantizes
 from tests.support import paths, runs
 from tests.support.paths import PACKAGES, ROOT

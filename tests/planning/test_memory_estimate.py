@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anyqlora.config.resolve import TrainConfig
-from anyqlora.data import dataset
+from anyqlora.core.terminal import format_bytes
+from anyqlora.data import stream
 from anyqlora.models import architectures
 from anyqlora.on_torch.assembly.build import build
 from anyqlora.on_torch.quantizers.bnb import Fp4, Int8, Nf4
@@ -154,7 +155,7 @@ def activations(model_type, **settings):
     built = build(plan.config, runtime)
     ids = np.random.default_rng(0).integers(3, 500, (ROWS, LENGTH)).astype(np.int32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape).copy()
-    batch = dataset.Batch(
+    batch = stream.Batch(
         ids=ids, targets=ids.copy(), positions=positions, segments=np.zeros_like(ids), rows=("x:1", "x:2")
     )
     shapes = architectures.shapes(architectures.read_config(architectures.model_directory(plan.config)))
@@ -321,7 +322,7 @@ def test_the_more_layers_recompute_the_less_is_kept_and_the_last_of_them_is_alon
 
 
 def test_bytes_are_shown_with_units():
-    assert [memory.shown(n) for n in (5, 2048, 3 << 20, int(4.5 * 2**30), 2**41)] == [
+    assert [format_bytes(n) for n in (5, 2048, 3 << 20, int(4.5 * 2**30), 2**41)] == [
         "5 B",
         "2.0 KiB",
         "3.0 MiB",

@@ -14,9 +14,11 @@ from anyqlora.__main__ import main as anyqlora
 from anyqlora.config import resolve as configuration
 from anyqlora.config.resolve import AUTO, resolve
 from anyqlora.core.errors import UsageError
+from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures
 from anyqlora.planning import memory
-from anyqlora.planning.backends import CAPABILITIES, Backend, BackendManager
+from anyqlora.planning.backends import BackendManager
+from anyqlora.planning.capabilities import CAPABILITIES, Backend
 from anyqlora.planning.fitting import GLOBAL_BATCH, HEADROOM
 from anyqlora.planning.machine import Machine
 from tests.support import paths
@@ -719,7 +721,7 @@ def test_processes_of_one_machine_share_its_memory_and_its_cores(backend, machin
 
     alone, two, far = planned(1), planned(2), planned(2, here=1)
     assert two.memory_free == alone.memory_free // 2 and far.memory_free == alone.memory_free
-    assert f"{memory.shown(two.memory_free)} free for each of 2 processes here" in str(
+    assert f"{format_bytes(two.memory_free)} free for each of 2 processes here" in str(
         two.explain()
     ) and "for each of" not in str([*alone.explain(), *far.explain()])
     if backend == "cpu":

@@ -4,9 +4,10 @@ import pytest
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import UsageError
+from anyqlora.core.files import to_json
 from anyqlora.processes.environment import World, cores_of_all, device_of, first_host, local_rank, local_size
 from anyqlora.runs import directory
-from anyqlora.runs.checkpoints import Loaded, to_json
+from anyqlora.runs.checkpoints import Loaded
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from anyqlora.data.readers.sources import DEMO
-from anyqlora.recipes.launcher import free_port
+from anyqlora.processes.environment import free_port
 from tests.support import runs
 from tests.support.launched import INT, JOB, KILL, STOP, TERM, USR1, Launched, command, environment
 

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from anyqlora.core.errors import Stopped
-from anyqlora.runs.checkpoints import Checkpoints, Disk
+from anyqlora.core.files import Disk
+from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.testing import world
 from anyqlora.training.session import Run
 from tests.recipes.test_distributed_runs import SETTINGS

@@ -19,11 +19,11 @@ from anyqlora.cli import generate, verify
 from anyqlora.config import resolve
 from anyqlora.core import terminal
 from anyqlora.core.errors import RunError, UsageError
+from anyqlora.core.terminal import format_bytes
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.planning.backends import BackendManager
-from anyqlora.planning.memory.estimate import shown
 from anyqlora.planning.planner import Adjustment
-from anyqlora.processes.environment import Alone
+from anyqlora.processes.group import Alone
 from anyqlora.recipes import sft
 from anyqlora.reporting import select
 from anyqlora.reporting.console import JsonLines, Lines, Metrics, Silent
@@ -308,7 +308,10 @@ def test_the_end_report_says_what_the_run_directory_says(finished):
     assert len({line["prompt"] for line in asked}) == 5
     for line in asked:
         assert line["prompt"].split()[0] in text and line["expected"][:16] in text
-    assert f"{shown(result['planned_memory_bytes'])} planned, {shown(result['peak_memory_bytes'])} measured" in text
+    assert (
+        f"{format_bytes(result['planned_memory_bytes'])} planned, {format_bytes(result['peak_memory_bytes'])} measured"
+        in text
+    )
     assert f"{finished}/adapter  (sha256 {result['adapter_sha256'][:16]})" in text
     for command in next_commands(finished):
         assert command in text

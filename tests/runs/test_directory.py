@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from anyqlora.core.errors import DiskFull
-from anyqlora.runs.checkpoints import Checkpoints, Disk
+from anyqlora.core.files import Disk
+from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.runs.directory import IDENTITY
 from tests.support import runs
 from tests.training.test_session import SMALL, adapter_bytes, fail

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from anyqlora.config.resolve import resolve
-from anyqlora.data.dataset import IGNORE, Batch
+from anyqlora.data.stream import IGNORE, Batch
 from anyqlora.on_torch.adapters.fused_layers import fused_layers
-from anyqlora.on_torch.assembly.build import build, check_gradients, optimizer_factory
+from anyqlora.on_torch.assembly.build import build, optimizer_factory
+from anyqlora.on_torch.assembly.checks import check_gradients
 from anyqlora.on_torch.kernels.frozen_matmul import EachWay, NativeInt8, NativeWhole
 from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.on_torch.runtime import Runtime

@@ -12,7 +12,7 @@ import torch
 
 import anyqlora.on_torch.assembly.build as building
 import anyqlora.runs.checkpoints as checkpoint
-from anyqlora.runs.checkpoints import Disk, pieces
+from anyqlora.core.files import Disk, pieces
 from anyqlora.training.session import Run
 
 CALLS = ("make_directory", "write", "rename", "sync_directory", "remove")

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import RunError
-from anyqlora.data import dataset, tokenizer
-from anyqlora.on_torch.assembly.build import build, check_gradients, optimizer_factory
+from anyqlora.data import dataset, stream, tokenizer
+from anyqlora.on_torch.assembly.build import build, optimizer_factory
+from anyqlora.on_torch.assembly.checks import check_gradients
 from anyqlora.on_torch.device import seed_everything, set_deterministic
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.planning.backends import BackendManager
@@ -77,8 +78,8 @@ class Started:
         )
         first = 20 * step
         whole = [self.rows[first + ROWS * i : first + ROWS * (i + 1)] for i in range(count)]
-        trained = sum(dataset.padded([[e] for e in rows], 0).trained for rows in whole)
-        return [dataset.padded([[e] for e in rows[share]], 0) for rows in whole], trained
+        trained = sum(stream.padded([[e] for e in rows], 0).trained for rows in whole)
+        return [stream.padded([[e] for e in rows[share]], 0) for rows in whole], trained
 
     def step(self, number, count=1, max_norm=1.0):
         """One optimizer step of `count` micro-batches. Returns (this process's part of the loss, gradient norm)."""

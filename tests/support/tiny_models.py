@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from anyqlora.config.resolve import resolve
 from anyqlora.models.architectures import DEMO_BASE
-from anyqlora.on_torch.assembly.build import build, check_gradients, optimizer_factory
+from anyqlora.on_torch.assembly.build import build, optimizer_factory
+from anyqlora.on_torch.assembly.checks import check_gradients
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.quantizers.experts import PackedExperts
 from anyqlora.on_torch.runtime import Runtime

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from anyqlora.core.files import OLD, REMOVED, STAGED
 from anyqlora.data.readers.sources import DEMO as DEMO_ROWS
 from anyqlora.models.architectures import DEMO_BASE
-from anyqlora.runs.checkpoints import OLD, REMOVED, STAGED, Checkpoints
+from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.testing import server
 
 STEPS, SAVED_EVERY = 24, 3

@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 from anyqlora.core.errors import DiskFull, NoCheckpoint, UsageError
+from anyqlora.core.files import Disk
 from anyqlora.data.readers.sources import DEMO
-from anyqlora.runs.checkpoints import Checkpoints, Disk
+from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.runs.directory import IDENTITY
 from anyqlora.runs.finished import read
 from anyqlora.training.session import Run

@@ -8,9 +8,10 @@ import math
 import pytest
 from rich.console import Console
 
+from anyqlora.core.files import Disk, to_json
 from anyqlora.data.readers.sources import DEMO
 from anyqlora.reporting.summary import show
-from anyqlora.runs.checkpoints import ADAPTER, Checkpoints, Disk, to_json
+from anyqlora.runs.checkpoints import ADAPTER, Checkpoints
 from anyqlora.training.session import Run
 from anyqlora.training.signals import Interrupted
 from anyqlora.training.state import Progress

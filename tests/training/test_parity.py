@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from anyqlora.config.resolve import resolve
 from anyqlora.data import dataset, tokenizer
+from anyqlora.data.stream import Stream
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.on_torch.quantizers.bnb import Nf4
 from tests.support import reference_loop, runs
@@ -52,7 +53,7 @@ def reference(base, settings, *, packing, weights=None):
     """The reference's losses, norms, adapter and start on the rows of each step of our stream."""
     config = resolve({**settings, "model_name": str(base)}, environ={}, said="test")
     words = tokenizer.load(str(base))
-    stream = dataset.Stream(
+    stream = Stream(
         dataset.prepare(config, words).train,
         batch_size=config.batch_size,
         num_epochs=1,
@@ -122,7 +123,7 @@ def test_the_reference_would_see_a_wrong_normalisation(tmp_path):
     ours = runs.metrics(runs.run(tmp_path, **settings))
     config = resolve(settings, environ={}, said="test")
     rows = dataset.prepare(config, tokenizer.load("demo")).train
-    stream = dataset.Stream(
+    stream = Stream(
         rows,
         batch_size=1,
         gradient_accumulation_steps=4,
@@ -184,7 +185,7 @@ def against_trainer(tmp_path, precision) -> tuple[np.ndarray, np.ndarray]:
     ours = np.array([m["loss"] for m in runs.metrics(runs.run(tmp_path, **settings))])
     config = resolve(settings, environ={}, said="test")
     rows = dataset.prepare(config, tokenizer.load("demo")).train
-    stream = dataset.Stream(
+    stream = Stream(
         rows,
         batch_size=batch,
         gradient_accumulation_steps=2,

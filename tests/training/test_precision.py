@@ -11,6 +11,7 @@ import transformers
 from anyqlora.config.resolve import resolve
 from anyqlora.core import registry
 from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.data import stream
 from anyqlora.on_torch.assembly.build import build
 from anyqlora.on_torch.parallel.base import Strategy
 from anyqlora.on_torch.runtime import Runtime
@@ -135,7 +136,7 @@ def test_packing_changes_only_rounding(tmp_path):
     built = build(plan.config, Runtime(plan))
     rows = dataset.prepare(plan.config, tokenizer.load("demo")).train[:4]
     found = []
-    for batch in (dataset.padded([rows], 0), dataset.padded([[row] for row in rows], 0)):
+    for batch in (stream.padded([rows], 0), stream.padded([[row] for row in rows], 0)):
         loss = token_loss(built.model, batch, torch.device("cpu"))
         loss.backward()
         found.append(

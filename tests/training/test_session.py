@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import DiskFull, NoCheckpoint, NonFinite, RunError, Stopped, UsageError
+from anyqlora.core.files import Disk, tensors_to_bytes
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.recipes import sft
 from anyqlora.runs import directory as run_directory
-from anyqlora.runs.checkpoints import Checkpoints, Disk, tensors_to_bytes
+from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.runs.directory import IDENTITY
 from anyqlora.training.session import Run
 from tests.support import runs

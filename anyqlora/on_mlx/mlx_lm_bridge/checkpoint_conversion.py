@@ -10,13 +10,13 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.files import to_json
 from anyqlora.export import tensor_moves
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import SINGLE, weight_files
 from anyqlora.models.prequantized import quantized_as
 from anyqlora.on_mlx._compat import model_classes
 from anyqlora.on_mlx.mlx_lm_bridge.config_translation import translated
-from anyqlora.runs.checkpoints import to_json
 
 SHARD = 4 << 30  # bytes of one file at most
 ADDED = "added"  # key of the record: what config.json got beside Hugging Face's own words

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from anyqlora.planning import memory
+from anyqlora.planning.memory import activations
 
 own = mx.fast.scaled_dot_product_attention
 
@@ -75,10 +75,10 @@ def attention(
 
 def parts(queries: tuple, keys: tuple, width: int) -> list[tuple[tuple, tuple]]:
     """[(rows and heads of the queries, rows and heads of keys and values)] of these shapes: so many at a time that their scores, of `width`
-    bytes each, have memory.SCORES_ON_MLX bytes, but one head at least."""
+    bytes each, have activations.SCORES_ON_MLX bytes, but one head at least."""
     rows, heads, length, _ = queries
     group = heads // keys[1]
-    fitting = max(1, memory.SCORES_ON_MLX // (length * keys[2] * width))  # heads
+    fitting = max(1, activations.SCORES_ON_MLX // (length * keys[2] * width))  # heads
     if fitting >= heads:
         whole = [(slice(row, row + fitting // heads), slice(None)) for row in range(0, rows, fitting // heads)]
         return list(zip(whole, whole, strict=True))

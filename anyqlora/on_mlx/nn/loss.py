@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from anyqlora.data.dataset import IGNORE, Batch
+from anyqlora.data.stream import IGNORE, Batch
 from anyqlora.on_mlx.nn.attention import scores_made_again
 
 SHARES = 8  # of a padded micro-batch's tokens: those that are trained are counted in whole ones, so that there are few shapes

@@ -16,7 +16,7 @@ from anyqlora.models.lora_targets import ALL, PREFIX, chosen, last, plain, short
 from anyqlora.models.prequantized import loadable
 from anyqlora.on_torch._compat import refused_targets, rerouted_targets
 from anyqlora.on_torch.linears import inputs, text_linears
-from anyqlora.planning.memory.estimate import BLOCK
+from anyqlora.planning.memory.weights import BLOCK
 from anyqlora.training.schedule import uniform_start
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from anyqlora.on_torch.kernels.cpu import bindings
-from anyqlora.planning.memory.estimate import ROWS
+from anyqlora.planning.memory.activations import ROWS
 
 FLOAT8 = torch.float8_e4m3fn
 SPREAD = 32  # numbers over which int8 spreads one

@@ -19,11 +19,11 @@ from anyqlora import __version__
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core import hashing
 from anyqlora.core.errors import DiskFull, NotBuilt
+from anyqlora.core.files import MANIFEST, REMOVED, STAGED, Disk, sealed
 from anyqlora.core.registry import PACKED
+from anyqlora.core.terminal import format_bytes
 from anyqlora.models.hub import weight_files
 from anyqlora.on_torch.loading import writer
-from anyqlora.planning.memory.estimate import shown
-from anyqlora.runs.checkpoints import MANIFEST, REMOVED, STAGED, Disk, sealed
 from anyqlora.runs.provenance import processor, versions
 
 FORMAT = 1  # raised when the same settings come to give other bytes
@@ -104,7 +104,7 @@ class QuantizedCache:
             os.utime(self.path)
             self.prune()
         self.news.append(
-            f"quantized weights {'come from' if is_hit else 'are kept in'} {self.path} ({shown(size_of(self.path))})"
+            f"quantized weights {'come from' if is_hit else 'are kept in'} {self.path} ({format_bytes(size_of(self.path))})"
         )
         return self.path
 
@@ -113,11 +113,13 @@ class QuantizedCache:
         quantizer = writer.packing(self.config, self.device)
         needed = writer.size(self.source, quantizer)
         if needed > self.limit:
-            raise DiskFull(f"they take {shown(needed)}, and quantized_cache_limit is {shown(self.limit)}")
+            raise DiskFull(f"they take {format_bytes(needed)}, and quantized_cache_limit is {format_bytes(self.limit)}")
         self.disk.make_directory(self.path.parent)
         free = shutil.disk_usage(self.path.parent).free
         if 2 * needed > free:  # the run has things to write, too
-            raise DiskFull(f"they take {shown(needed)}, more than half of the {shown(free)} that are free")
+            raise DiskFull(
+                f"they take {format_bytes(needed)}, more than half of the {format_bytes(free)} that are free"
+            )
         staged = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
         try:
             writer.write(self.source, staged, quantizer, device=self.device, disk=self.disk)
@@ -166,7 +168,7 @@ class QuantizedCache:
                 if total > self.limit and idle[path] > READING:
                     self.remove(path)
                     self.news.append(
-                        f"the quantized weights in {path}, not used for longest, are removed: quantized_cache_limit is {shown(self.limit)}"
+                        f"the quantized weights in {path}, not used for longest, are removed: quantized_cache_limit is {format_bytes(self.limit)}"
                     )
 
     def remove(self, path: Path) -> None:

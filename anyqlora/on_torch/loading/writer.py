@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import DiskFull, NotBuilt, UsageError
+from anyqlora.core.files import STAGED, Disk, tensors_to_bytes, to_json
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import INDEX, SINGLE, check_safetensors, weight_files
 from anyqlora.models.prequantized import FROM, quantized_as
@@ -23,7 +24,6 @@ from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.linears import linears
 from anyqlora.on_torch.loading.stream import refuse_what_stays
 from anyqlora.on_torch.quantizers.experts import expert_parameters
-from anyqlora.runs.checkpoints import STAGED, Disk, tensors_to_bytes, to_json
 
 SHARD = 1 << 30  # bytes of one file at most, and so of what is in memory at a time beside the tensor at work
 DTYPES = {

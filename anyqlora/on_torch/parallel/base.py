@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anyqlora.on_torch.precision import LossScaler, autocast
-from anyqlora.training.session import StepResult
+from anyqlora.training.state import StepResult
 
 
 @dataclass

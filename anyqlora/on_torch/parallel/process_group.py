@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.errors import PeerLost, UsageError
-from anyqlora.processes.environment import LONG, Several, World, collectives, environment
+from anyqlora.processes.environment import LONG, World, collectives, environment
+from anyqlora.processes.group import Several
 
 MEETING = timedelta(hours=2)  # that processes wait for one another to start: the first may be downloading a model
 POLLED = 0.1  # seconds between two looks at the store: one long wait in it would keep signals out

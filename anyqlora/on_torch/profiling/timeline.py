@@ -8,8 +8,8 @@ from collections import Counter
 
 import torch
 
+from anyqlora.core.files import Disk, replace
 from anyqlora.on_torch.profiling.hooks import Unwatched
-from anyqlora.runs.checkpoints import Disk, replace
 
 STEPS = 10  # that are recorded: a profile of a whole run would not fit in memory
 PHASE, COLLECTIVES = "anyqlora::", ("c10d::", "_c10d_functional::")

@@ -14,7 +14,7 @@ from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import RunError, UsageError
 from anyqlora.models import architectures
 from anyqlora.on_torch import loss, unpadded
-from anyqlora.on_torch.assembly.build import loss_for
+from anyqlora.on_torch.assembly.fast_paths import loss_for
 from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_modules
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy

@@ -12,11 +12,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import NotBuilt, UsageError
-from anyqlora.data import dataset
+from anyqlora.data import stream
 from anyqlora.on_torch import device, unpadded
 from anyqlora.on_torch import loss as losses
 from anyqlora.on_torch.adapters.fused_layers import fused_layers
-from anyqlora.on_torch.assembly import build
+from anyqlora.on_torch.assembly import fast_paths
 from anyqlora.on_torch.kernels import attention, deterministic, fused_lora
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy, defined
@@ -112,7 +112,7 @@ def test_the_loss_on_trained_tokens_is_the_loss(started):
 def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(started):
     """Against the same loss with the MLP on all tokens."""
     (batch,) = started.run.stream[0]
-    batch = replace(batch, targets=np.where(np.arange(batch.ids.shape[1]) % 3 == 0, batch.targets, dataset.IGNORE))
+    batch = replace(batch, targets=np.where(np.arange(batch.ids.shape[1]) % 3 == 0, batch.targets, stream.IGNORE))
     mlp, seen = started.runtime.loss.last_mlp, []
     assert (mlp is None) == (
         started.architecture in ("gpt_oss", "granitemoe")
@@ -227,7 +227,7 @@ def test_full_fine_tuning_learns_a_tied_head_as_by_the_definition(tmp_path):
     )
     (batch,) = started.run.stream[0]
     trainable = list(started.built.trainable.values())
-    assert dataset.IGNORE in batch.targets
+    assert stream.IGNORE in batch.targets
     found = [
         gradients(loss(started.model, batch, torch.device("cpu")), *trainable)
         for loss in (started.runtime.loss, losses.token_loss)
@@ -389,8 +389,8 @@ def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_
     assert not fused_layers(dora.model)
     demanded, planned = (dora.plan.config.with_(sources={"fused": source}) for source in ("command line", "plan"))
     with pytest.raises(NotBuilt, match="14 LoRA layers"):
-        build.fused(dora.model, dora.built.quantizer, demanded)
-    assert "14 LoRA layers are not fused" in build.fused(dora.model, dora.built.quantizer, planned)[0]
+        fast_paths.fused(dora.model, dora.built.quantizer, demanded)
+    assert "14 LoRA layers are not fused" in fast_paths.fused(dora.model, dora.built.quantizer, planned)[0]
     for name in ("custom_lora", "custom_qlora"):
         assert fused_layers(tiny_models.Started(tmp_path / name, llama, train_type=name).model)
 
@@ -502,7 +502,7 @@ def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, t
     rows, device = started.run.data.train[:4], torch.device("cpu")
     trainable = list(started.built.trainable.values())
     found = []
-    for batches in ([dataset.padded([rows[:2], rows[2:3], rows[3:]], 0)], [dataset.padded([[row]], 0) for row in rows]):
+    for batches in ([stream.padded([rows[:2], rows[2:3], rows[3:]], 0)], [stream.padded([[row]], 0) for row in rows]):
         loss = sum(started.runtime.loss(started.model, batch, device) for batch in batches)
         found.append((loss.item(), torch.cat([g.flatten() for g in gradients(loss, *trainable)])))
     (ours, gradient), (theirs, expected) = found
@@ -512,7 +512,7 @@ def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, t
 def test_flat_rows_compute_nothing_for_padding(tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
     rows = sorted(started.run.data.train, key=lambda row: len(row.ids))
-    batch = dataset.padded([[rows[0]], [rows[-1]]], 0)
+    batch = stream.padded([[rows[0]], [rows[-1]]], 0)
     seen = []
     started.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_pre_hook(
         lambda module, inputs: seen.append(inputs[0].shape[:-1].numel())
@@ -525,11 +525,11 @@ def test_a_batch_asks_nothing_of_the_device(tmp_path):
     """What is trained is found in the host's numbers, and where documents lie is asked for once, not in every layer: a GPU would be waited for."""
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
     rows = started.run.data.train
-    batch = dataset.padded([rows[:2], rows[2:3]], 0)
+    batch = stream.padded([rows[:2], rows[2:3]], 0)
     for inputs in (unpadded.padded, unpadded.flat):
         given, targets = inputs(batch, torch.device("cpu"))
         assert (
-            torch.equal(unpadded.trained(targets), (targets != dataset.IGNORE).nonzero().squeeze(1))
+            torch.equal(unpadded.trained(targets), (targets != stream.IGNORE).nonzero().squeeze(1))
             and len(unpadded.trained(targets)) == batch.trained
         )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
@@ -558,7 +558,7 @@ def test_flat_rows_have_few_lengths():
 def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(settings, few, tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), precision="bf16", **settings)
     rows = started.run.data.train
-    batches = (dataset.padded([[row] for row in rows[:count]], 0) for count in range(2, 30))
+    batches = (stream.padded([[row] for row in rows[:count]], 0) for count in range(2, 30))
     batch = next(batch for batch in batches if unpadded.filler(batch.tokens) >= 16)
     given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
     assert given["input_ids"].numel() == batch.tokens + (
@@ -596,7 +596,7 @@ def test_attention_that_flat_rows_would_change_keeps_its_padding(architecture, o
 
 def test_a_process_without_rows_takes_part_in_a_flat_step(tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
-    loss = started.loss(dataset.padded([], 0))
+    loss = started.loss(stream.padded([], 0))
     loss.backward()
     assert loss.item() == 0 and all(p.grad is not None and not p.grad.any() for p in started.built.trainable.values())
 

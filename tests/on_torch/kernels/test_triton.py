@@ -27,7 +27,7 @@ import triton
 from triton.runtime import interpreter
 
 from anyqlora.core.errors import RunError
-from anyqlora.on_torch.assembly.build import usable_kernels
+from anyqlora.on_torch.assembly.fast_paths import usable_kernels
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_modules, varlen
 from anyqlora.on_torch.kernels.frozen_matmul import FLOAT8, coded

@@ -20,7 +20,7 @@ from torch import nn
 from anyqlora.core.hashing import cache_directory
 from anyqlora.on_torch.kernels import reference
 from anyqlora.planning.machine import compiler
-from anyqlora.planning.memory.estimate import HEAD_COLUMNS, HEAD_WORDS
+from anyqlora.planning.memory.weights import HEAD_COLUMNS, HEAD_WORDS
 
 SOURCES = [
     Path(__file__).parent / "csrc" / name

@@ -1,6 +1,7 @@
 """A backend for Acme's accelerator, which torch sees as its CPU: float32 only, no 8-bit weights."""
 
-from anyqlora.planning.backends import BackendSpec, Capabilities, Found, Machine
+from anyqlora.planning.backends import Machine
+from anyqlora.planning.capabilities import BackendSpec, Capabilities, Found
 from anyqlora.planning.machine import Device
 
 capabilities = Capabilities(

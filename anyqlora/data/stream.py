@@ -1,0 +1,167 @@
+"""The micro-batches of a step, as a function of (seed, epoch, step)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from anyqlora.data.examples import Example
+from anyqlora.data.packing import pack, shuffled
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some sequences, padded on the right to the longest."""
+
+    ids: np.ndarray  # int32 [B, T]
+    targets: np.ndarray  # int32 [B, T]: the next token where it is trained, else IGNORE
+    positions: np.ndarray  # int32 [B, T]: place in its own document; padding counts from 0 as a document of its own
+    segments: np.ndarray  # int32 [B, T]: number of the document in its sequence, -1 where padding
+    rows: tuple[str, ...]  # "file:line" of every document, in order
+
+    @property
+    def trained(self) -> int:
+        """Tokens that the loss counts."""
+        return int((self.targets != IGNORE).sum())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int((self.segments >= 0).sum())
+
+
+class Stream:
+    """`stream[step]` is the list of micro-batches of optimizer step `step`, for one rank.
+
+    A step takes the next batch_size * gradient_accumulation_steps * world_size sequences of its epoch's permutation; the
+    last step of an epoch takes what is left. Every rank gets the same number of micro-batches in a step: one that has no
+    sequence left gets a batch of shape [1, 1] in which nothing is trained.
+    """
+
+    def __init__(
+        self,
+        rows: list[Example],
+        *,
+        batch_size: int,
+        gradient_accumulation_steps: int,
+        num_epochs: int,
+        max_steps: int,
+        seed: int,
+        packing: bool,
+        context_length: int,
+        pad_id: int | None,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        """`max_steps` of 1 or more counts before `num_epochs`: fewer steps stop within an epoch, more run into further epochs."""
+        lengths = [len(example.ids) for example in rows]
+        groups = pack(lengths, context_length, seed) if packing else [[i] for i in range(len(rows))]
+        self.sequences = [[rows[i] for i in group] for group in groups]
+        self.batch_size, self.accumulation, self.rank, self.world_size = (
+            batch_size,
+            gradient_accumulation_steps,
+            rank,
+            world_size,
+        )
+        self.seed, self.pad_id = seed, pad_id
+        self.global_batch = batch_size * gradient_accumulation_steps * world_size
+        self.steps_per_epoch = -(-len(self.sequences) // self.global_batch)
+        self.total_steps = max_steps if max_steps > 0 else num_epochs * self.steps_per_epoch
+        self._trained = np.array(
+            [sum(int(e.trained[1:].sum()) for e in sequence) for sequence in self.sequences], np.int64
+        )
+        self._tokens = np.array([sum(len(e.ids) for e in sequence) for sequence in self.sequences], np.int64)
+        self._order = (-1, np.empty(0, np.int64))  # the last epoch's permutation, kept only because it is slow to make
+
+    def __len__(self) -> int:
+        return self.total_steps
+
+    def resize(self, batch_size: int) -> None:
+        """Micro-batches of another size; the rows of each step and their order stay."""
+        if self.global_batch % (batch_size * self.world_size):
+            raise ValueError(
+                f"{self.global_batch} rows are not whole micro-batches of {batch_size} on {self.world_size} processes"
+            )
+        self.batch_size, self.accumulation = batch_size, self.global_batch // (batch_size * self.world_size)
+
+    def attends(self, step: int) -> bool:
+        """Whether a token is trained in the step that sees two or more: which keys a query is near to does not matter to one that sees one."""
+        return any(e.trained[2:].any() for i in self._chosen(step) for e in self.sequences[i])
+
+    def epoch(self, step: int) -> float:
+        """Epochs behind us after `step` steps."""
+        return step / self.steps_per_epoch
+
+    def counts(self, step: int) -> tuple[int, int]:
+        """(trained tokens, tokens that are not padding) of the whole step, over all ranks."""
+        chosen = self._chosen(step)
+        return int(self._trained[chosen].sum()), int(self._tokens[chosen].sum())
+
+    def rows(self, step: int) -> list[str]:
+        """ "file:line" of every document of the whole step, over all ranks."""
+        return [example.where for i in self._chosen(step) for example in self.sequences[i]]
+
+    def __getitem__(self, step: int) -> list[Batch]:
+        chosen = self._chosen(step)
+        slot = self.batch_size * self.world_size  # sequences of one micro-batch over all ranks
+        first = self.rank * self.batch_size
+        shares = [
+            chosen[start : start + slot][first : first + self.batch_size] for start in range(0, len(chosen), slot)
+        ]
+        return [padded([self.sequences[i] for i in share], self.pad_id) for share in shares]
+
+    def _chosen(self, step: int) -> np.ndarray:
+        """The sequences of a step, in their order."""
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} of {self.total_steps}")
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if self._order[0] != epoch:
+            self._order = (epoch, shuffled(len(self.sequences), self.seed, epoch))
+        return self._order[1][place * self.global_batch : (place + 1) * self.global_batch]
+
+
+def stream_of(plan, rows: list[Example], rank: int = 0) -> Stream:
+    """The plan's batches of the training rows, for the process `rank`: processes along a model axis see the same rows."""
+    config = plan.config
+    return Stream(
+        rows,
+        batch_size=plan.batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        num_epochs=config.num_epochs,
+        max_steps=config.max_steps,
+        seed=config.seed,
+        packing=plan.packing,
+        context_length=config.context_length,
+        rank=rank * plan.data_processes // plan.world_size,
+        world_size=plan.data_processes,
+        pad_id=0,
+    )  # the tokenizer's own pad token may lie beyond the embedding
+
+
+def batches(rows: list[Example], batch_size: int, pad_id: int | None) -> list[Batch]:
+    """All examples in their order, one document to a row, for evaluation."""
+    return [padded([[e] for e in rows[i : i + batch_size]], pad_id) for i in range(0, len(rows), batch_size)]
+
+
+def padded(sequences: list[list[Example]], pad_id: int | None) -> Batch:
+    """The batch of these sequences, each of which is a list of documents that must not see each other."""
+    lengths = [sum(len(e.ids) for e in sequence) for sequence in sequences]
+    shape = (max(len(sequences), 1), max(lengths, default=1))  # [B, T]
+    ids = np.full(shape, pad_id or 0, np.int32)
+    targets = np.full(shape, IGNORE, np.int32)
+    segments = np.full(shape, -1, np.int32)
+    positions = np.zeros(shape, np.int32)
+    for row in range(shape[0]):
+        start = 0
+        for number, example in enumerate(sequences[row] if sequences else []):
+            end = start + len(example.ids)
+            ids[row, start:end] = example.ids
+            targets[row, start : end - 1] = np.where(example.trained[1:], example.ids[1:], IGNORE)
+            segments[row, start:end] = number
+            positions[row, start:end] = np.arange(end - start)
+            start = end
+        positions[row, start:] = np.arange(shape[1] - start)
+    return Batch(ids, targets, positions, segments, tuple(e.where for sequence in sequences for e in sequence))

@@ -1,0 +1,191 @@
+"""What this machine does of each backend, and why less than the table says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anyqlora.planning.capabilities import (
+    FLOAT8_FROM,
+    NEEDS_BITSANDBYTES,
+    Backend,
+    Capabilities,
+    Found,
+    _called,
+    _no_bf16,
+)
+from anyqlora.planning.machine import Device, Machine
+
+
+def _absent(why: str) -> Found:
+    return Found(available=False, reasons={"available": why})
+
+
+def _narrowed(
+    row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: Mapping[str, str], **more
+) -> Found:
+    """The row without the cells in `lacks` (cell -> why)."""
+    lacks = dict(lacks)
+    if machine.bitsandbytes.get("error"):
+        lacks = {**dict.fromkeys(NEEDS_BITSANDBYTES, machine.bitsandbytes["error"]), **lacks}
+    if row.collective and row.collective not in machine.torch.get("collectives", ()):
+        lacks["collective"] = f"this torch has no {row.collective}"
+    collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
+    kept = {
+        name: tuple(cell for cell in getattr(row, name) if cell not in lacks)
+        for name in ("dtypes", "quantizers", "optimizers", "kernels")
+    }
+    return Found(
+        True,
+        devices,
+        **{**kept, **more},
+        cores=machine.cores,
+        threads=machine.threads,
+        collective=collective if "collective" in lacks else row.collective,
+        reasons=lacks,
+    )
+
+
+def _torch_gpu(
+    row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str
+) -> Found:
+    torch = machine.torch
+    if torch.get("error"):
+        return _absent(torch["error"])
+    if not torch.get(build):
+        return _absent(f"torch {torch.get('version')} is not built for {maker} GPUs")
+    if not devices:
+        return _absent(error or f"torch finds no {maker} GPU")
+    first, lacks = devices[0], _no_bf16(devices[:1])
+    if "triton" in row.kernels and machine.triton.get("version", "") == "":
+        lacks |= dict.fromkeys(("exact", "triton"), machine.triton.get("error", "triton was not looked for"))
+    products = row.products
+    if "fp8" in products and tuple(map(int, first.capability.split("."))) < FLOAT8_FROM:
+        lacks["fp8 products"], products = f"{_called(first)} does not multiply float8", ("full",)
+    return _narrowed(row, machine, devices, lacks, products=products)
+
+
+def _cuda(row, machine):
+    return _torch_gpu(
+        row, machine, build="cuda", maker="NVIDIA", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
+    )
+
+
+def _rocm(row, machine):
+    return _torch_gpu(
+        row, machine, build="hip", maker="AMD", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
+    )
+
+
+def _xpu(row, machine):
+    return _torch_gpu(
+        row, machine, build="xpu", maker="Intel", devices=machine.xpu, error=machine.torch.get("xpu_error", "")
+    )
+
+
+def _mps(row, machine):
+    mps = machine.mps
+    if machine.torch.get("error"):
+        return _absent(machine.torch["error"])
+    if not mps.get("built"):
+        return _absent(f"torch {machine.torch.get('version')} is not built with MPS")
+    if not mps.get("available"):
+        return _absent(f"this torch's MPS needs a newer macOS than {machine.os_version}, or there is no Metal device")
+    if not mps.get("allocates"):
+        return _absent(f"MPS cannot allocate: {mps.get('error', 'no reason given')}")
+    lacks = {} if mps.get("bf16") else {"bf16": f"bf16 products fail on MPS here: {mps.get('error') or 'wrong result'}"}
+    if not mps.get("quantizes"):
+        lacks |= dict.fromkeys(
+            NEEDS_BITSANDBYTES, f"4-bit quantization fails on MPS here: {mps.get('error') or 'wrong result'}"
+        )
+    slow = dict.fromkeys(
+        ("nf4", "fp4", "int8"), "quantized weights run on torch fallback kernels, slower than 16-bit weights"
+    )
+    free = min(mps["memory_free"], machine.memory_available)  # the GPU's memory is the host's
+    return _narrowed(row, machine, (Device("Metal", "", mps["memory_total"], free, mps["bf16"]),), lacks, slow=slow)
+
+
+def _mlx(row, machine):
+    if machine.mlx.get("error"):
+        return _absent(machine.mlx["error"])
+    build = machine.mlx.get("build", "")
+    has_metal = machine.system == "Darwin" and build == "mlx-metal"
+    lm = machine.mlx.get("lm_version", "")
+    if not build or not lm:
+        lacking = "mlx-lm" if build else "mlx's device code (mlx-metal, or mlx-cpu on Linux)"
+        return _absent(
+            f"mlx {machine.mlx.get('version')} is installed without {lacking}: pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)"
+        )
+    if has_metal and machine.mps.get("built") and not machine.mps.get("available"):
+        return _absent("Metal finds no GPU here, as in a virtual machine or without a screen")
+    room = _metal_memory(machine) if has_metal else machine.memory_total
+    device = Device(f"mlx {machine.mlx.get('version')} ({build})", "", room, min(room, machine.memory_available), True)
+    slow = {"nf4": "NF4 weights are dequantized for each product; affine4 is MLX's own form"}
+    dtypes = row.dtypes
+    if build == "mlx-cpu":
+        slow[""] = "mlx's CPU build is there to try things out, and slow"
+        dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
+    return Found(
+        True,
+        (device,),
+        tuple(d for d in dtypes if d in row.dtypes),
+        row.quantizers,
+        row.optimizers,
+        row.collective,
+        automatic=has_metal,
+        device="cpu" if build == "mlx-cpu" else "",
+        slow=slow,
+    )
+
+
+def _metal_memory(machine) -> int:
+    """Bytes that stay resident for a Mac's GPU: what Metal recommends, or two thirds of the memory, which is the least that it does."""
+    return machine.mps.get("memory_total") or machine.memory_total * 2 // 3
+
+
+def _cpu(row, machine):
+    if machine.torch.get("error"):
+        return _absent(machine.torch["error"])
+    is_fast = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
+    slow = {"": "training on a CPU is slow", "int8": "int8 products are slow on a CPU"}
+    if not is_fast:
+        slow["bf16"] = "bf16 is emulated on this CPU, slower than fp32"
+    dtypes = ("bf16", "fp32", "fp16") if is_fast else ("fp32", "bf16", "fp16")
+    device = Device(
+        f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast
+    )
+    missing = "" if machine.compiler else "no C compiler is here"
+    if "avx512_bf16" not in machine.cpu_features:
+        missing = "this processor has no AVX512-BF16"
+    kernels = ("portable",) if missing else row.kernels
+    kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
+    lacks = {"native": missing} if missing else {}
+    if missing or "avx512_vnni" not in machine.cpu_features:
+        lacks["fused head"] = missing or "this processor has no AVX512-VNNI"
+    elif "amx_bf16" in machine.cpu_features:
+        lacks["fused head"] = "this processor has AMX, by which the framework's products are several times as fast"
+    products = row.products
+    if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
+        lacks |= dict.fromkeys(
+            (f"{kind} products" for kind in row.products), "this processor has neither AVX512-VNNI nor AMX"
+        )
+        products = ("full",)
+    return _narrowed(
+        row,
+        machine,
+        (device,),
+        lacks,
+        dtypes=tuple(d for d in dtypes if d in row.dtypes),
+        kernels=kernels,
+        slow=slow,
+        products=products,
+    )
+
+
+_PROBES = {
+    Backend.CUDA: (_cuda, "cuda:0"),
+    Backend.ROCM: (_rocm, "cuda:0"),
+    Backend.XPU: (_xpu, "xpu:0"),
+    Backend.MLX: (_mlx, "gpu"),
+    Backend.MPS: (_mps, "mps"),
+    Backend.CPU: (_cpu, "cpu"),
+}
