@@ -15,16 +15,16 @@ import sys
 
 from fastcore.script import call_parse
 
-from anyqlora.config.resolve import flags_of, resolve, spelled
+from anyqlora.config.resolve import add_flags, canonical_argv, resolve
 from anyqlora.core.errors import explained
 
 if __name__ == "__main__":
     with explained("train.py"):
-        sys.argv[1:] = spelled(sys.argv[1:])
+        sys.argv[1:] = canonical_argv(sys.argv[1:])
 
 
 @call_parse
-@flags_of
+@add_flags
 def main(**flags):
     """Fine-tune a language model with QLoRA on the machine it finds; without flags, the embedded first job."""
     with explained("train.py"):

@@ -20,7 +20,7 @@ import traceback
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
-from anyqlora.processes.environment import environment, free_port
+from anyqlora.processes.environment import environment_variables, free_port
 
 PRELOADED = [
     "torch",
@@ -46,7 +46,7 @@ def server() -> multiprocessing.context.ForkServerContext:
     """The server from which processes are forked, with PRELOADED imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.partition(".")[0])])
-    with environment(
+    with environment_variables(
         PYTHONPATH=os.pathsep.join(sys.path), DS_ACCELERATOR="cpu"
     ):  # cpython 3.11 does not hand on sys.path
         forkserver.ensure_running()
@@ -375,7 +375,7 @@ class StrategyContract:
     def test_options_go_to_a_dictionary_and_back(self):
         from anyqlora.config import strategy_options
 
-        cls = strategy_options.plugin_class(self.strategy)
+        cls = strategy_options.options_class(self.strategy)
         if cls is None:
             assert not self.options
             return

@@ -23,7 +23,7 @@ import torch
 
 from anyqlora.on_torch.kernels import cross_entropy, frozen_matmul, reference
 from anyqlora.on_torch.kernels.cpu import bindings, nf4_quantize
-from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked
+from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked_linear
 from anyqlora.planning.backends import BackendManager
 
 LINEARS = {
@@ -64,7 +64,7 @@ def dequantizations(ours: dict, device: str, dtype: torch.dtype, cut: int) -> It
                 f"dequantize {kind.kind}{', scales quantized' * nested}",
                 f"{name} {tuple(state.shape)}",
                 n // 2 + state.absmax.nbytes + n * dtype.itemsize,
-                {"bitsandbytes": lambda c=codes, s=state: unpacked(c, s)},
+                {"bitsandbytes": lambda c=codes, s=state: unpacked_linear(c, s)},
             )
             if ours:
                 out = torch.empty(state.shape, dtype=dtype, device=device)

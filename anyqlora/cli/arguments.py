@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from anyqlora.config.resolve import SETTINGS, canonical, parsed, spelled
+from anyqlora.config.resolve import SETTINGS, canonical, canonical_argv, parsed
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 
@@ -85,7 +85,7 @@ def temperature(values: dict) -> float:
 
 def settings(argv: list[str]) -> dict[str, str]:
     """{setting: text} of flags as train.py takes them. Raises UsageError."""
-    return dict(flag.removeprefix("--").split("=", 1) for flag in spelled(argv))
+    return dict(flag.removeprefix("--").split("=", 1) for flag in canonical_argv(argv))
 
 
 def wants_help(argv: list[str]) -> bool:

@@ -25,14 +25,14 @@ def main(argv: list[str]) -> int:
     name, values = arguments.read(argv, {"temperature": float}, SETTINGS)
     temperature = arguments.temperature(values)
 
-    from anyqlora.runs.finished import find
+    from anyqlora.runs.finished import find_run
 
-    run = find(name)
+    run = find_run(name)
     values.setdefault("max_new_tokens", max(run.config.max_new_tokens, PLACE))
 
-    from anyqlora.runs.opened import load
+    from anyqlora.runs.opened import load_finetuned
 
-    tuned = load(run, values)
+    tuned = load_finetuned(run, values)
     print(printable(f"{run.directory} on {run.config.model_name}; an empty line starts anew, Ctrl-D ends"))
     return converse(run, tuned, temperature)
 

@@ -36,9 +36,9 @@ def main(argv: list[str]) -> int:
             "mlx-lm is not installed, and its models say what becomes of each tensor",
             cure="pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)",
         )
-    from anyqlora.export.tensor_moves import check
+    from anyqlora.export.tensor_moves import check_record
 
-    check(Path(name))
+    check_record(Path(name))
 
     from anyqlora.on_mlx.mlx_lm_bridge.checkpoint_conversion import to_hf, to_mlx
 

@@ -24,18 +24,22 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0
     show, flags = _show(argv)
-    given = dict(word.removeprefix("--").split("=", 1) for word in resolve.spelled(flags))
+    given = dict(word.removeprefix("--").split("=", 1) for word in resolve.canonical_argv(flags))
     settings = resolve.resolve(given)
     for spec, held_out in ((settings.dataset, False), (settings.eval_dataset, True)):
         for name, _ in sources.weighted(spec) if spec else ():
             sources.files(
                 name, held_out=held_out, offline=settings.offline
             )  # one that is not there is told before anything is imported
-    chat_template.stated(settings)
-    tokens = tokenizer.load(settings.model_name, settings.trust_remote_code, settings.revision, settings.offline)
-    chat_template.put(tokens, settings)
-    settings, changes = planner.fitted(settings)  # what a hub model says of itself came with its tokenizer
-    found = dataset.prepare(settings, tokens)
+    chat_template.requested_template(settings)
+    tokens = tokenizer.load_tokenizer(
+        settings.model_name, settings.trust_remote_code, settings.revision, settings.offline
+    )
+    chat_template.set_template(tokens, settings)
+    settings, changes = planner.fitted_context_length(
+        settings
+    )  # what a hub model says of itself came with its tokenizer
+    found = dataset.load_data(settings, tokens)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for example in found.train[:show]:
         _print_example(console, example, tokens)
@@ -61,7 +65,7 @@ def _print_example(console, example, tokens) -> None:
     from rich.text import Text
 
     line = Text()
-    for words, trained in audit.runs(example, tokens):
+    for words, trained in audit.token_spans(example, tokens):
         if console.is_terminal:
             line.append(words, style="green" if trained else "dim")
         else:

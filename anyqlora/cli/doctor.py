@@ -304,16 +304,16 @@ def tiny_run(backend: str, directory: str) -> dict:
 
     from anyqlora.config.resolve import resolve
     from anyqlora.recipes.sft import train
-    from anyqlora.runs.finished import read
+    from anyqlora.runs.finished import read_run
 
     try:
         result = train(resolve({**TINY, "backend": backend, "output_dir": directory}, environ={}, said="doctor"))
-        run = read(Path(directory) / TINY["run_name"])
+        run = read_run(Path(directory) / TINY["run_name"])
         with safe_open(run.folder / "adapter_model.safetensors", "np") as file:
             moved = all(file.get_tensor(name).any() for name in file.keys() if ".lora_B." in name)  # noqa: SIM118 - a handle, not a dict
-        from anyqlora.runs.opened import load  # not before the plan has refused what this machine lacks
+        from anyqlora.runs.opened import load_finetuned  # not before the plan has refused what this machine lacks
 
-        tuned = load(run, {})
+        tuned = load_finetuned(run, {})
         again = tuned.evaluate(run.held_out(tuned.tokenizer))["loss"]
     except RunError as error:
         return {"error": error.message, "cure": error.cure}

@@ -30,16 +30,16 @@ def main(argv: list[str]) -> int:
         return 0
     name, values = arguments.read(argv, {}, SETTINGS)
 
-    from anyqlora.runs.finished import find
+    from anyqlora.runs.finished import find_run
 
-    run = find(name)
+    run = find_run(name)
     other = values.pop("dataset", "")
 
-    from anyqlora.reporting.console import Lines
-    from anyqlora.runs.opened import load
+    from anyqlora.reporting.console import ConsoleReporter
+    from anyqlora.runs.opened import load_finetuned
 
-    tuned = load(run, {"samples": 0, **values})
-    rows = run.held_out(tuned.tokenizer, other, Lines(tuned.plan, 0).warn)
+    tuned = load_finetuned(run, {"samples": 0, **values})
+    rows = run.held_out(tuned.tokenizer, other, ConsoleReporter(tuned.plan, 0).warn)
     found = tuned.evaluate(rows)
     print(printable(f"{run.directory}: {len(rows)} held-out rows{f' of {other}' if other else ''}"))
     print(*table(found, None if other else (run.result.get("eval") or {}).get("after")), sep="\n")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from anyqlora.cli import arguments
 from anyqlora.core import registry
-from anyqlora.core.errors import DiskFull, NotBuilt, UsageError
-from anyqlora.core.files import Disk, write_directory
+from anyqlora.core.errors import DiskFull, NotSupported, UsageError
+from anyqlora.core.files import FileSystem, write_directory
 from anyqlora.core.terminal import printable
 
 USAGE = """usage: python -m anyqlora export RUN|DIR --to mlx|peft --out DIR [--model_name BASE]
@@ -50,9 +50,9 @@ def main(argv: list[str]) -> int:
 
     run, directory = None, Path(name)
     if kind == "mlx" and not (directory / "adapter_config.json").is_file():
-        from anyqlora.runs.finished import find
+        from anyqlora.runs.finished import find_run
 
-        run = find(name)
+        run = find_run(name)
         directory = run.folder
         if run.config.adapter == "full":
             raise UsageError(
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
             )
     files = to_mlx(directory) if kind == "mlx" else to_peft(directory)
     try:
-        write_directory(Path(out), files, Disk())
+        write_directory(Path(out), files, FileSystem())
     except OSError as error:
         raise DiskFull(
             f"cannot be written: {error.strerror or error}", where=out, cure="room there, or another --out"
@@ -76,13 +76,13 @@ def merge(argv: list[str]) -> int:
     return main([*argv, "--to", "merged"])
 
 
-def not_built(kind: str, name: str, out: str) -> NotBuilt:
+def not_built(kind: str, name: str, out: str) -> NotSupported:
     """The refusal of an export of base and adapter in one, with what does it elsewhere."""
     directory = Path(name or "runs/NAME")
     convert = "llama.cpp's: python convert_hf_to_gguf.py "
     if (directory / "model" / "config.json").is_file():
         whole = directory / "model"
-        return NotBuilt(
+        return NotSupported(
             f"--to {kind} is not built yet",
             where=arguments.WHERE,
             cure=f"{whole} is a whole model, which has nothing to merge"
@@ -91,7 +91,7 @@ def not_built(kind: str, name: str, out: str) -> NotBuilt:
     adapter = directory if (directory / "adapter_config.json").is_file() else directory / "adapter"
     lines = MERGE.format(adapter=json.dumps(str(adapter)), out=json.dumps(out or "OUT"))
     then = f"\n  then {convert}{shlex.quote(out or 'OUT')}" if kind == "gguf" else ""
-    return NotBuilt(f"--to {kind} is not built yet", where=arguments.WHERE, cure=lines + then)
+    return NotSupported(f"--to {kind} is not built yet", where=arguments.WHERE, cure=lines + then)
 
 
 def compare(run, out: Path, changed: dict) -> int:

@@ -26,13 +26,13 @@ def main(argv: list[str]) -> int:
     temperature = arguments.temperature(values)
     prompts = _prompts(values.pop("prompt", None), values.pop("file", None))
 
-    from anyqlora.runs.finished import find
+    from anyqlora.runs.finished import find_run
 
-    run = find(name)
+    run = find_run(name)
 
-    from anyqlora.runs.opened import load
+    from anyqlora.runs.opened import load_finetuned
 
-    tuned = load(run, values)
+    tuned = load_finetuned(run, values)
     answers = tuned.answer([run.asked(prompt) for prompt in prompts], temperature=temperature)
     if "--prompt" in argv or any(word.startswith("--prompt=") for word in argv):
         print(printable(answers[0]))

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="anyqlora-parity-") as place:
         for backend in backends:
             train({**settings, "backend": backend, "output_dir": place, "run_name": backend})
-        found = {backend: read(Path(place) / backend) for backend in backends}
+        found = {backend: read_metrics(Path(place) / backend) for backend in backends}
     first = backends[0]
     agree = True
     for other in backends[1:]:
@@ -101,7 +101,7 @@ def train(settings: dict) -> None:
         raise kind(f"{settings['backend']}: {done.stderr.strip().removeprefix('anyqlora train: ')}")
 
 
-def read(run: Path) -> tuple[list[dict], dict[str, np.ndarray]]:
+def read_metrics(run: Path) -> tuple[list[dict], dict[str, np.ndarray]]:
     """The steps of a run, and its adapter."""
     return [line for line in read_lines(run / "metrics.jsonl") if "lr" in line], load_file(
         run / "adapter" / "adapter_model.safetensors"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyqlora.config.resolve import resolve, spelled
+from anyqlora.config.resolve import canonical_argv, resolve
 
 USAGE = """usage: python -m anyqlora plan [--name value ...]
 
@@ -10,7 +10,7 @@ Every setting of train.py is taken (python train.py --help lists them). Nothing 
 
 
 def main(argv: list[str]) -> int:
-    flags = spelled(argv)
+    flags = canonical_argv(argv)
     if "-h" in flags or "--help" in flags:
         print(USAGE)
         return 0

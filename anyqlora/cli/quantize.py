@@ -41,11 +41,11 @@ def main(argv: list[str]) -> int:
     config = resolve({"model_name": model, "dataset": "demo", "quantizer": kind, **values})
     directory = base_directory(config)
 
-    from anyqlora.on_torch.loading.writer import packing, write
+    from anyqlora.on_torch.loading.writer import packed_config, write_model
 
     original = str(directory.absolute()) if config.is_demo or Path(os.path.expanduser(model)).is_dir() else model
     base = original if kind in registry.AFFINE else ""  # nf4 is what PEFT and transformers read themselves
-    done = write(directory, Path(out), packing(config), base=base)
+    done = write_model(directory, Path(out), packed_config(config), base=base)
     print(
         printable(
             f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {format_bytes(done['bytes'])}"

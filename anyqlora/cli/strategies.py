@@ -18,7 +18,7 @@ def listed() -> Iterator[str]:
     for name, target in registry.STRATEGIES.items():
         yield f"{name:12} anyqlora: " + (f"no: {target[1:]}" if target.startswith("!") else target)
     seen: dict[str, str] = dict.fromkeys(registry.STRATEGIES, "anyqlora")
-    for name, target, package in registry.points("strategies"):
+    for name, target, package in registry.entry_points_of("strategies"):
         if name in seen:
             yield f"{name:12} {package}: no: {seen[name]} registers the same name; --strategy {target}"
             continue
@@ -34,7 +34,7 @@ def shown(name: str) -> Iterator[str]:
     """A strategy's options: name, kind, default, values and help. Raises UsageError for one that is not there."""
     target = registry.strategy_target(name)
     yield f"{name}: {target}"
-    cls = strategy_options.plugin_class(name)
+    cls = strategy_options.options_class(name)
     if cls is None or not fields(cls):
         yield "no options"
         return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from anyqlora.cli import arguments
-from anyqlora.config.resolve import flags_of, resolve
+from anyqlora.config.resolve import add_flags, resolve
 from anyqlora.core.errors import stoppable
 
 
-@flags_of
+@add_flags
 def flags(**flags):
     """Fine-tune a language model with QLoRA on the machine it finds; without flags, the embedded first job."""
 

@@ -6,10 +6,10 @@ import json
 import os
 from pathlib import Path
 
-from anyqlora.config.schema import AUTO, TrainConfig, parsed
-from anyqlora.config.validate import is_said
+from anyqlora.config.schema import AUTO, TrainConfig, parse_value
+from anyqlora.config.validate import is_explicit
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
 
 # What adapter_config.json may say without changing what is computed here, beside what `_brought` reads and what is false, empty or none.
@@ -44,12 +44,12 @@ REBASED = (
 CURE = "the directory of a finished run or of its adapter"
 
 
-def directory(config: TrainConfig) -> Path:
+def init_adapter_directory(config: TrainConfig) -> Path:
     """Where the adapter is: a directory of PEFT's, that of a run or of its checkpoint, or the local Hugging Face cache's. Raises UsageError."""
     name, where = config.init_adapter, config.sources.get("init_adapter", "")
     local = Path(os.path.expanduser(name))
     if not os.path.isdir(local):
-        local = _cached(name, where)
+        local = _cached_snapshot(name, where)
     found = next((path for path in (local, local / "adapter") if (path / ADAPTER_CONFIG).is_file()), None)
     trained = _adapter_of_run(found / "manifest.json") if found else ""
     if trained in ("pissa", "full"):  # what is beside it does not describe it: PiSSA's acts on another base
@@ -87,7 +87,7 @@ def _adapter_of_run(manifest: Path) -> str:
         return ""
 
 
-def _cached(name: str, where: str) -> Path:
+def _cached_snapshot(name: str, where: str) -> Path:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -104,15 +104,15 @@ def _cached(name: str, where: str) -> Path:
     return Path(found).parent
 
 
-def settled(config: TrainConfig) -> TrainConfig:
+def apply_init_adapter(config: TrainConfig) -> TrainConfig:
     """`config` with what the adapter that it starts from decides: its kind, rank, alpha and targets, and, where none is stated, dropout and
     the chat template that is saved with it.
 
     Raises UsageError where another value was asked for and for what is no adapter, NotBuilt for one that learns otherwise than ours.
     """
-    described = directory(config) / ADAPTER_CONFIG
-    brought = _brought(config, _described(described), described)
-    meant = {name for name in brought if is_said(config, name) and getattr(config, name) != AUTO}
+    described = init_adapter_directory(config) / ADAPTER_CONFIG
+    brought = _adapter_settings(config, _adapter_config(described), described)
+    meant = {name for name in brought if is_explicit(config, name) and getattr(config, name) != AUTO}
     for name in sorted(
         meant - {"lora_dropout", "lora_target_modules", "chat_template"}
     ):  # of the targets the tensors tell
@@ -126,7 +126,7 @@ def settled(config: TrainConfig) -> TrainConfig:
     return config.with_(**brought, sources={**config.sources, **dict.fromkeys(brought, str(described))})
 
 
-def _described(path: Path) -> dict:
+def _adapter_config(path: Path) -> dict:
     """What is in an adapter_config.json that describes a LoRA as ours are. Raises UsageError, NotBuilt."""
     try:
         about = json.loads(path.read_bytes())
@@ -138,13 +138,13 @@ def _described(path: Path) -> dict:
             cure="an adapter that PEFT or this program wrote",
         ) from None
     if kind != "LORA":
-        raise NotBuilt(f"to start from a {kind} adapter", where=str(path), cure="a LoRA adapter")
+        raise NotSupported(f"to start from a {kind} adapter", where=str(path), cure="a LoRA adapter")
     strange = sorted(name for name, value in about.items() if value and name not in NEUTRAL)
     strange += [name for name in ("bias", "exclude_modules") if about.get(name) not in (None, "none", [])]
     strange += ["init_lora_weights"] if str(about.get("init_lora_weights")).lower().startswith(REBASED) else []
     strange += ["use_dora", "use_rslora"] if about.get("use_dora") and about.get("use_rslora") else []
     if strange:
-        raise NotBuilt(
+        raise NotSupported(
             f"to start from an adapter with {', '.join(f'{name} {json.dumps(about[name])}' for name in strange[:3])}",
             where=str(path),
             cure="an adapter of plain LoRA, rsLoRA or DoRA",
@@ -152,10 +152,10 @@ def _described(path: Path) -> dict:
     return about
 
 
-def _brought(config: TrainConfig, about: dict, described: Path) -> dict:
+def _adapter_settings(config: TrainConfig, about: dict, described: Path) -> dict:
     kind = "dora" if about.get("use_dora") else "rslora" if about.get("use_rslora") else "lora"
-    if config.adapter == AUTO and is_said(config, "train_type"):
-        _, preset = registry.choose("train_type", config.train_type, registry.TRAIN_TYPES, config.sources["train_type"])
+    if config.adapter == AUTO and is_explicit(config, "train_type"):
+        _, preset = registry.lookup("train_type", config.train_type, registry.TRAIN_TYPES, config.sources["train_type"])
         if preset not in ("lora", kind):
             raise UsageError(
                 f"train_type: {config.train_type} means adapter {preset}, and the adapter that the run starts from is {kind}",
@@ -167,15 +167,15 @@ def _brought(config: TrainConfig, about: dict, described: Path) -> dict:
         "lora_rank": about.get("r", 8),
         "lora_alpha": about.get("lora_alpha", 8),
         "lora_dropout": about.get("lora_dropout", 0.0),
-        "lora_target_modules": _present(about.get("target_modules"), described.with_name(ADAPTER)),
+        "lora_target_modules": _is_present(about.get("target_modules"), described.with_name(ADAPTER)),
     }
     template = described.with_name("chat_template.jinja")
     if template.is_file() and not template.with_name("additional_chat_templates").exists():
         values["chat_template"] = str(template)
-    return {name: parsed(name, value, str(described)) for name, value in values.items()}
+    return {name: parse_value(name, value, str(described)) for name, value in values.items()}
 
 
-def _present(targets: object, file: Path) -> object:
+def _is_present(targets: object, file: Path) -> object:
     """Of a list of names those that are in the adapter's `file`: PEFT passes by the ones that a model does not have."""
     if not isinstance(targets, list):
         return targets

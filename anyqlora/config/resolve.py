@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from anyqlora.config import strategy_options
-from anyqlora.config.schema import ALIASES, AUTO, SETTINGS, TrainConfig, canonical, kinds_of, parsed
-from anyqlora.config.validate import checked, superseded
+from anyqlora.config.schema import ALIASES, AUTO, SETTINGS, TrainConfig, canonical_name, parse_value, value_types
+from anyqlora.config.validate import overridden, validate
 from anyqlora.core.errors import UsageError
 
 __all__ = [
@@ -18,22 +18,22 @@ __all__ = [
     "AUTO",
     "SETTINGS",
     "TrainConfig",
-    "canonical",
-    "checked",
+    "canonical_name",
+    "validate",
     "configs_directory",
-    "flags_of",
+    "add_flags",
     "from_environment",
     "from_file",
-    "parsed",
+    "parse_value",
     "resolve",
-    "spelled",
+    "canonical_argv",
 ]
 
 ENV_PREFIX = "ANYQLORA_"
 FIRST_RUN = "first.yaml"
 
 
-def spelled(argv: list[str]) -> list[str]:
+def canonical_argv(argv: list[str]) -> list[str]:
     """The same arguments with every flag in its hyphenated canonical form, for fastcore.
 
     Raises UsageError for an unknown or abbreviated flag, for a flag given twice, and for a flag without a value.
@@ -50,7 +50,7 @@ def spelled(argv: list[str]) -> list[str]:
                 f"unexpected argument {word!r}", where="command line", cure="settings are given as --name value"
             )
         flag, equals, value = word[2:].partition("=")
-        name = canonical(flag, f"command line: --{flag}")
+        name = canonical_name(flag, f"command line: --{flag}")
         if name in seen:
             raise UsageError(
                 f"--{flag}: {name} was already given as --{seen[name]}", where="command line", cure="give it once"
@@ -58,7 +58,7 @@ def spelled(argv: list[str]) -> list[str]:
         seen[name] = flag
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
-                if bool not in kinds_of(name):
+                if bool not in value_types(name):
                     raise UsageError(
                         f"--{flag} needs a value",
                         where="command line",
@@ -72,7 +72,7 @@ def spelled(argv: list[str]) -> list[str]:
     return out
 
 
-def flags_of(function):
+def add_flags(function):
     """Give `function` one optional text flag for each setting; a flag that is not given is None."""
 
     def flag(f):
@@ -89,16 +89,16 @@ def flags_of(function):
             f.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=typing.Annotated[str, text, {"metavar": kind_of(f.name)}],
+            annotation=typing.Annotated[str, text, {"metavar": flag_type(f.name)}],
         )
 
     function.__signature__ = inspect.Signature([flag(f) for f in SETTINGS.values()])
     return function
 
 
-def kind_of(name: str) -> str:
+def flag_type(name: str) -> str:
     """What kind of value a setting has, as --help shows it: int, float|auto, true|false, text."""
-    kinds = kinds_of(name)
+    kinds = value_types(name)
     found = [shown for kind, shown in ((bool, "true|false"), (int, "int"), (float, "float")) if kind in kinds]
     return "|".join([*found, "auto" if found else "text"] if str in kinds else found)
 
@@ -108,11 +108,11 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
     found = {}
     if environ.get("FSDP_BACKEND"):
         found["backend"] = (environ["FSDP_BACKEND"], "FSDP_BACKEND")
-    of_strategies = strategy_options.of_environment(environ, ENV_PREFIX, {**SETTINGS, **ALIASES})
+    of_strategies = strategy_options.options_from_environment(environ, ENV_PREFIX, {**SETTINGS, **ALIASES})
     for variable, raw in sorted(environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in of_strategies:
             continue
-        name = canonical(variable.removeprefix(ENV_PREFIX).lower(), variable)
+        name = canonical_name(variable.removeprefix(ENV_PREFIX).lower(), variable)
         if SETTINGS[name].metadata["cli_only"] and name != "config":
             raise UsageError(f"{name} can only be given on the command line", where=variable, cure=f"--{name} {raw}")
         found[name] = (raw, variable)
@@ -153,7 +153,7 @@ def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
     found = {}
     for key, node in tree.value:
         where = f"{path}:{key.start_mark.line + 1}"
-        name = canonical(str(key.value), where)
+        name = canonical_name(str(key.value), where)
         if name in found:
             raise UsageError(
                 f"{name} is stated twice; first at {found[name][1]}", where=where, cure="take one of them out"
@@ -196,7 +196,7 @@ def resolve(
     None in `given` means not given. With neither a model nor a dataset the embedded job is the lowest file layer.
     """
     given = {
-        canonical(k, said): (v, f"{said}: --{k}" if said == "command line" else said)
+        canonical_name(k, said): (v, f"{said}: --{k}" if said == "command line" else said)
         for k, v in (given or {}).items()
         if v is not None
     }
@@ -208,8 +208,8 @@ def resolve(
         layers.append(from_file(configs_directory() / FIRST_RUN))
     values, sources = {}, {}
     for layer in reversed(layers):
-        stated = {name: parsed(name, raw, where) for name, (raw, where) in layer.items()}
-        for name in superseded(stated):
+        stated = {name: parse_value(name, raw, where) for name, (raw, where) in layer.items()}
+        for name in overridden(stated):
             values.pop(name, None)
         values |= stated
         sources |= {name: where for name, (_, where) in layer.items()}
@@ -217,7 +217,7 @@ def resolve(
         values["dataset"], sources["dataset"] = "alpaca_sample", "default"
     config = TrainConfig(**values, sources={name: sources[name] if name in values else "default" for name in SETTINGS})
     if config.init_adapter:
-        from anyqlora.config.init_adapter import settled
+        from anyqlora.config.init_adapter import apply_init_adapter
 
-        config = settled(config)
-    return checked(config)
+        config = apply_init_adapter(config)
+    return validate(config)

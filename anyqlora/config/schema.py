@@ -355,7 +355,7 @@ _VALUE_ALIASES = {  # what others call it
 # ------------------------------------------------------------------------------------------------ values and names
 
 
-def canonical(name: str, where: str) -> str:
+def canonical_name(name: str, where: str) -> str:
     """The setting that `name` (either spelling, or an alias) stands for. Raises UsageError with a suggestion."""
     plain = name.replace("-", "_")
     plain = ALIASES.get(plain, plain)
@@ -368,10 +368,10 @@ def canonical(name: str, where: str) -> str:
     return plain
 
 
-def parsed(name: str, raw: object, where: str) -> object:
+def parse_value(name: str, raw: object, where: str) -> object:
     """`raw` (text, or a YAML or Python value) as the type of setting `name`. Raises UsageError saying what fits."""
     about = SETTINGS[name].metadata
-    kinds = kinds_of(name)
+    kinds = value_types(name)
     text = ",".join(map(str, raw)) if isinstance(raw, (list, tuple)) else str(raw).strip()
     choices = about["choices"]
 
@@ -417,6 +417,6 @@ def _out_of_range(value: float, about: Mapping) -> str:
     return f"at least {low}" if high is None else f"between {low} and {high}"
 
 
-def kinds_of(name: str) -> set:
+def value_types(name: str) -> set:
     hint = _HINTS[name]
     return set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}

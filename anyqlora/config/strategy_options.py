@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -20,7 +20,7 @@ def option(default, help: str, *, choices=(), low=None, setting: str = ""):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyPlugin:
+class StrategyOptions:
     """The options of one strategy: subclass it, give each field by `option`. Raises UsageError for a value that a field cannot have."""
 
     def __post_init__(self):
@@ -28,7 +28,7 @@ class StrategyPlugin:
             object.__setattr__(
                 self,
                 f.name,
-                parsed(f, getattr(self, f.name), type(self).__name__, typing.get_type_hints(type(self))[f.name]),
+                parse_option(f, getattr(self, f.name), type(self).__name__, typing.get_type_hints(type(self))[f.name]),
             )
 
     def to_dict(self) -> dict:
@@ -36,7 +36,7 @@ class StrategyPlugin:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
-    def from_dict(cls, values: Mapping, where: str = "") -> StrategyPlugin:
+    def from_dict(cls, values: Mapping, where: str = "") -> StrategyOptions:
         """Raises UsageError for a name that is no option."""
         for name in values:
             cls.known(name, where)
@@ -60,7 +60,7 @@ class StrategyPlugin:
         return {name: value for name, (value, _) in values.items()}
 
 
-def parsed(f, raw: object, where: str, kind: type) -> object:
+def parse_option(f, raw: object, where: str, kind: type) -> object:
     """`raw` (text, or a value) as the type of field `f`. Raises UsageError saying what fits."""
     about = f.metadata
     text = str(raw).lower() if isinstance(raw, bool) else str(raw).strip()  # a file's true is true in any case
@@ -99,7 +99,7 @@ def parsed(f, raw: object, where: str, kind: type) -> object:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpPlugin(StrategyPlugin):
+class DdpOptions(StrategyOptions):
     find_unused_parameters: bool = option(
         False, "look for parameters that got no gradient", setting="find_unused_parameters"
     )
@@ -112,7 +112,7 @@ class DdpPlugin(StrategyPlugin):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FsdpPlugin(StrategyPlugin):
+class FsdpOptions(StrategyOptions):
     sharding_strategy: str = option(
         "full_shard",
         "what is sharded, and until when",
@@ -126,7 +126,7 @@ class FsdpPlugin(StrategyPlugin):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedPlugin(StrategyPlugin):
+class DeepSpeedOptions(StrategyOptions):
     zero_stage: int = option(
         2,
         "0: replicas, 1: moments are sharded, 2: gradients too, 3: weights too",
@@ -191,7 +191,7 @@ class DeepSpeedPlugin(StrategyPlugin):
         for harmless in ("train_batch_size", "steps_per_print", "wall_clock_breakdown"):
             stated.pop(harmless, None)
         for key, (_, where) in stated.items():
-            raise NotBuilt(f"{key} of a DeepSpeed configuration is not built", where=where, cure="take it out")
+            raise NotSupported(f"{key} of a DeepSpeed configuration is not built", where=where, cure="take it out")
         return found
 
     @classmethod
@@ -203,40 +203,40 @@ class DeepSpeedPlugin(StrategyPlugin):
         for key, name in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_param")):
             device = (rest.pop(key, None) or {}).get("device", "none")
             if device not in ("none", "cpu"):
-                raise NotBuilt(f"{key} to {device!r}", where=where, cure='"device": "cpu"')
+                raise NotSupported(f"{key} to {device!r}", where=where, cure='"device": "cpu"')
             found[name] = device == "cpu"
         return {**found, "zero_options": {key: value for key, value in rest.items() if value != "auto"}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceleratePlugin(DdpPlugin):
+class AccelerateOptions(DdpOptions):
     """What Accelerate's data parallelism takes; its other engines are strategies of their own here."""
 
 
-BUILT_IN: dict[str, type[StrategyPlugin]] = {
-    "ddp": DdpPlugin,
-    "fsdp": FsdpPlugin,
-    "deepspeed": DeepSpeedPlugin,
-    "accelerate": AcceleratePlugin,
+BUILT_IN: dict[str, type[StrategyOptions]] = {
+    "ddp": DdpOptions,
+    "fsdp": FsdpOptions,
+    "deepspeed": DeepSpeedOptions,
+    "accelerate": AccelerateOptions,
 }
 
 
 # ----------------------------------------------------------------------------------------------------------- where from
 
 
-def plugin_class(strategy: str) -> type[StrategyPlugin] | None:
+def options_class(strategy: str) -> type[StrategyOptions] | None:
     """The dataclass of a strategy's options; None: it has none. A third party's is asked of its class, which imports it."""
     if strategy in BUILT_IN or strategy in registry.STRATEGIES:
         return BUILT_IN.get(strategy)
     return getattr(registry.strategy(strategy), "plugin_cls", None)
 
 
-def options(config, strategy: str | None = None) -> StrategyPlugin | None:
+def strategy_options(config, strategy: str | None = None) -> StrategyOptions | None:
     """The options of the configuration's strategy. Raises UsageError for one that it does not have, and for a bad value."""
     name = strategy or config.strategy
-    cls = plugin_class(name)
+    cls = options_class(name)
     where = {key: config.sources.get(key, "") for key in ("strategy_opt", "strategy_config")}
-    stated = pairs(config.strategy_opt, where["strategy_opt"])
+    stated = parse_pairs(config.strategy_opt, where["strategy_opt"])
     if cls is None:
         for key in ("strategy_opt", "strategy_config"):
             if getattr(config, key) and any(
@@ -244,7 +244,7 @@ def options(config, strategy: str | None = None) -> StrategyPlugin | None:
             ):
                 raise UsageError(f"{key}: strategy {name} has no options", where=where[key], cure=f"leave out {key}")
         return None
-    values = cls.from_file(read(config.strategy_config), config) if config.strategy_config else {}
+    values = cls.from_file(options_from_file(config.strategy_config), config) if config.strategy_config else {}
     qualified = {key.partition(".")[2]: value for key, value in stated.items() if key.startswith(f"{name}.")}
     plain = {key: value for key, value in stated.items() if "." not in key}
     said = {
@@ -271,7 +271,7 @@ def options(config, strategy: str | None = None) -> StrategyPlugin | None:
         ) from None
 
 
-def pairs(text: str, where: str = "") -> dict[str, str]:
+def parse_pairs(text: str, where: str = "") -> dict[str, str]:
     """{name: value} of "name=value,name=value". Raises UsageError."""
     found: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
@@ -286,9 +286,9 @@ def pairs(text: str, where: str = "") -> dict[str, str]:
     return found
 
 
-def of_environment(environ: Mapping[str, str], prefix: str, settings: Mapping) -> dict[str, str]:
+def options_from_environment(environ: Mapping[str, str], prefix: str, settings: Mapping) -> dict[str, str]:
     """{"strategy.option": value} of ANYQLORA_<STRATEGY>_<OPTION>; what is a setting of train.py is left to it."""
-    names = sorted([*registry.STRATEGIES, *registry.plugins("strategies")], key=len, reverse=True)
+    names = sorted([*registry.STRATEGIES, *registry.entry_point_targets("strategies")], key=len, reverse=True)
     found = {}
     for variable, value in sorted(environ.items()):
         rest = variable.removeprefix(prefix).lower()
@@ -298,7 +298,7 @@ def of_environment(environ: Mapping[str, str], prefix: str, settings: Mapping) -
     return found
 
 
-def read(path: str) -> dict[str, tuple[object, str]]:
+def options_from_file(path: str) -> dict[str, tuple[object, str]]:
     """{key: (value, "file:line")} of an options file, YAML or JSON. Raises UsageError for what is not a map."""
     import yaml
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from anyqlora.config import strategy_options
-from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parsed
+from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parse_value
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 SUPERSEDED = {  # a setting -> those that it decides or that say the same in other words
@@ -22,13 +22,13 @@ SUPERSEDED = {  # a setting -> those that it decides or that say the same in oth
 }
 
 
-def superseded(stated: dict) -> set[str]:
+def overridden(stated: dict) -> set[str]:
     """The settings of lower layers that no longer count, given what a higher layer has `stated`."""
     is_full = "full" in (stated.get("train_type"), stated.get("adapter"))
     return {other for name in stated for other in SUPERSEDED.get(name, ())} | (set(OF_LORA) if is_full else set())
 
 
-def checked(config: TrainConfig) -> TrainConfig:
+def validate(config: TrainConfig) -> TrainConfig:
     """The configuration with its preset resolved. Raises UsageError for a contradiction, NotBuilt for what is refused."""
 
     def where(name):
@@ -42,21 +42,21 @@ def checked(config: TrainConfig) -> TrainConfig:
         )
 
     for name in SETTINGS:
-        parsed(name, getattr(config, name), where(name))  # what code gives has not been read by anybody
+        parse_value(name, getattr(config, name), where(name))  # what code gives has not been read by anybody
     if not config.model_name:
         raise UsageError("no model", where=where("dataset"), cure="--model_name DIRECTORY_OR_HUB_ID")
     config = _preset(config, contradiction)
     for name in ("optimizer",):
-        registry.choose(name, getattr(config, name), getattr(registry, name.upper() + "S"), where(name))
+        registry.lookup(name, getattr(config, name), getattr(registry, name.upper() + "S"), where(name))
     if config.strategy != AUTO:
         registry.strategy_target(config.strategy, where("strategy"))
-        strategy_options.options(config)
+        strategy_options.strategy_options(config)
     for name, (only, reason) in _REFUSED.items():
-        if is_said(config, name) and getattr(config, name) != only:
-            raise NotBuilt(f"{name}: {reason}", where=where(name), cure=f"leave out {name}")
+        if is_explicit(config, name) and getattr(config, name) != only:
+            raise NotSupported(f"{name}: {reason}", where=where(name), cure=f"leave out {name}")
     for names, other, has_effect, why in _ONLY_WITH:
         for name in names:
-            if is_said(config, name) and not has_effect(config):
+            if is_explicit(config, name) and not has_effect(config):
                 contradiction(name, other, why)
     if config.adapter == "full" and config.quantizer != "none":
         contradiction(
@@ -95,7 +95,7 @@ def checked(config: TrainConfig) -> TrainConfig:
         )
     if (
         config.warmup_steps >= 0
-        and is_said(config, "warmup_ratio")
+        and is_explicit(config, "warmup_ratio")
         and _layer(where("warmup_ratio")) == _layer(where("warmup_steps"))
     ):
         contradiction("warmup_steps", "warmup_ratio", "both state the warm-up")
@@ -134,7 +134,7 @@ def _seen(config: TrainConfig, where) -> None:
     """What is shown, told and profiled. Raises UsageError."""
     places = [name.strip() for name in config.log_to.split(",")]
     for name in places:
-        registry.choose("log_to", name, registry.VIEWS | registry.TRACKERS, where("log_to"))
+        registry.lookup("log_to", name, registry.VIEWS | registry.TRACKERS, where("log_to"))
     views = [name for name in places if name in registry.VIEWS]
     if len(views) > 1:
         raise UsageError(
@@ -254,7 +254,7 @@ _ONLY_WITH = (  # settings, the setting that they depend on, when they do someth
 )
 
 
-def is_said(config: TrainConfig, name: str) -> bool:
+def is_explicit(config: TrainConfig, name: str) -> bool:
     """Whether somebody means this setting: it was stated, and not merely with its default in a file that states all of them."""
     is_file = _layer(config.sources.get(name, "")) == "file"
     return config.asked(name) and not (is_file and getattr(config, name) == SETTINGS[name].default)
@@ -263,7 +263,7 @@ def is_said(config: TrainConfig, name: str) -> bool:
 def _preset(config: TrainConfig, contradiction) -> TrainConfig:
     """Resolve train_type into quantizer and adapter. What is stated beside it refines it (qlora with fp4, qlora with dora);
     within one layer (both on the command line, both in the file), quantized against not or full against an adapter is an error."""
-    quantizer, adapter = registry.choose(
+    quantizer, adapter = registry.lookup(
         "train_type", config.train_type, registry.TRAIN_TYPES, config.sources.get("train_type", "")
     )
     sources = dict(config.sources)
@@ -271,7 +271,7 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
     if bits != AUTO and config.quantizer == AUTO and quantizer != "none":
         by_bits = {4: quantizer, 8: "int8"}
         if bits not in by_bits:
-            raise NotBuilt(
+            raise NotSupported(
                 f"n_bits: {bits}-bit weights are not built; 4 and 8 are",
                 where=sources.get("n_bits", ""),
                 cure="--n_bits 4 or 8, or --train_type lora for 16",
@@ -288,8 +288,8 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
             and _layer(sources[name]) == _layer(sources["train_type"])
         ):
             contradiction(name, "train_type", f"{config.train_type} means {name} {preset}")
-    registry.choose("quantizer", config.quantizer, registry.QUANTIZERS, sources.get("quantizer", ""))
-    registry.choose("adapter", config.adapter, registry.ADAPTERS, sources.get("adapter", ""))
+    registry.lookup("quantizer", config.quantizer, registry.QUANTIZERS, sources.get("quantizer", ""))
+    registry.lookup("adapter", config.adapter, registry.ADAPTERS, sources.get("adapter", ""))
     if config.train_type in registry.FUSED_TYPES and config.fused is not True:
         if config.fused is False:
             contradiction("fused", "train_type", f"{config.train_type} means fused LoRA")

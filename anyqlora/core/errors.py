@@ -37,7 +37,7 @@ class UsageError(RunError):
     exit_code = 2
 
 
-class NotBuilt(UsageError):
+class NotSupported(UsageError):
     """A known name whose implementation this version does not have."""
 
 

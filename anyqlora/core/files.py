@@ -59,7 +59,7 @@ SAFETENSORS = {
 }  # numpy's names -> the format's
 
 
-class Disk:
+class FileSystem:
     """Every file-system call that changes a run directory's checkpoints and results, so that a test can make each one of them fail."""
 
     def make_directory(self, path: Path) -> None:
@@ -67,9 +67,9 @@ class Disk:
 
     def write(self, path: Path, content: Content) -> None:
         with open(path, "wb") as file:
-            file.writelines(pieces(content))
+            file.writelines(chunks(content))
             file.flush()
-            to_disk(file.fileno())
+            flush_to_disk(file.fileno())
 
     def rename(self, old: Path, new: Path) -> None:
         os.replace(old, new)
@@ -81,7 +81,7 @@ class Disk:
         """Bring to the disk what is in a file that a library wrote, or the names in a directory."""
         handle = os.open(path, os.O_RDONLY)
         try:
-            to_disk(handle)
+            flush_to_disk(handle)
         finally:
             os.close(handle)
 
@@ -93,7 +93,7 @@ class Disk:
             path.unlink()
 
 
-def to_disk(handle: int) -> None:
+def flush_to_disk(handle: int) -> None:
     """Bring what was written to the medium. Raises OSError."""
     if FULL_FLUSH is not None:
         with contextlib.suppress(OSError):  # a file system that cannot, such as a network's: fsync is what there is
@@ -102,7 +102,7 @@ def to_disk(handle: int) -> None:
     os.fsync(handle)
 
 
-def pieces(content: Content) -> Iterable[bytes]:
+def chunks(content: Content) -> Iterable[bytes]:
     return [content] if isinstance(content, bytes) else content
 
 
@@ -134,7 +134,7 @@ def tensors_to_bytes(
     ]
 
 
-def saved_by(thing, directory: Path, disk: Disk, **options) -> dict[str, bytes]:
+def pretrained_files(thing, directory: Path, disk: FileSystem, **options) -> dict[str, bytes]:
     """{name: content} of what `thing.save_pretrained` writes: into a stage in `directory`, since the system's place for temporary files may
     be memory. Raises OSError."""
     staged = directory / PRETRAINED
@@ -147,7 +147,7 @@ def saved_by(thing, directory: Path, disk: Disk, **options) -> dict[str, bytes]:
     except Exception as error:
         raise as_os_error(error) from None
     finally:
-        _clear(staged, disk)
+        _remove_directory(staged, disk)
 
 
 def as_os_error(error: Exception) -> Exception:
@@ -157,34 +157,34 @@ def as_os_error(error: Exception) -> Exception:
     return OSError(int(found[1]), os.strerror(int(found[1]))) if found and not isinstance(error, OSError) else error
 
 
-def size_and_hash(content: Content) -> dict:
+def size_and_sha256(content: Content) -> dict:
     """What a manifest says of a file."""
     digest, size = hashlib.sha256(), 0
-    for piece in pieces(content):
+    for piece in chunks(content):
         digest.update(piece)
         size += len(piece)
     return {"size": size, "sha256": digest.hexdigest()}
 
 
 def to_json(value: object) -> bytes:
-    return (json.dumps(finite(value), indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+    return (json.dumps(json_safe(value), indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def finite(value):
+def json_safe(value):
     """The same with every number that JSON does not have as text: "nan", "inf", "-inf"; never as 0."""
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
+        return [json_safe(item) for item in value]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def sealed(manifest: dict) -> bytes:
+def sealed_manifest(manifest: dict) -> bytes:
     """The manifest with its own hash in it, so that a flipped bit of the manifest is found too."""
     return to_json({**manifest, "self": hashlib.sha256(to_json(manifest)).hexdigest()})
 
 
-def replace(path: Path, content: bytes, disk: Disk) -> None:
+def replace_file(path: Path, content: bytes, disk: FileSystem) -> None:
     """Write a file whole or not at all; one that has this content already is left alone."""
     if path.is_file() and path.read_bytes() == content:
         return
@@ -193,11 +193,13 @@ def replace(path: Path, content: bytes, disk: Disk) -> None:
         disk.write(staged, content)
         disk.rename(staged, path)
     except OSError:
-        _clear(staged, disk)
+        _remove_directory(staged, disk)
         raise
 
 
-def write_directory(path: Path, files: Mapping[str, Content], disk: Disk, *, manifest: dict | None = None) -> None:
+def write_directory(
+    path: Path, files: Mapping[str, Content], disk: FileSystem, *, manifest: dict | None = None
+) -> None:
     """Write `files` as directory `path`, whole or not at all. With `manifest`, a manifest of sizes and hashes is added."""
     staged, old = path.with_name(path.name + STAGED), path.with_name(path.name + OLD)
     try:
@@ -207,15 +209,15 @@ def write_directory(path: Path, files: Mapping[str, Content], disk: Disk, *, man
         for name, content in files.items():
             disk.write(staged / name, content)
         if manifest is not None:
-            listed = {name: size_and_hash(content) for name, content in files.items()}
-            disk.write(staged / MANIFEST, sealed({"format": FORMAT, "files": listed, **manifest}))
+            listed = {name: size_and_sha256(content) for name, content in files.items()}
+            disk.write(staged / MANIFEST, sealed_manifest({"format": FORMAT, "files": listed, **manifest}))
         disk.sync_directory(staged)
         if path.exists():  # written again: the old one steps aside until the new one stands
             disk.rename(path, old)
         disk.rename(staged, path)
         disk.sync_directory(path.parent)
     except OSError:
-        _clear(staged, disk)
+        _remove_directory(staged, disk)
         if old.exists() and not path.exists():
             disk.rename(old, path)
         raise
@@ -223,7 +225,7 @@ def write_directory(path: Path, files: Mapping[str, Content], disk: Disk, *, man
         disk.remove(old)
 
 
-def sweep(directory: Path, disk: Disk) -> list[str]:
+def remove_leftovers(directory: Path, disk: FileSystem) -> list[str]:
     """Take away what a killed process left half done in `directory`, and nothing that somebody else has put there. Returns the names of
     what was there."""
     left = sorted(path for path in directory.glob("*") if HALF_DONE.fullmatch(path.name))
@@ -235,7 +237,7 @@ def sweep(directory: Path, disk: Disk) -> list[str]:
     return [path.name for path in left]
 
 
-def _clear(staged: Path, disk: Disk) -> None:
+def _remove_directory(staged: Path, disk: FileSystem) -> None:
     """Take a stage away after a failure, as far as that goes: the next start sweeps what is left."""
     with contextlib.suppress(OSError):
         disk.remove(staged)

@@ -18,58 +18,60 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anyqlora"
 
 
-def memory_file() -> Path:
+def memo_file() -> Path:
     return cache_directory() / "hashes.json"
 
 
-def of_files(paths: Iterable[Path]) -> list[str]:
+def hash_files(paths: Iterable[Path]) -> list[str]:
     """The sha256 of each file, in order."""
     paths = [Path(path).resolve() for path in paths]
-    known = _recall()
-    marks = {path: _mark(path) for path in paths}
+    known = _read_memo()
+    marks = {path: _file_stamp(path) for path in paths}
     fresh = [path for path in marks if known.get(str(path), [None])[0] != marks[path]]
     with ThreadPoolExecutor(2) as threads:  # hashing leaves the interpreter free
-        for path, digest in zip(fresh, threads.map(of_file, fresh), strict=True):
+        for path, digest in zip(fresh, threads.map(hash_file, fresh), strict=True):
             known.pop(str(path), None)
             known[str(path)] = [marks[path], digest]
     if fresh:
-        _remember(known)
+        _write_memo(known)
     return [known[str(path)][1] for path in paths]
 
 
-def of_named(paths: Iterable[Path]) -> str:
+def hash_named(paths: Iterable[Path]) -> str:
     """One hash over the names and the contents of files."""
     paths = sorted(paths)
-    return of_text(*(part for path, digest in zip(paths, of_files(paths), strict=True) for part in (path.name, digest)))
+    return hash_text(
+        *(part for path, digest in zip(paths, hash_files(paths), strict=True) for part in (path.name, digest))
+    )
 
 
-def of_text(*parts: str) -> str:
+def hash_text(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def of_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """The sha256 of what is in a file now."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _mark(path: Path) -> list[int]:
+def _file_stamp(path: Path) -> list[int]:
     about = path.stat()
     # The change time is the kernel's own: a file that was rewritten and given its old date back is still seen.
     return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
 
 
-def _recall() -> dict:
+def _read_memo() -> dict:
     try:
-        known = json.loads(memory_file().read_text(encoding="utf-8"))
+        known = json.loads(memo_file().read_text(encoding="utf-8"))
         return {k: v for k, v in known.items() if isinstance(v, list) and len(v) == 2 and len(v[1]) == 64}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 
-def _remember(known: dict) -> None:
+def _write_memo(known: dict) -> None:
     """Write it whole or not at all. Where the cache cannot be written, files are read again the next time: nothing else changes."""
-    path = memory_file()
+    path = memo_file()
     staged = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

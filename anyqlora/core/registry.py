@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 
 QUANTIZERS = {
     "none": "anyqlora.on_torch.quantizers.none:Unquantized",
@@ -81,7 +81,7 @@ STRATEGIES = {
     "deepspeed": "anyqlora.on_torch.parallel.deepspeed:DeepSpeed",
     "tp": "anyqlora.on_torch.parallel.tp:TensorParallel",
     "accelerate": "anyqlora.on_torch.parallel.accelerate:Accelerate",
-    "mlx": "anyqlora.on_mlx.process_group:Ranks",
+    "mlx": "anyqlora.on_mlx.process_group:MlxProcessGroup",
     "pipeline": "!pipeline parallelism is not offered",
     "megatron": "!Megatron-LM is not offered; use tp or fsdp",
     "tpu": "!TPUs are not offered",
@@ -135,20 +135,20 @@ OPTIMIZERS = {
 }
 
 RANKS = {  # framework -> how the processes of a run meet and talk
-    "torch": "anyqlora.on_torch.parallel.process_group:Ranks",
-    "mlx": "anyqlora.on_mlx.process_group:Ranks",
+    "torch": "anyqlora.on_torch.parallel.process_group:TorchProcessGroup",
+    "mlx": "anyqlora.on_mlx.process_group:MlxProcessGroup",
 }
 
 OPENED = {  # framework -> how a finished run is opened: f(run, plan)
-    "torch": "anyqlora.on_torch.inference:opened",
-    "mlx": "anyqlora.on_mlx.inference:opened",
+    "torch": "anyqlora.on_torch.inference:load_finetuned",
+    "mlx": "anyqlora.on_mlx.inference:load_finetuned",
 }
 
 VIEWS = {  # log_to: what is shown; none of them named is auto
     "auto": "",  # a panel on a terminal, else lines
-    "stdout": "anyqlora.reporting.console:Lines",
-    "tqdm": "anyqlora.reporting.live_panel:Bar",
-    "none": "anyqlora.reporting.console:Silent",
+    "stdout": "anyqlora.reporting.console:ConsoleReporter",
+    "tqdm": "anyqlora.reporting.live_panel:ProgressBarReporter",
+    "none": "anyqlora.reporting.console:QuietReporter",
 }
 TRACKERS = {  # log_to: what is told; the name is that of the package
     "wandb": "anyqlora.reporting.trackers:Wandb",
@@ -180,12 +180,12 @@ def nearest(name: str, known) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def plugins(group: str) -> dict[str, str]:
+def entry_point_targets(group: str) -> dict[str, str]:
     """{name: "module:Object"} of the installed entry points of `anyqlora.<group>`; nothing is imported."""
-    return {name: target for name, target, _ in points(group)}
+    return {name: target for name, target, _ in entry_points_of(group)}
 
 
-def points(group: str) -> tuple[tuple[str, str, str], ...]:
+def entry_points_of(group: str) -> tuple[tuple[str, str, str], ...]:
     """(name, "module:Object", package) of every installed entry point of `anyqlora.<group>`, in the order of names."""
     return _points(f"anyqlora.{group}", tuple(sys.path))
 
@@ -200,14 +200,14 @@ def _points(group: str, _path: tuple[str, ...]) -> tuple[tuple[str, str, str], .
 
 def is_third_party(strategy: str) -> bool:
     """Whether a strategy is given as module:Class or registered by an installed package."""
-    return ":" in strategy or strategy in plugins("strategies")
+    return ":" in strategy or strategy in entry_point_targets("strategies")
 
 
 def strategy_target(name: str, where: str = "") -> str:
     """The "module:Class" of a strategy: built in, of an installed package, or given as such. Raises UsageError, NotBuilt."""
     if ":" in name:
         return name
-    packages = [(target, package) for found, target, package in points("strategies") if found == name]
+    packages = [(target, package) for found, target, package in entry_points_of("strategies") if found == name]
     if name in STRATEGIES:
         packages.insert(0, (STRATEGIES[name], "anyqlora"))
     if len(packages) > 1:
@@ -216,8 +216,8 @@ def strategy_target(name: str, where: str = "") -> str:
             where=where,
             cure="uninstall one of them, or give it as --strategy module:Class",
         )
-    others = {found: f"{found} (of {package})" for found, _, package in points("strategies")}
-    return choose("strategy", name, {**STRATEGIES, **plugins("strategies")}, where, others)
+    others = {found: f"{found} (of {package})" for found, _, package in entry_points_of("strategies")}
+    return lookup("strategy", name, {**STRATEGIES, **entry_point_targets("strategies")}, where, others)
 
 
 def strategy(name: str, where: str = "") -> type:
@@ -242,7 +242,7 @@ def strategy(name: str, where: str = "") -> type:
     return found
 
 
-def choose(
+def lookup(
     kind: str, name: str, table: dict, where: str = "", shown: Mapping[str, str] = MappingProxyType({})
 ) -> object:
     """The table's row for `name`. `shown`: how a name is listed, where it is more than the name.
@@ -254,7 +254,7 @@ def choose(
         raise UsageError(f"unknown {kind} {name!r}{nearest(name, table)}", where=where, cure=f"one of: {built}")
     row = table[name]
     if isinstance(row, str) and row.startswith("!"):
-        raise NotBuilt(f"{kind} {name!r}: {row[1:]}", where=where, cure=f"one of: {built}")
+        raise NotSupported(f"{kind} {name!r}: {row[1:]}", where=where, cure=f"one of: {built}")
     return row
 
 

@@ -11,18 +11,18 @@ from anyqlora.core.terminal import printable
 from anyqlora.data import formats
 from anyqlora.data.examples import LEFT_OUT, Example
 from anyqlora.data.readers.bad_rows import BadRow
-from anyqlora.data.tokenizer import marks, spell
+from anyqlora.data.tokenizer import special_token_ids, token_texts
 
 FIRST = 20  # rows named for each finding
 COLUMNS = 5  # named where they are not used
 
 
-def survey(examples: list[Example], tokenizer) -> dict:
+def statistics(examples: list[Example], tokenizer) -> dict:
     """Counts over all of `examples`, JSON-able."""
     lengths = np.array([len(e.ids) for e in examples], np.int64)
     trained = np.array([int(e.trained[1:].sum()) for e in examples], np.int64)
     bos = tokenizer.bos_token_id
-    ends = {tokenizer.convert_tokens_to_ids(name): name for name in marks(tokenizer)}
+    ends = {tokenizer.convert_tokens_to_ids(name): name for name in special_token_ids(tokenizer)}
     last = [e.ids[_last(e.trained)].tolist() for e in examples]  # of each answer
     return {
         "examples": len(examples),
@@ -74,7 +74,7 @@ def skipped(bad: list[BadRow]) -> list[dict]:
     return [{"where": row.where, "reason": row.reason} for row in bad]
 
 
-def findings(report: dict) -> list[str]:
+def warnings(report: dict) -> list[str]:
     """What to know before these rows are trained or evaluated on, a line each. `report` is data_report.json, or a part of it."""
     passed_over = [f"{bad['where']}: {bad['reason']}" for bad in report["skipped"]]
     found = {"rows that cannot be used and are skipped": {"count": len(passed_over), "first": passed_over}}
@@ -124,8 +124,8 @@ def _meant(name: str, columns: tuple[str, ...]) -> str:
     return f"; did you mean {meant!r}?" if meant else ""
 
 
-def runs(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:
+def token_spans(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:
     """(text, whether it is trained) of each run of tokens of one kind, harmless to a terminal."""
     borders = [0, *(np.flatnonzero(np.diff(example.trained)) + 1).tolist(), len(example.ids)]
     for start, end in zip(borders, borders[1:], strict=False):
-        yield printable(spell(tokenizer, example.ids[start:end].tolist())), bool(example.trained[start])
+        yield printable(token_texts(tokenizer, example.ids[start:end].tolist())), bool(example.trained[start])

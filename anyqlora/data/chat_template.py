@@ -11,9 +11,9 @@ from pathlib import Path
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import CHAT_TEMPLATES, nearest
-from anyqlora.data.conversations import Talk, functions, tool_name
+from anyqlora.data.conversations import Conversation, functions, tool_name
 from anyqlora.data.readers.bad_rows import BadRow, writable
-from anyqlora.data.tokenizer import Document
+from anyqlora.data.tokenizer import RenderedText
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes one for the other
 # Llama 3's template and others write today's date into the system turn: a run that is resumed tomorrow would read other tokens.
@@ -24,7 +24,7 @@ _PINNED = (
 )
 
 
-def stated(config: TrainConfig) -> str:
+def requested_template(config: TrainConfig) -> str:
     """The template that the setting chat_template names: one of ours, or what is in a file; "" where it names none. Raises UsageError."""
     name, where = config.chat_template, config.sources.get("chat_template", "")
     if not name:
@@ -49,11 +49,11 @@ def stated(config: TrainConfig) -> str:
     return text
 
 
-def put(tokenizer, config: TrainConfig) -> None:
+def set_template(tokenizer, config: TrainConfig) -> None:
     """Give the tokenizer the template that is stated, with which it is then saved. Raises UsageError where it does not fit."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
-    text = stated(config)
+    text = requested_template(config)
     if not text:
         return
     lacking = [token for token in CHAT_TEMPLATES.get(config.chat_template, ()) if token not in tokenizer.get_vocab()]
@@ -91,7 +91,7 @@ def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
     refusals, objects, texts = [], list(messages), [_with_text(message) for message in messages]
     for form in (objects, texts) if objects != texts else (objects,):
         try:
-            said = _applied(tokenizer, form, tools, generation)
+            said = _apply(tokenizer, form, tools, generation)
         except BadRow as bad:
             refusals.append(bad)
             continue
@@ -136,7 +136,7 @@ def _shows_python(said: str, messages: list[dict]) -> bool:
     return any(form in said and not any(form in message["content"] for message in messages) for form in shown)
 
 
-def _applied(tokenizer, messages: list[dict], tools, generation: bool) -> str:
+def _apply(tokenizer, messages: list[dict], tools, generation: bool) -> str:
     from jinja2 import TemplateError, TemplateSyntaxError
 
     template = _template(tokenizer, tools)
@@ -184,7 +184,7 @@ def _template(tokenizer, tools) -> str:
     return tokenizer.get_chat_template(tools=tools)
 
 
-def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:
+def documents(tokenizer, talk: Conversation, marks: tuple[str, ...]) -> list[RenderedText]:
     """One document; or one for each learned turn, where the template writes earlier turns otherwise than it wrote them (Qwen3
     takes the reasoning out of them). `marks` are the tokens that may end a turn.
 
@@ -212,9 +212,9 @@ def documents(tokenizer, talk: Talk, marks: tuple[str, ...]) -> list[Document]:
     return [_document((*parts, (rest, False)), turns[-1][3])]
 
 
-def _document(parts: tuple[tuple[str, bool], ...], end: str) -> Document:
+def _document(parts: tuple[tuple[str, bool], ...], end: str) -> RenderedText:
     """Without what stands behind the last turn where there is nothing, or where an end token has to be put there."""
-    return Document(parts if end and parts[-1][0] else parts[:-1], rendered=True, end=end)
+    return RenderedText(parts if end and parts[-1][0] else parts[:-1], rendered=True, end=end)
 
 
 def _check_calls(message: dict, number: int, said: str) -> None:
@@ -227,20 +227,22 @@ def _check_calls(message: dict, number: int, said: str) -> None:
             )
 
 
-def lost(talk: Talk, documents: list[Document]) -> list[str]:
+def dropped_content(talk: Conversation, documents: list[RenderedText]) -> list[str]:
     """What the template left out of what the model sees and learns, one name for each message.
 
     Of the assistant only learned turns count: templates take the reasoning out of earlier ones on purpose.
     """
-    seen = _squeezed("".join(part for part, _ in documents[-1].parts))
+    seen = _without_whitespace("".join(part for part, _ in documents[-1].parts))
     before = talk.messages[: max(talk.learned)]
-    found = [f"{m['role']}_messages" for m in before if m["role"] != "assistant" and not _is_in(m["content"], seen)]
-    if not all(_is_in(tool_name(tool), seen) for tool in talk.tools or ()):
+    found = [f"{m['role']}_messages" for m in before if m["role"] != "assistant" and not _contains(m["content"], seen)]
+    if not all(_contains(tool_name(tool), seen) for tool in talk.tools or ()):
         found.append("tools")
     found += [
-        "tool_calls" for message in before if not all(_is_in(function["name"], seen) for function in functions(message))
+        "tool_calls"
+        for message in before
+        if not all(_contains(function["name"], seen) for function in functions(message))
     ]
-    for number, (prompt, said) in zip(sorted(talk.learned), _learned(documents), strict=True):
+    for number, (prompt, said) in zip(sorted(talk.learned), _trained_spans(documents), strict=True):
         message = talk.messages[number]
         words = {
             "assistant_messages": message["content"],
@@ -249,12 +251,12 @@ def lost(talk: Talk, documents: list[Document]) -> list[str]:
         found += [
             name
             for name, text in words.items()
-            if text not in said and not _is_in(text, _squeezed(prompt + said), _squeezed(prompt))
+            if text not in said and not _contains(text, _without_whitespace(prompt + said), _without_whitespace(prompt))
         ]
     return found
 
 
-def _learned(documents: list[Document]) -> Iterator[tuple[str, str]]:
+def _trained_spans(documents: list[RenderedText]) -> Iterator[tuple[str, str]]:
     """(the text before it, what is said) of each learned turn."""
     for document in documents:
         for number, (part, learned) in enumerate(document.parts):
@@ -262,13 +264,13 @@ def _learned(documents: list[Document]) -> Iterator[tuple[str, str]]:
                 yield "".join(text for text, _ in document.parts[:number]), part
 
 
-def _is_in(words: str, text: str, before: str = "") -> bool:
+def _contains(words: str, text: str, before: str = "") -> bool:
     """Whether a template has written words, as they are or inside of JSON, in squeezed `text` once more than in `before`."""
-    forms = (_squeezed(words), _squeezed(json.dumps(words, ensure_ascii=False)[1:-1]))
+    forms = (_without_whitespace(words), _without_whitespace(json.dumps(words, ensure_ascii=False)[1:-1]))
     return not forms[0] or any(text.count(form) > before.count(form) for form in forms)
 
 
-def _squeezed(text: str) -> str:
+def _without_whitespace(text: str) -> str:
     """Without white space, which templates add and take away."""
     return "".join(text.split())
 

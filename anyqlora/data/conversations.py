@@ -12,7 +12,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class Talk:
+class Conversation:
     """A conversation for the tokenizer's chat template; `learned` are the numbers of the assistant turns that are learned."""
 
     messages: tuple[dict, ...]
@@ -24,7 +24,7 @@ class Talk:
 BESIDE = ("system", "tools")  # what a row may have beside its conversation
 
 
-def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
+def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conversation:
     """The conversation in `turns`, of which assistant turns from number `first` on are learned; the row's "system" stands before it.
 
     Raises BadRow for disorder.
@@ -49,7 +49,9 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Talk:
     if not learned:
         raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
     before = _system(row, said[0])
-    return Talk((*before, *said), frozenset(number + len(before) for number in learned), _tools(row), len(before))
+    return Conversation(
+        (*before, *said), frozenset(number + len(before) for number in learned), _tools(row), len(before)
+    )
 
 
 def _tools(row: dict) -> tuple[dict, ...] | None:

@@ -14,26 +14,26 @@ from anyqlora.core.errors import UsageError
 from anyqlora.data import audit, chat_template, examples
 from anyqlora.data.examples import Example
 from anyqlora.data.packing import shuffled
-from anyqlora.data.stream import Batch, batches
+from anyqlora.data.stream import Batch, make_batches
 from anyqlora.models import architectures
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSplits:
     """Everything a run reads."""
 
     train: list[Example]
     held_out: list[Example]
     report: dict  # JSON-able
-    identity: str  # sha256 of all tokens and masks, in order
+    data_identity: str  # sha256 of all tokens and masks, in order
 
     def sample(self, batch_size: int, tokens: int = 1024) -> list[Batch]:
         """The first training rows, as many as have so many tokens together."""
         lengths = np.cumsum([len(row.ids) for row in self.train[:tokens]])
-        return batches(self.train[: 1 + int(np.searchsorted(lengths[:-1], tokens))], batch_size, 0)
+        return make_batches(self.train[: 1 + int(np.searchsorted(lengths[:-1], tokens))], batch_size, 0)
 
 
-def prepare(config: TrainConfig, tokenizer) -> Data:
+def load_data(config: TrainConfig, tokenizer) -> DataSplits:
     """Read, check, tokenise and mask everything that `config` names.
 
     Raises UsageError with up to 20 bad rows, each as file:line[:col], reason and cure; with on_bad_row skip they are in the report.
@@ -44,15 +44,15 @@ def prepare(config: TrainConfig, tokenizer) -> Data:
             where=str(tokenizer.name_or_path),
             cure='"eos_token" in tokenizer_config.json',
         )
-    read = examples.read(config, config.dataset, tokenizer, held_out=False)
-    other = examples.read(config, config.eval_dataset, tokenizer, held_out=True)
-    skipped = examples.skipped(config, read, other)
+    read = examples.read_examples(config, config.dataset, tokenizer, held_out=False)
+    other = examples.read_examples(config, config.eval_dataset, tokenizer, held_out=True)
+    skipped = examples.report_skipped(config, read, other)
     rows, held_out = read.found, [example for example, _ in other.found]
     if config.eval_fraction:
-        rows, held_out = _split(rows, config.eval_fraction, config.seed)
-    train = _weigh(rows, read.weights, config.seed)
-    check_tokens(config, tokenizer, tokens_of(train + held_out))
-    whole = identity(train, held_out)
+        rows, held_out = _split_held_out(rows, config.eval_fraction, config.seed)
+    train = _mix_by_weight(rows, read.weights, config.seed)
+    check_tokens(config, tokenizer, iterate_tokens(train + held_out))
+    whole = data_identity(train, held_out)
     report = {
         "dataset": config.dataset,
         "eval_dataset": config.eval_dataset,
@@ -64,32 +64,32 @@ def prepare(config: TrainConfig, tokenizer) -> Data:
         "eval_sources": other.sources,
         "rows": sum(source["rows"] for source in read.sources),
         "skipped": audit.skipped(skipped),
-        "train": audit.survey(train, tokenizer),
-        "held_out": audit.survey(held_out, tokenizer),
+        "train": audit.statistics(train, tokenizer),
+        "held_out": audit.statistics(held_out, tokenizer),
         "duplicates": audit.duplicates(rows),
         "overlap": audit.overlap(train, held_out),
         "identity": whole,
     }
-    return Data(train, held_out, report, whole)
+    return DataSplits(train, held_out, report, whole)
 
 
 def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Example], dict]:
     """The rows of `spec` as held-out rows of `config`, and what was found in them. Raises UsageError as `prepare` does."""
-    part = examples.read(config, spec, tokenizer, held_out=True)
-    bad = examples.skipped(config, part, can_skip=False)
+    part = examples.read_examples(config, spec, tokenizer, held_out=True)
+    bad = examples.report_skipped(config, part, can_skip=False)
     rows = [example for example, _ in part.found]
     return rows, {
         "context_length": config.context_length,
         "sources": part.sources,
         "skipped": audit.skipped(bad),
-        "held_out": audit.survey(rows, tokenizer),
+        "held_out": audit.statistics(rows, tokenizer),
     }
 
 
 def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[int], str]]) -> None:
     """`found` are tokens and where they stand. Raises UsageError for one that the model's embedding has no row for: the tokenizer is
     that of another model, or has more."""
-    size = architectures.vocabulary(architectures.described(config))
+    size = architectures.vocabulary(architectures.model_config(config))
     for ids, where in found if size else ():
         greatest = int(np.max(ids, initial=-1))
         if greatest >= size:
@@ -101,12 +101,12 @@ def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[
             )
 
 
-def tokens_of(found: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
+def iterate_tokens(found: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
     """The tokens of these rows, and where they stand; of a row that was cut the whole prompt, too, which an evaluation asks."""
     return ((ids, example.where) for example in found for ids in (example.ids, example.prompt_ids))
 
 
-def _split(
+def _split_held_out(
     rows: list[tuple[Example, int]], fraction: float, seed: int
 ) -> tuple[list[tuple[Example, int]], list[Example]]:
     """(what stays, what is held out): `fraction` of the distinct rows, at least one, chosen by their content, so that a row and
@@ -124,7 +124,7 @@ def _split(
     return stay, [example for example, _ in rows if example.key in out]
 
 
-def _weigh(rows: list[tuple[Example, int]], weights: list[float], seed: int) -> list[Example]:
+def _mix_by_weight(rows: list[tuple[Example, int]], weights: list[float], seed: int) -> list[Example]:
     """The rows of an epoch: weight 2 is every row of a source twice, weight 0.5 half of its rows, chosen once, by the seed."""
     train = []
     for source, group in itertools.groupby(rows, key=lambda row: row[1]):
@@ -136,7 +136,7 @@ def _weigh(rows: list[tuple[Example, int]], weights: list[float], seed: int) -> 
     return train
 
 
-def identity(train: list[Example], held_out: list[Example]) -> str:
+def data_identity(train: list[Example], held_out: list[Example]) -> str:
     """sha256 over tokens and masks, in order."""
     digest = hashlib.sha256(f"{len(train)} {len(held_out)}".encode())
     for example in itertools.chain(train, held_out):

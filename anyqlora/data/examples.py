@@ -13,10 +13,10 @@ from anyqlora.config.resolve import AUTO, TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import printable
 from anyqlora.data import chat_template, formats
-from anyqlora.data.conversations import Talk
+from anyqlora.data.conversations import Conversation
 from anyqlora.data.readers import sources
 from anyqlora.data.readers.bad_rows import BadRow, LongRow
-from anyqlora.data.tokenizer import WHOLE, Document, Tokens, marks, tokenize
+from anyqlora.data.tokenizer import WHOLE, RenderedText, TokenizedText, special_token_ids, tokenize
 
 LISTED = 20  # bad rows, or reasons, in one message
 LEFT_OUT = "_not_in_template"  # ends the count of what a chat template has not written
@@ -40,7 +40,7 @@ class Example:
 
 
 @dataclass
-class Part:
+class LoadedSource:
     """What one `dataset` or `eval_dataset` gave."""
 
     spec: str
@@ -50,9 +50,9 @@ class Part:
     bad: list[BadRow] = field(default_factory=list)
 
 
-def read(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> Part:
+def read_examples(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> LoadedSource:
     """All examples of a specification, in order. Raises UsageError for a source that is none; bad rows are in the result."""
-    part = Part(spec)
+    part = LoadedSource(spec)
     for number, (name, weight) in enumerate(sources.weighted(spec, config.sources.get("dataset", "")) if spec else ()):
         part.weights.append(weight)
         for source in sources.read(name, held_out=held_out, samples=config.dataset_samples, offline=config.offline):
@@ -65,7 +65,7 @@ def read(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> Part:
     return part
 
 
-def skipped(config: TrainConfig, *parts: Part, can_skip: bool = True) -> list[BadRow]:
+def report_skipped(config: TrainConfig, *parts: LoadedSource, can_skip: bool = True) -> list[BadRow]:
     """The bad rows of all parts, which are passed over. Raises UsageError where they are not to be, and for a part that has no others.
 
     `can_skip` is whether the one who reads the error has --on_bad_row and --on_long_row.
@@ -100,9 +100,9 @@ def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
             prompt = chat_template.render(tokenizer, messages, generation=True)
         except BadRow as bad:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
-        document = Document(((prompt, False), ("", True)), rendered=True)
+        document = RenderedText(((prompt, False), ("", True)), rendered=True)
     else:
-        document = Document(
+        document = RenderedText(
             ((formats.ALPACA.format(instruction=asked) if style == "alpaca" else asked, False), ("", True))
         )
     found = tokenize(tokenizer, [document])[0]
@@ -146,14 +146,14 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
         return [], {}
     values = [row.value for row in source.rows]
     name = formats.choose(values, source.rows[0].where) if config.dataset_format == AUTO else config.dataset_format
-    found, counts, unused, added = [], Counter(), Counter(), marks(tokenizer)
+    found, counts, unused, added = [], Counter(), Counter(), special_token_ids(tokenizer)
     for start in range(0, len(source.rows), _CHUNK):
         documents = []
         for row in source.rows[start : start + _CHUNK]:
             try:
-                meant = formats.understand(row.value, name, config.prompt_format)
+                meant = formats.parse_row(row.value, name, config.prompt_format)
                 counts[DIALOGUES] += name == "text" and len(meant.parts) > 1
-                unused.update(formats.unused(row.value, name, meant))
+                unused.update(formats.unused_columns(row.value, name, meant))
                 said = _documents(tokenizer, meant, added, counts)
                 documents += [(row.where, _key(said), document) for document in said]
             except BadRow as bad:
@@ -170,32 +170,34 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
     return found, {"format": name, **+counts, "unused_columns": dict(unused)}
 
 
-def _documents(tokenizer, meant: formats.Text | Talk, added: dict[str, bool], counts: Counter) -> list[Document]:
+def _documents(
+    tokenizer, meant: formats.TextRow | Conversation, added: dict[str, bool], counts: Counter
+) -> list[RenderedText]:
     said = (
         [part for part, _ in meant.parts]
-        if isinstance(meant, formats.Text)
+        if isinstance(meant, formats.TextRow)
         else [m.get("content", "") for m in meant.messages]
     )
     counts["rows_with_special_tokens_in_their_text"] += any(
         name in words for name, special in added.items() if special for words in said
     )
-    if isinstance(meant, formats.Text):
+    if isinstance(meant, formats.TextRow):
         eos = tokenizer.eos_token
-        return [Document(meant.parts, end=eos if meant.parts[-1][0].endswith(eos) else "")]
+        return [RenderedText(meant.parts, end=eos if meant.parts[-1][0].endswith(eos) else "")]
     documents = chat_template.documents(tokenizer, meant, tuple(added))
     counts["conversations_split_by_turn"] += len(documents) > 1
-    counts.update(f"{what}{LEFT_OUT}" for what in chat_template.lost(meant, documents))
+    counts.update(f"{what}{LEFT_OUT}" for what in chat_template.dropped_content(meant, documents))
     return documents
 
 
-def _key(documents: list[Document]) -> str:
+def _key(documents: list[RenderedText]) -> str:
     """The same for rows that the model sees as the same text, whatever else they carry: ids, other columns."""
     return hashlib.sha256(
         json.dumps(["".join(part for part, _ in document.parts) for document in documents]).encode()
     ).hexdigest()
 
 
-def _shortened(document: Document, limit: int) -> Document:
+def _shortened(document: RenderedText, limit: int) -> RenderedText:
     """The document's first `limit` characters; the document itself where it has no more."""
     if sum(len(part) for part, _ in document.parts) <= limit:
         return document
@@ -204,10 +206,12 @@ def _shortened(document: Document, limit: int) -> Document:
         if left:
             parts.append((part[:left], learned))
         left -= len(parts[-1][0]) if left else 0
-    return Document(tuple(parts), document.rendered)
+    return RenderedText(tuple(parts), document.rendered)
 
 
-def _example(config: TrainConfig, where: str, key: str, document: Document, tokens: Tokens, shortened: bool) -> Example:
+def _example(
+    config: TrainConfig, where: str, key: str, document: RenderedText, tokens: TokenizedText, shortened: bool
+) -> Example:
     """The example, cut to the context. Raises BadRow where it is too long for the setting, or nothing of it would be learned."""
     length, context = len(tokens.ids), config.context_length
     kept = min(context, length - shortened)  # a shortened document has got an end token that it must not have
@@ -240,7 +244,7 @@ def _example(config: TrainConfig, where: str, key: str, document: Document, toke
     )
 
 
-def _answer(document: Document) -> tuple[str, str | None]:
+def _answer(document: RenderedText) -> tuple[str, str | None]:
     """(text before the last learned part, that part without its end token); raw text has no answer."""
     last = max(i for i, (_, learned) in enumerate(document.parts) if learned)
     if len(document.parts) == 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
-from anyqlora.data.conversations import BESIDE, Talk, conversation
+from anyqlora.data.conversations import BESIDE, Conversation, conversation
 from anyqlora.data.readers.bad_rows import BadRow, kind, text
 
 ALPACA = (
@@ -37,25 +37,25 @@ _HUMAN = re.compile(r"(### (?:Human|Assistant): ?)")
 
 
 @dataclass(frozen=True)
-class Text:
+class TextRow:
     """Text as it stands: parts, one after the other, each with whether it is learned."""
 
     parts: tuple[tuple[str, bool], ...]
 
 
-def exchange(prompt: str, answer: str, row: dict, style: str, question: str) -> Text | Talk:
+def exchange(prompt: str, answer: str, row: dict, style: str, question: str) -> TextRow | Conversation:
     """One prompt and its answer; in chat style `question` is the user's turn instead."""
     if style == "chat":
         return conversation(
             [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], row, style
         )
-    return Text(((prompt, False), (answer, True)))
+    return TextRow(((prompt, False), (answer, True)))
 
 
 # ------------------------------------------------------------------------------------------------------- the formats
 
 
-def alpaca(row: dict, style: str) -> Text | Talk:
+def alpaca(row: dict, style: str) -> TextRow | Conversation:
     """instruction, output and perhaps input, in Alpaca's own words unless the style is chat or plain."""
     instruction, extra, answer = text(row, "instruction"), text(row, "input", empty=True), text(row, "output")
     question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
@@ -65,7 +65,7 @@ def alpaca(row: dict, style: str) -> Text | Talk:
     return exchange(words.format(instruction=instruction, input=extra), answer, row, style, question)
 
 
-def prompt_completion(row: dict, style: str) -> Text | Talk:
+def prompt_completion(row: dict, style: str) -> TextRow | Conversation:
     """prompt and completion: text that is joined as it stands, or both lists of messages."""
     if isinstance(row.get("prompt"), list):
         if not isinstance(row.get("completion"), list):
@@ -77,7 +77,7 @@ def prompt_completion(row: dict, style: str) -> Text | Talk:
     )
 
 
-def question_answer(row: dict, style: str) -> Text | Talk:
+def question_answer(row: dict, style: str) -> TextRow | Conversation:
     """question, answer and perhaps context, in fsdp_qlora's words (its styles qna and qna_no_ctx) unless the style is another."""
     question, context, answer = text(row, "question"), text(row, "context", empty=True), text(row, "answer")
     joined = f"{context}\n\n{question}" if context.strip() else question
@@ -90,12 +90,12 @@ def question_answer(row: dict, style: str) -> Text | Talk:
     return exchange(words, answer, row, style, joined)
 
 
-def messages(row: dict, style: str) -> Talk:
+def messages(row: dict, style: str) -> Conversation:
     """A conversation as OpenAI writes it: a list of {"role": ..., "content": ...} under "messages", perhaps "tools" beside it."""
     return conversation(row["messages"], row, style)
 
 
-def sharegpt(row: dict, style: str) -> Talk:
+def sharegpt(row: dict, style: str) -> Conversation:
     """A conversation as ShareGPT writes it: {"from": "human" or "gpt", "value": ...} under "conversations", perhaps "system" beside it."""
     turns = row["conversations"]
     if not isinstance(turns, list):
@@ -122,14 +122,14 @@ def sharegpt(row: dict, style: str) -> Talk:
     return conversation(said, row, style)
 
 
-def raw_text(row: dict, style: str) -> Text:
+def raw_text(row: dict, style: str) -> TextRow:
     """Text of which everything is learned; of a dialogue with "### Human:" and "### Assistant:" (Guanaco) the assistant's words are."""
     whole = text(row, "text")
     if style in ("chat", "alpaca"):
         raise BadRow(f"raw text has no {style} form", "--prompt_format plain, or rows with prompt and completion")
     pieces = _HUMAN.split(whole)
     if len(pieces) < 5 or pieces[0].strip() or not any(piece.startswith("### Assistant") for piece in pieces):
-        return Text(((whole, True),))
+        return TextRow(((whole, True),))
     parts: list[tuple[str, bool]] = [(pieces[0], False)]
     for mark, said in zip(pieces[1::2], pieces[2::2], strict=True):
         if mark.startswith("### Assistant") and said.strip():
@@ -139,12 +139,12 @@ def raw_text(row: dict, style: str) -> Text:
             parts[-1] = (parts[-1][0] + mark + said, False)
     if len(parts) == 1:
         raise BadRow("the assistant says nothing", "fill it in, or delete the row")
-    return Text(tuple(parts[:-1]))  # what a human says last is answered by nobody
+    return TextRow(tuple(parts[:-1]))  # what a human says last is answered by nobody
 
 
 # --------------------------------------------------------------------------------------------------------- the table
 
-FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict, str], Text | Talk]]] = {
+FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict, str], TextRow | Conversation]]] = {
     # name: (the keys by which a row is known, row and style -> Text or Talk); the first whose keys are all there is it
     "messages": (("messages",), messages),
     "sharegpt": (("conversations",), sharegpt),
@@ -174,7 +174,7 @@ def choose(rows: list[dict], where: str) -> str:
     )
 
 
-def understand(row: dict, name: str, style: str) -> Text | Talk:
+def parse_row(row: dict, name: str, style: str) -> TextRow | Conversation:
     """What `row` of format `name` says. Raises BadRow."""
     keys, function = FORMATS[name]
     missing = [key for key in keys if key not in row]
@@ -193,7 +193,7 @@ def understand(row: dict, name: str, style: str) -> Text | Talk:
     return function(row, style)
 
 
-def unused(row: dict, name: str, meant: Text | Talk) -> list[str]:
+def unused_columns(row: dict, name: str, meant: TextRow | Conversation) -> list[str]:
     """The columns of the row that hold something and are neither seen nor learned."""
-    used = FORMATS[name][0] + OPTIONAL.get(name, ()) + (BESIDE if isinstance(meant, Talk) else ())
+    used = FORMATS[name][0] + OPTIONAL.get(name, ()) + (BESIDE if isinstance(meant, Conversation) else ())
     return [key for key, value in row.items() if key not in used and value not in (None, "", [])]

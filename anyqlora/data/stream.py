@@ -33,7 +33,7 @@ class Batch:
         return int((self.segments >= 0).sum())
 
 
-class Stream:
+class BatchStream:
     """`stream[step]` is the list of micro-batches of optimizer step `step`, for one rank.
 
     A step takes the next batch_size * gradient_accumulation_steps * world_size sequences of its epoch's permutation; the
@@ -111,7 +111,7 @@ class Stream:
         shares = [
             chosen[start : start + slot][first : first + self.batch_size] for start in range(0, len(chosen), slot)
         ]
-        return [padded([self.sequences[i] for i in share], self.pad_id) for share in shares]
+        return [collate([self.sequences[i] for i in share], self.pad_id) for share in shares]
 
     def _chosen(self, step: int) -> np.ndarray:
         """The sequences of a step, in their order."""
@@ -123,10 +123,10 @@ class Stream:
         return self._order[1][place * self.global_batch : (place + 1) * self.global_batch]
 
 
-def stream_of(plan, rows: list[Example], rank: int = 0) -> Stream:
+def make_stream(plan, rows: list[Example], rank: int = 0) -> BatchStream:
     """The plan's batches of the training rows, for the process `rank`: processes along a model axis see the same rows."""
     config = plan.config
-    return Stream(
+    return BatchStream(
         rows,
         batch_size=plan.batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
@@ -141,12 +141,12 @@ def stream_of(plan, rows: list[Example], rank: int = 0) -> Stream:
     )  # the tokenizer's own pad token may lie beyond the embedding
 
 
-def batches(rows: list[Example], batch_size: int, pad_id: int | None) -> list[Batch]:
+def make_batches(rows: list[Example], batch_size: int, pad_id: int | None) -> list[Batch]:
     """All examples in their order, one document to a row, for evaluation."""
-    return [padded([[e] for e in rows[i : i + batch_size]], pad_id) for i in range(0, len(rows), batch_size)]
+    return [collate([[e] for e in rows[i : i + batch_size]], pad_id) for i in range(0, len(rows), batch_size)]
 
 
-def padded(sequences: list[list[Example]], pad_id: int | None) -> Batch:
+def collate(sequences: list[list[Example]], pad_id: int | None) -> Batch:
     """The batch of these sequences, each of which is a list of documents that must not see each other."""
     lengths = [sum(len(e.ids) for e in sequence) for sequence in sequences]
     shape = (max(len(sequences), 1), max(lengths, default=1))  # [B, T]

@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[1] / "demo" / "base"
 _LEADS = ("", "\n", "a")  # what may stand before a part so that a tokenizer adds no space of its own
 
 
-def load(name: str, trust_remote_code: bool = False, revision: str = "main", offline: bool = False):
+def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "main", offline: bool = False):
     """The tokenizer (transformers') of a model directory or hub id; "demo" is the embedded base. Raises UsageError."""
     with uncollected("transformers"):
         from transformers import AutoTokenizer
@@ -46,7 +46,7 @@ def load(name: str, trust_remote_code: bool = False, revision: str = "main", off
 
 
 @dataclass(frozen=True)
-class Document:
+class RenderedText:
     """Text that becomes one example: parts in order, each with whether it is learned."""
 
     parts: tuple[tuple[str, bool], ...]
@@ -55,7 +55,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizedText:
     """A document as tokens."""
 
     ids: list[int]
@@ -69,7 +69,7 @@ IN_PARTS = "rows_tokenised_in_parts"  # a merge would have joined a prompt's end
 MERGED = "rows_with_a_token_across_a_border"  # the text cannot be tokenised in parts
 
 
-def marks(tokenizer) -> dict[str, bool]:
+def special_token_ids(tokenizer) -> dict[str, bool]:
     """{token: whether it is special} of the tokens that were put beside the language, the longest first.
 
     Gemma adds line breaks and spaces as tokens: such are none.
@@ -80,7 +80,7 @@ def marks(tokenizer) -> dict[str, bool]:
     return {name: found[name] for name in sorted(found, key=lambda name: (-len(name), name)) if name.strip()}
 
 
-def specials(tokenizer) -> list[int]:
+def added_special_tokens(tokenizer) -> list[int]:
     """The tokens that the tokenizer puts before a text of its own accord, BOS as a rule."""
     plain = tokenizer.encode("x", add_special_tokens=False)
     full = tokenizer.encode("x", add_special_tokens=True)
@@ -96,13 +96,13 @@ def encode_all(tokenizer, texts: Sequence[str]) -> list[list[int]]:
     )
 
 
-def tokenize(tokenizer, documents: Sequence[Document]) -> list[Tokens]:
+def tokenize(tokenizer, documents: Sequence[RenderedText]) -> list[TokenizedText]:
     """The tokens of each document.
 
     The tokens before a learned part are those that the text before it has when it stands alone, which is what the model sees
     when it is asked; the part's own tokens follow. Where text and text together have the same tokens, they are taken.
     """
-    before = specials(tokenizer)
+    before = added_special_tokens(tokenizer)
     wholes = iter(
         encode_all(
             tokenizer, ["".join(p for p, _ in d.parts[:n]) for d in documents for n in range(1, len(d.parts) + 1)]
@@ -115,13 +115,13 @@ def tokenize(tokenizer, documents: Sequence[Document]) -> list[Tokens]:
     return out
 
 
-def _begins(tokenizer, document: Document) -> bool:
+def _begins(tokenizer, document: RenderedText) -> bool:
     """Whether the text has its begin token already."""
     bos = tokenizer.bos_token
     return document.rendered or bool(bos and document.parts[0][0].startswith(bos))
 
 
-def _tokenize(tokenizer, document: Document, prefixes: list[list[int]], before: list[int]) -> Tokens:
+def _tokenize(tokenizer, document: RenderedText, prefixes: list[list[int]], before: list[int]) -> TokenizedText:
     ids, ends, way = prefixes[0], [len(prefixes[0])], WHOLE
     for (part, _), whole in zip(document.parts[1:], prefixes[1:], strict=True):
         if whole[: len(ids)] == ids:
@@ -142,17 +142,19 @@ def _tail(tokenizer, ids: list[int], part: str, whole: list[int]) -> list[int] |
     """Tokens of `part` that, after `ids`, spell the same text as `whole`; None where there are none."""
     for lead in _LEADS:
         alone, led = encode_all(tokenizer, [lead, lead + part]) if lead else ([], encode_all(tokenizer, [part])[0])
-        if led[: len(alone)] == alone and spell(tokenizer, ids + led[len(alone) :]) == spell(tokenizer, whole):
+        if led[: len(alone)] == alone and token_texts(tokenizer, ids + led[len(alone) :]) == token_texts(
+            tokenizer, whole
+        ):
             return led[len(alone) :]
     return None
 
 
-def spell(tokenizer, ids: Sequence[int]) -> str:
+def token_texts(tokenizer, ids: Sequence[int]) -> str:
     """The text of tokens, special ones written out."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _merged(tokenizer, document: Document, prefixes: list[list[int]], before: list[int]) -> Tokens:
+def _merged(tokenizer, document: RenderedText, prefixes: list[list[int]], before: list[int]) -> TokenizedText:
     """The tokens of the whole text; one that holds a border belongs to the part after it."""
     whole = prefixes[-1]
     starts = [0, *itertools.accumulate((_common(prefix, whole) for prefix in prefixes[:-1]), max), len(whole)]
@@ -168,7 +170,7 @@ def _common(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _ended(tokenizer, document: Document, ids: list[int], learned: list[bool], way: str) -> Tokens:
+def _ended(tokenizer, document: RenderedText, ids: list[int], learned: list[bool], way: str) -> TokenizedText:
     """With the end token, which is learned like any other, where the text has none of its own."""
     has_end = bool(document.end) if document.rendered else ids[-1:] == [tokenizer.eos_token_id] and learned[-1]
     if not has_end:
@@ -176,4 +178,4 @@ def _ended(tokenizer, document: Document, ids: list[int], learned: list[bool], w
     backward = learned[::-1]
     last = backward.index(True)
     run = backward[last:].index(False) if False in backward[last:] else len(ids) - last
-    return Tokens(ids, learned, len(ids) - last - run, way)
+    return TokenizedText(ids, learned, len(ids) - last - run, way)

@@ -9,7 +9,7 @@ import numpy as np
 
 from anyqlora.distribution.processes import DistributionError, list_devices
 from anyqlora.distribution.tensors import Sharding, to_backend_layout, to_backend_mesh
-from anyqlora.planning.mesh import ByName
+from anyqlora.planning.mesh import RegexMap
 
 
 class DeviceMesh:
@@ -86,7 +86,7 @@ class TensorLayout:
         return f"<TensorLayout axes={self.axes}, device_mesh={self._mesh}>"
 
 
-class LayoutMap(ByName):
+class LayoutMap(RegexMap):
     """{name or regex: TensorLayout}: the exact key, else the one regex that matches a whole name, else None; several are an error.
 
     A tuple of axes is taken for a layout on `device_mesh`.

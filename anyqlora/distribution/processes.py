@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from anyqlora.core.errors import UsageError
-from anyqlora.processes.environment import collectives, device_of
+from anyqlora.processes.environment import collective_backends, device_index
 
 KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "xpu": "xpu"}  # Keras's names of device types -> torch's
 FROM_KERAS = {
@@ -114,9 +114,9 @@ def initialize(
     if kind != "cpu":
         module = getattr(torch, kind)
         visible = module.device_count()
-        module.set_device(device_of(int(os.environ.get("LOCAL_RANK", rank % visible)), visible))
+        module.set_device(device_index(int(os.environ.get("LOCAL_RANK", rank % visible)), visible))
     dist.init_process_group(
-        collectives(kind),
+        collective_backends(kind),
         init_method=f"tcp://{host}:{port}",
         rank=rank,
         world_size=size,

@@ -15,9 +15,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.files import Content, tensors_to_bytes, to_json
-from anyqlora.models.lora_targets import PREFIX, last, plain, whole
+from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, last
 from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG
 
 MLX_ADAPTER = "adapters.safetensors"
@@ -68,7 +68,7 @@ def to_peft(directory: Path) -> dict[str, Content]:
     about, tensors = _read(directory, MLX_ADAPTER)
     kind = about.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
-        raise NotBuilt(
+        raise NotSupported(
             f"fine_tune_type {kind!r} is a whole model, not an adapter",
             where=str(directory / ADAPTER_CONFIG),
             cure="convert DIR --to hf",
@@ -112,7 +112,7 @@ def _split(name: str, directory: Path) -> tuple[str, str]:
     for suffix, kind in KINDS.items():
         if name.startswith(PREFIX) and name.endswith(suffix):
             return name.removeprefix(PREFIX).removesuffix(suffix), kind
-    raise NotBuilt(
+    raise NotSupported(
         f"{name} is no LoRA tensor of a linear layer, and mlx-lm has no place for it", where=str(directory / ADAPTER)
     )
 
@@ -121,7 +121,7 @@ def _refuse_what_is_lost(about: Mapping, tensors: Mapping, directory: Path) -> N
     lost = [f"{key} = {about[key]}" for key in NOT_KEPT if about.get(key) not in (None, "none", [], {}, False)]
     lost += ["lora_bias"] * bool(about.get("lora_bias"))
     if lost or about.get("peft_type", "LORA") != "LORA":
-        raise NotBuilt(
+        raise NotSupported(
             f"mlx-lm has no place for {', '.join(lost) or about.get('peft_type')}",
             where=str(directory / ADAPTER_CONFIG),
             cure="export --to merged",
@@ -180,14 +180,14 @@ def _peft_config(about: Mapping, modules: list[str], rank: int, scale: float) ->
 
     made = LoraConfig(
         r=rank,
-        lora_alpha=whole(scale * rank),
+        lora_alpha=is_whole_regex(scale * rank),
         lora_dropout=about["lora_parameters"].get("dropout", 0.0),
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=modules if len({last(module) for module in modules}) == len(modules) else _common(modules),
         use_dora=about.get("fine_tune_type") == "dora",
     )
-    return plain({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": about.get("model")})
+    return is_plain_name({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": about.get("model")})
 
 
 def _common(modules: list[str]) -> list[str]:

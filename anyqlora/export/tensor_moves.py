@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from anyqlora.core.errors import DiskFull, NotBuilt, UsageError
-from anyqlora.core.files import STAGED, Disk, to_json
+from anyqlora.core.errors import DiskFull, NotSupported, UsageError
+from anyqlora.core.files import STAGED, FileSystem, to_json
 from anyqlora.models.hub import INDEX, SINGLE, check_weights
 
 RECORD = "conversion.json"  # in mlx-lm's directory: where each of Hugging Face's tensors is
@@ -33,7 +33,7 @@ COPIED = (
 Array = object  # of the framework that `Tensors` works with
 
 
-def moves(
+def tensor_moves(
     given: Mapping[str, Array],
     made: Mapping[str, Array],
     digest: Callable[[Array], str],
@@ -61,7 +61,7 @@ def moves(
         if not (len(pieces) > 1 and all(place(name, number, digest(piece)) for number, piece in enumerate(pieces))):
             changed.append(name)
     if changed:
-        raise NotBuilt(
+        raise NotSupported(
             f"{len(changed)} tensors of mlx-lm's model are none of the checkpoint's, {changed[0]} is the first: it computes with others, "
             "which could not be undone",
             cure="use the directory as it is: --model_name takes it on MLX too",
@@ -69,7 +69,7 @@ def moves(
     for name in given.keys() - found.keys():
         twin = next((other for other in by_mark[marks[name]] if other in found), None)
         if twin is None:
-            raise NotBuilt(
+            raise NotSupported(
                 f"mlx-lm's model leaves out {name}, which could not be brought back", cure="use the directory as it is"
             )
         found[name] = found[twin]
@@ -80,16 +80,16 @@ def digest(content: bytes, dtype: str, shape: list[int]) -> str:
     return hashlib.sha256(repr((dtype, shape)).encode() + content).hexdigest()
 
 
-def write(
+def write_record(
     out: Path,
     source: Path,
     config: dict,
     shards: Callable[[Path], Mapping[str, str]],
     extra: Mapping[str, bytes],
-    disk: Disk | None = None,
+    disk: FileSystem | None = None,
 ) -> None:
     """The directory `out`, complete or absent: `shards(directory)` writes weight files there and returns {tensor: file}."""
-    disk, staged = disk or Disk(), out.with_name(out.name + STAGED)
+    disk, staged = disk or FileSystem(), out.with_name(out.name + STAGED)
     if out.exists():
         raise UsageError("it is there already", where=str(out), cure="another --out")
     try:
@@ -116,7 +116,7 @@ def write(
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def recorded(directory: Path) -> dict | None:
+def read_record(directory: Path) -> dict | None:
     """What was remembered when mlx-lm's directory was written; None where it was written by another tool."""
     path = directory / RECORD
     try:
@@ -125,7 +125,7 @@ def recorded(directory: Path) -> dict | None:
         raise UsageError(f"cannot be read: {error}", where=str(path), cure="convert the original again") from None
 
 
-def check(source: Path) -> None:
+def check_record(source: Path) -> None:
     if not (source / "config.json").is_file():
         raise UsageError(
             "it has no config.json: not a model directory",

@@ -20,7 +20,7 @@ COLUMNS, ROWS, WHOLE = (
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """One linear layer, by its name in the block: `weight [outputs, inputs]`, and `count` of them (experts)."""
 
     name: str
@@ -47,7 +47,7 @@ def source_of(name: str) -> tuple[str, ...]:
     return next((group for group in SHARING if last in group), (last,))
 
 
-def sharing(names: Iterable[str]) -> list[list[str]]:
+def shared_input_groups(names: Iterable[str]) -> list[list[str]]:
     """The names of a model's linear layers in groups that read one tensor."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
@@ -56,7 +56,7 @@ def sharing(names: Iterable[str]) -> list[list[str]]:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class ModelShape:
     """The shapes of one causal LM. Every number counts elements unless it says otherwise."""
 
     model_type: str
@@ -68,7 +68,7 @@ class Shapes:
     kv_heads: int
     head_dim: int
     intermediate: int  # width of one MLP or expert
-    linears: tuple[Linear, ...]  # of one layer
+    linears: tuple[LinearShape, ...]  # of one layer
     tied: bool = False  # head and embedding are one tensor
     norms: int = 2  # normalizations over `hidden` in a layer
     norm_bias: bool = False  # LayerNorm with a bias, not RMSNorm
@@ -103,7 +103,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Family:
+class Architecture:
     """How an architecture differs from Llama."""
 
     block: str
@@ -116,32 +116,32 @@ class Family:
 
 
 FAMILIES = {  # model_type -> family; an unknown one has unknown memory, never a guess
-    "llama": Family("LlamaDecoderLayer"),
-    "mistral": Family("MistralDecoderLayer"),
-    "ministral3": Family("Ministral3DecoderLayer"),
-    "qwen2": Family("Qwen2DecoderLayer", qkv_bias=True),
-    "qwen3": Family("Qwen3DecoderLayer", qk_norm="head"),
-    "gemma": Family("GemmaDecoderLayer", tied=True),
-    "gemma2": Family("Gemma2DecoderLayer", norms=4, tied=True),
-    "gemma3_text": Family("Gemma3DecoderLayer", norms=4, qk_norm="head", tied=True),
-    "phi3": Family("Phi3DecoderLayer", style="fused"),
-    "olmo2": Family("Olmo2DecoderLayer", qk_norm="all", post_norm=True),
-    "olmo3": Family("Olmo3DecoderLayer", qk_norm="all", post_norm=True),
-    "ernie4_5": Family("Ernie4_5DecoderLayer", tied=True),
-    "granite": Family("GraniteDecoderLayer"),
-    "smollm3": Family("SmolLM3DecoderLayer", tied=True),
-    "starcoder2": Family("Starcoder2DecoderLayer", style="starcoder", tied=True),
-    "gpt_neox": Family("GPTNeoXLayer", style="neox"),
-    "mixtral": Family("MixtralDecoderLayer", style="experts"),
-    "qwen2_moe": Family("Qwen2MoeDecoderLayer", style="experts", qkv_bias=True),
-    "qwen3_moe": Family("Qwen3MoeDecoderLayer", style="experts", qk_norm="head"),
-    "olmoe": Family("OlmoeDecoderLayer", style="experts", qk_norm="all"),
+    "llama": Architecture("LlamaDecoderLayer"),
+    "mistral": Architecture("MistralDecoderLayer"),
+    "ministral3": Architecture("Ministral3DecoderLayer"),
+    "qwen2": Architecture("Qwen2DecoderLayer", qkv_bias=True),
+    "qwen3": Architecture("Qwen3DecoderLayer", qk_norm="head"),
+    "gemma": Architecture("GemmaDecoderLayer", tied=True),
+    "gemma2": Architecture("Gemma2DecoderLayer", norms=4, tied=True),
+    "gemma3_text": Architecture("Gemma3DecoderLayer", norms=4, qk_norm="head", tied=True),
+    "phi3": Architecture("Phi3DecoderLayer", style="fused"),
+    "olmo2": Architecture("Olmo2DecoderLayer", qk_norm="all", post_norm=True),
+    "olmo3": Architecture("Olmo3DecoderLayer", qk_norm="all", post_norm=True),
+    "ernie4_5": Architecture("Ernie4_5DecoderLayer", tied=True),
+    "granite": Architecture("GraniteDecoderLayer"),
+    "smollm3": Architecture("SmolLM3DecoderLayer", tied=True),
+    "starcoder2": Architecture("Starcoder2DecoderLayer", style="starcoder", tied=True),
+    "gpt_neox": Architecture("GPTNeoXLayer", style="neox"),
+    "mixtral": Architecture("MixtralDecoderLayer", style="experts"),
+    "qwen2_moe": Architecture("Qwen2MoeDecoderLayer", style="experts", qkv_bias=True),
+    "qwen3_moe": Architecture("Qwen3MoeDecoderLayer", style="experts", qk_norm="head"),
+    "olmoe": Architecture("OlmoeDecoderLayer", style="experts", qk_norm="all"),
 }
 
 
-def shapes(config: dict) -> Shapes | None:
+def model_shape(config: dict) -> ModelShape | None:
     """The shapes that a parsed config.json describes; None for an architecture that is not in FAMILIES."""
-    config = _of_text(config)
+    config = _text_config(config)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         return None
@@ -150,7 +150,7 @@ def shapes(config: dict) -> Shapes | None:
     kv_heads = config.get("num_key_value_heads") or heads
     experts = config.get("num_local_experts") or config.get("num_experts") or 0
     intermediate = config.get("moe_intermediate_size") if experts else None
-    base = Shapes(
+    base = ModelShape(
         model_type=config["model_type"],
         block=family.block,
         layers=config["num_hidden_layers"],
@@ -218,9 +218,9 @@ POSITION_TABLES = {
 ENCODERS = {"bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert", "roformer"}
 
 
-def positions(config: dict) -> int | None:
+def max_positions(config: dict) -> int | None:
     """How many positions a parsed config.json says that the model has; None where it does not say."""
-    config = _of_text(config)
+    config = _text_config(config)
     found = config.get("max_position_embeddings") or config.get("n_positions") or config.get("max_seq_len")
     if not isinstance(found, int):
         return None
@@ -229,41 +229,41 @@ def positions(config: dict) -> int | None:
 
 def position_table(config: dict) -> int | None:
     """How many positions the model has a table for; None where it computes them, and one beyond the last is only unfamiliar to it."""
-    return positions(config) if _of_text(config).get("model_type") in POSITION_TABLES else None
+    return max_positions(config) if _text_config(config).get("model_type") in POSITION_TABLES else None
 
 
-def sees_ahead(config: dict) -> bool:
+def is_bidirectional(config: dict) -> bool:
     """Whether it is a model of BERT's kind that reads a text from both ends: trained on next tokens it would copy them."""
-    config = _of_text(config)
+    config = _text_config(config)
     return config.get("model_type") in ENCODERS | COUNTED_FROM_PAD and not config.get("is_decoder")
 
 
 def vocabulary(config: dict) -> int | None:
     """How many rows a parsed config.json says that the embedding has; None where it does not say."""
-    found = _of_text(config).get("vocab_size")
+    found = _text_config(config).get("vocab_size")
     return found if isinstance(found, int) else None
 
 
-def _of_text(config: dict) -> dict:
+def _text_config(config: dict) -> dict:
     """The language model of a model of several kinds of input, or of one."""
     return {**config, **(config.get("text_config") or {})}
 
 
-def _attention(s: Shapes, has_bias: bool, out_bias: bool) -> tuple[Linear, ...]:
+def _attention(s: ModelShape, has_bias: bool, out_bias: bool) -> tuple[LinearShape, ...]:
     queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
     return (
-        Linear("self_attn.q_proj", queries, s.hidden, COLUMNS, has_bias),
-        Linear("self_attn.k_proj", keys, s.hidden, COLUMNS, has_bias),
-        Linear("self_attn.v_proj", keys, s.hidden, COLUMNS, has_bias),
-        Linear("self_attn.o_proj", s.hidden, queries, ROWS, out_bias),
+        LinearShape("self_attn.q_proj", queries, s.hidden, COLUMNS, has_bias),
+        LinearShape("self_attn.k_proj", keys, s.hidden, COLUMNS, has_bias),
+        LinearShape("self_attn.v_proj", keys, s.hidden, COLUMNS, has_bias),
+        LinearShape("self_attn.o_proj", s.hidden, queries, ROWS, out_bias),
     )
 
 
-def _gated_mlp(s: Shapes, width: int, prefix: str = "mlp.") -> tuple[Linear, ...]:
+def _gated_mlp(s: ModelShape, width: int, prefix: str = "mlp.") -> tuple[LinearShape, ...]:
     return (
-        Linear(prefix + "gate_proj", width, s.hidden, COLUMNS),
-        Linear(prefix + "up_proj", width, s.hidden, COLUMNS),
-        Linear(prefix + "down_proj", s.hidden, width, ROWS),
+        LinearShape(prefix + "gate_proj", width, s.hidden, COLUMNS),
+        LinearShape(prefix + "up_proj", width, s.hidden, COLUMNS),
+        LinearShape(prefix + "down_proj", s.hidden, width, ROWS),
     )
 
 
@@ -275,39 +275,41 @@ def _fused(s, has_bias, config):
     queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
     # a slice of a fused output is not a slice of each part, so such outputs are gathered
     return (
-        Linear("self_attn.qkv_proj", queries + 2 * keys, s.hidden, COLUMNS),
-        Linear("self_attn.o_proj", s.hidden, queries, ROWS),
-        Linear("mlp.gate_up_proj", 2 * s.intermediate, s.hidden, COLUMNS),
-        Linear("mlp.down_proj", s.hidden, s.intermediate, ROWS),
+        LinearShape("self_attn.qkv_proj", queries + 2 * keys, s.hidden, COLUMNS),
+        LinearShape("self_attn.o_proj", s.hidden, queries, ROWS),
+        LinearShape("mlp.gate_up_proj", 2 * s.intermediate, s.hidden, COLUMNS),
+        LinearShape("mlp.down_proj", s.hidden, s.intermediate, ROWS),
     )
 
 
 def _neox(s, has_bias, config):
     return (
-        Linear("attention.query_key_value", 3 * s.hidden, s.hidden, COLUMNS, True),
-        Linear("attention.dense", s.hidden, s.hidden, ROWS, True),
-        Linear("mlp.dense_h_to_4h", s.intermediate, s.hidden, COLUMNS, True),
-        Linear("mlp.dense_4h_to_h", s.hidden, s.intermediate, ROWS, True),
+        LinearShape("attention.query_key_value", 3 * s.hidden, s.hidden, COLUMNS, True),
+        LinearShape("attention.dense", s.hidden, s.hidden, ROWS, True),
+        LinearShape("mlp.dense_h_to_4h", s.intermediate, s.hidden, COLUMNS, True),
+        LinearShape("mlp.dense_4h_to_h", s.hidden, s.intermediate, ROWS, True),
     )
 
 
 def _starcoder(s, has_bias, config):
     has_bias = config.get("use_bias", True)
     return _attention(s, has_bias, has_bias) + (
-        Linear("mlp.c_fc", s.intermediate, s.hidden, COLUMNS, has_bias),
-        Linear("mlp.c_proj", s.hidden, s.intermediate, ROWS, has_bias),
+        LinearShape("mlp.c_fc", s.intermediate, s.hidden, COLUMNS, has_bias),
+        LinearShape("mlp.c_proj", s.hidden, s.intermediate, ROWS, has_bias),
     )
 
 
 def _experts(s, has_bias, config):
     """Transformers 5 keeps all experts of a layer in two three-dimensional parameters."""
     experts = (
-        Linear("mlp.experts.gate_up_proj", 2 * s.intermediate, s.hidden, count=s.experts),
-        Linear("mlp.experts.down_proj", s.hidden, s.intermediate, ROWS, count=s.experts),
+        LinearShape("mlp.experts.gate_up_proj", 2 * s.intermediate, s.hidden, count=s.experts),
+        LinearShape("mlp.experts.down_proj", s.hidden, s.intermediate, ROWS, count=s.experts),
     )
     width = s.shared_intermediate
     shared = (
-        _gated_mlp(s, width, "mlp.shared_expert.") + (Linear("mlp.shared_expert_gate", 1, s.hidden),) if width else ()
+        _gated_mlp(s, width, "mlp.shared_expert.") + (LinearShape("mlp.shared_expert_gate", 1, s.hidden),)
+        if width
+        else ()
     )
     return _attention(s, has_bias, config.get("attention_bias", False)) + experts + shared
 
@@ -315,7 +317,7 @@ def _experts(s, has_bias, config):
 _LINEARS = {"llama": _llama, "fused": _fused, "neox": _neox, "starcoder": _starcoder, "experts": _experts}
 
 
-def llama_of(billions: float) -> Shapes:
+def llama_of(billions: float) -> ModelShape:
     """A Llama of about so many billion parameters: 128 units of width per layer, MLP 3.5 x as wide, a vocabulary of 128k."""
     vocab, ratio = 128_256, 128
     per_cube = (
@@ -327,7 +329,7 @@ def llama_of(billions: float) -> Shapes:
         low, high = (middle, high) if per_cube * middle**3 + 2 * vocab * middle < billions * 1e9 else (low, middle)
     hidden = 4 * max(1, int(low / 4))
     # four wide heads in place of many: the same parameters, and every shape grows with `billions`
-    return shapes(
+    return model_shape(
         {
             "model_type": "llama",
             "hidden_size": hidden,
@@ -354,7 +356,7 @@ def model_directory(config: TrainConfig) -> Path | None:
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise _no_model(path, where)
+            raise _no_model_error(path, where)
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UsageError(
@@ -374,7 +376,7 @@ def model_directory(config: TrainConfig) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _no_model(path: Path, where: str) -> UsageError:
+def _no_model_error(path: Path, where: str) -> UsageError:
     """What a directory without config.json is instead, where it is something of a run's."""
     run = path if (path / "adapter").is_dir() or (path / "model").is_dir() else path.parent
     adapter = path if path != run else path / "adapter"
@@ -404,7 +406,7 @@ def _no_model(path: Path, where: str) -> UsageError:
     )
 
 
-def described(config: TrainConfig) -> dict:
+def model_config(config: TrainConfig) -> dict:
     """The parsed config.json of the model; empty where it is not on this machine or is none: whoever loads the model says why."""
     try:
         directory = model_directory(config)

@@ -11,7 +11,7 @@ PREFIX = "base_model.model."  # what PEFT puts before every name
 ALL = ("all", "all-linear")
 
 
-def chosen(stated: str, model_type: str, layers: Iterable[str], where: str = "") -> set[str]:
+def select_targets(stated: str, model_type: str, layers: Iterable[str], where: str = "") -> set[str]:
     """The names among `layers` that `lora_target_modules`, stated at `where`, states: all of them, PEFT's choice for the architecture,
     a comma-separated list of last parts of names, or a regex of whole names. Raises UsageError."""
     layers = set(layers)
@@ -30,17 +30,17 @@ def chosen(stated: str, model_type: str, layers: Iterable[str], where: str = "")
         stated = ",".join(names)
     if pattern := regex(stated, where):
         return {name for name in layers if pattern.fullmatch(name)}
-    found = {w: {name for name in layers if name == w or name.endswith(f".{w}")} for w in listed(stated)}
+    found = {w: {name for name in layers if name == w or name.endswith(f".{w}")} for w in listed_names(stated)}
     _refuse([w for w, names in found.items() if not names], layers, where)
     return set().union(*found.values())
 
 
-def check(stated: str, layers: Iterable[str], where: str) -> None:
+def check_targets(stated: str, layers: Iterable[str], where: str) -> None:
     """Refuse what no model with `layers`, names whose last parts alone are known, can have. Raises UsageError."""
     if stated in (*ALL, "default") or regex(stated, where):
         return
     lasts = set(map(last, layers))
-    _refuse([w for w in listed(stated) if last(w) not in lasts], lasts, where)
+    _refuse([w for w in listed_names(stated) if last(w) not in lasts], lasts, where)
 
 
 def regex(stated: str, where: str) -> re.Pattern | None:
@@ -57,7 +57,7 @@ def regex(stated: str, where: str) -> re.Pattern | None:
         ) from None
 
 
-def listed(stated: str) -> list[str]:
+def listed_names(stated: str) -> list[str]:
     return [name.strip() for name in stated.split(",") if name.strip()]
 
 
@@ -81,17 +81,17 @@ def last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def whole(number: float) -> float | int:
+def is_whole_regex(number: float) -> float | int:
     """32 for 32.0: readers of adapter_config.json expect a whole alpha."""
     return int(number) if number == int(number) else number
 
 
-def plain(value):
+def is_plain_name(value):
     """`value` as JSON with sets sorted, so that PYTHONHASHSEED does not show."""
     if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
+        return {str(k): is_plain_name(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, (set, frozenset)):
-        return sorted(plain(v) for v in value)
+        return sorted(is_plain_name(v) for v in value)
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [is_plain_name(v) for v in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(getattr(value, "value", value))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from anyqlora.config.resolve import TrainConfig
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.registry import AFFINE, BITS, QUANTIZERS
-from anyqlora.models.architectures import DEMO_BASE, described
+from anyqlora.models.architectures import DEMO_BASE, model_config
 
 NEEDS_FULL_PRECISION = ("pissa", "loftq", "full")
 FROM = "quantized_from"  # in the config.json that `quantize` writes: the model that it was given
@@ -13,7 +13,7 @@ FROM = "quantized_from"  # in the config.json that `quantize` writes: the model 
 
 def loadable(config: TrainConfig) -> str:
     """The base as plain transformers and PEFT load it: the model that it was quantized from, where its weights are in MLX's packing."""
-    about = described(config)
+    about = model_config(config)
     stated = about.get(FROM) if is_mlx_packed(about) else None
     return str(DEMO_BASE) if config.is_demo else stated or config.model_name
 
@@ -37,7 +37,7 @@ def quantized_as(about: dict) -> str | None:
         "quant_method", "bitsandbytes" if "load_in_4bit" in about or "load_in_8bit" in about else "an unnamed method"
     )
     if method != "bitsandbytes":
-        raise NotBuilt(
+        raise NotSupported(
             f"the checkpoint's weights are quantized by {method}, which is not read",
             where="config.json: quantization_config",
             cure="the same model with unquantized (bf16) weights",
@@ -52,7 +52,7 @@ def _packed_by_mlx(about: dict) -> str:
     single = [key for key, value in about.items() if isinstance(value, (dict, bool))]
     if name not in QUANTIZERS or single:
         what = f"{mode} in {bits} bits" if name not in QUANTIZERS else f"layer by layer ({single[0]})"
-        raise NotBuilt(
+        raise NotSupported(
             f"the checkpoint's weights are quantized {what}, which is not read",
             where="config.json: quantization",
             cure="the same model with unquantized (bf16) weights",
@@ -60,7 +60,7 @@ def _packed_by_mlx(about: dict) -> str:
     return name
 
 
-def adopt(draft, about: dict) -> None:
+def resolve_quantizer(draft, about: dict) -> None:
     """Make the checkpoint's own quantizer the plan's. Raises UsageError when another was asked for, or an adapter that needs the
     full-precision weights."""
     found, config = quantized_as(about), draft.config

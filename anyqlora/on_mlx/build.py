@@ -11,13 +11,13 @@ from mlx.utils import tree_flatten
 
 from anyqlora.config.resolve import AUTO, TrainConfig
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, RunError, UsageError
+from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory, check_safetensors
 from anyqlora.models.prequantized import quantized_as
-from anyqlora.on_mlx.mlx_lm_bridge.load_model import read
+from anyqlora.on_mlx.mlx_lm_bridge.load_model import load_model
 from anyqlora.on_mlx.nn.layers import linears, recompute, replace
-from anyqlora.on_mlx.nn.loss import Documents, WholeLoss, loss_for
+from anyqlora.on_mlx.nn.loss import DocumentMaskCache, FullLogitsLoss, loss_for
 from anyqlora.on_mlx.nn.quantizers import UnpackedLinear
 from anyqlora.on_mlx.runtime import STORED, Runtime
 
@@ -26,7 +26,7 @@ LEAK = 1e-3  # relative difference of a packed document's logits from those of t
 
 
 @dataclass
-class Built:
+class BuiltModel:
     """model: with its adapter. names: {file name: path of the parameter in the model}. adapter, quantizer, loss: see their modules.
     notes: what the plan names and this model cannot take, and why."""
 
@@ -34,7 +34,7 @@ class Built:
     names: dict[str, str]
     adapter: object
     quantizer: object
-    loss: WholeLoss
+    loss: FullLogitsLoss
     notes: list[str]
 
     def trainable(self) -> dict[str, mx.array]:
@@ -43,16 +43,16 @@ class Built:
         return {name: here[path] for name, path in self.names.items()}
 
 
-def build(config: TrainConfig, runtime: Runtime) -> Built:
+def build(config: TrainConfig, runtime: Runtime) -> BuiltModel:
     """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect."""
     plan, directory = runtime.plan, base_directory(config)
     described = read_config(directory)
-    quantizer = on_mlx(plan.quantizer)(config, runtime.compute)
-    adapter = on_mlx(plan.adapter)(config, quantizer)
+    quantizer = to_mlx_array(plan.quantizer)(config, runtime.compute)
+    adapter = to_mlx_array(plan.adapter)(config, quantizer)
     runtime.memory.start()
-    model = read(directory, config.context_length, config.trust_remote_code)
+    model = load_model(directory, config.context_length, config.trust_remote_code)
     check_names(model, directory, every=plan.adapter == "full")
-    hold(
+    materialize(
         model,
         quantizer,
         mx.float32 if plan.adapter == "full" else STORED[plan.precision],
@@ -60,7 +60,7 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     )
     names = adapter.attach(model, described["model_type"])
     loss, why = loss_for(model, config.loss_rows)
-    built = Built(
+    built = BuiltModel(
         model, names, adapter, quantizer, loss, [f"logits of all tokens are made for the loss: {why}"] if why else []
     )
     if plan.use_gradient_checkpointing:
@@ -73,12 +73,12 @@ def build(config: TrainConfig, runtime: Runtime) -> Built:
     return built
 
 
-def on_mlx(name: str):
+def to_mlx_array(name: str):
     """The class that stands for `name` here."""
     return registry.load(registry.ON_MLX.get(name) or registry.QUANTIZERS[name])
 
 
-def hold(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:
+def materialize(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:
     """Pack each linear layer and give everything else its dtype, one module at a time: the whole model is never in memory unpacked.
 
     Raises UsageError naming every layer that cannot be packed, NotBuilt where much would stay as it is.
@@ -119,7 +119,7 @@ def refuse_what_stays(model: nn.Module, layers: dict) -> None:
     share = 1 - packed / max(1, packed, sum(left.values()))
     if share > LEFT_OUT:
         name = max(left, key=left.get)
-        raise NotBuilt(
+        raise NotSupported(
             f"{share:.0%} of the weights of the model's blocks, layers.{name} perhaps, are in no linear layer and would stay unquantized",
             cure="--quantizer none",
         )
@@ -138,14 +138,14 @@ def check_names(model: nn.Module, directory: Path, every: bool) -> None:
     if every:
         strange += [name for name, value in tree_flatten(model.parameters()) if list(value.shape) != there.get(name)]
     if strange:
-        raise NotBuilt(
+        raise NotSupported(
             f"{len(strange)} parts of this model have other names or shapes in mlx-lm than in the checkpoint, {strange[0]} is the first, so "
             "what is learned could not be loaded elsewhere",
             cure="another --backend, or --lora_target_modules with those that agree",
         )
 
 
-def assert_in_effect(built: Built) -> None:
+def assert_in_effect(built: BuiltModel) -> None:
     """Raises RunError when the quantizer or the adapter that the plan names is not really on the model."""
     if not built.names:
         raise RunError("nothing on this model is learned")
@@ -171,7 +171,7 @@ def try_out(model: nn.Module) -> None:
     model.eval()
     try:
         alone = model(ids[:, 6:])
-        packed = model(ids, cache=[Documents(mx.array([[0] * 6 + [1] * 6]))] * len(model.layers))[:, 6:]
+        packed = model(ids, cache=[DocumentMaskCache(mx.array([[0] * 6 + [1] * 6]))] * len(model.layers))[:, 6:]
         together = model(ids)[:, 6:]
     except (AttributeError, TypeError, ValueError) as error:
         raise RunError(f"this architecture cannot run packed rows: {error}", cure="--packing false") from error

@@ -8,14 +8,14 @@ import mlx.core as mx
 
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory
-from anyqlora.on_mlx.build import Built
+from anyqlora.on_mlx.build import BuiltModel
 from anyqlora.on_mlx.generate import answers, evaluating
 from anyqlora.on_mlx.memory import is_out_of_memory
 from anyqlora.on_mlx.nn.loss import inputs
 from anyqlora.training import evaluation
 
 
-def evaluator(run, built: Built):
+def evaluator(run, built: BuiltModel):
     """() -> the evaluation of `run`'s held-out rows, as its settings say."""
     directory = base_directory(run.config)
 

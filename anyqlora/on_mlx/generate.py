@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from anyqlora.data.tokenizer import spell
+from anyqlora.data.tokenizer import token_texts
 from anyqlora.models.architectures import read_config
 from anyqlora.training.evaluation import PAD, alike, room, stops
 
@@ -48,7 +48,7 @@ def caches(model: nn.Module, left: list[int]) -> list:
     return [batched[type(cache)](cache) for cache in made]
 
 
-def pads(model: nn.Module) -> bool:
+def padded_prompts(model: nn.Module) -> bool:
     """Whether rows of several lengths can be answered together: caches of another kind (recurrent states) know no padding."""
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
@@ -76,7 +76,7 @@ def answers(
     texts: list[str] = [""] * len(prompts)
     left = list(map(room(read_config(directory), max_new_tokens), prompts))
     ending = stop_ids(directory, tokenizer, ends)
-    padded, key = pads(model), mx.random.key(seed)
+    padded, key = padded_prompts(model), mx.random.key(seed)
     with evaluating(model):
         for some in alike(prompts, left, batch_size):
             for group in [some] if padded else [[i] for i in some]:
@@ -84,14 +84,16 @@ def answers(
                 key, own = mx.random.split(key)
                 for i, tokens in zip(
                     group,
-                    continued(model, [prompts[i] for i in group], left[group[0]], ending, temperature, own, streamer),
+                    continue_sequences(
+                        model, [prompts[i] for i in group], left[group[0]], ending, temperature, own, streamer
+                    ),
                     strict=True,
                 ):
-                    texts[i] = spell(tokenizer, tokens)
+                    texts[i] = token_texts(tokenizer, tokens)
     return texts
 
 
-def continued(
+def continue_sequences(
     model: nn.Module, prompts: list, most: int, ending: list[int], temperature: float, key: mx.array, streamer=None
 ) -> list[list[int]]:
     """The tokens after each prompt, up to the first that ends it."""

@@ -6,37 +6,39 @@ from dataclasses import dataclass
 
 from safetensors.numpy import load_file
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.data import tokenizer
-from anyqlora.data.dataset import Data, check_tokens, tokens_of
+from anyqlora.data.dataset import DataSplits, check_tokens, iterate_tokens
 from anyqlora.data.examples import prompt_ids
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory
-from anyqlora.on_mlx.build import Built, build
+from anyqlora.on_mlx.build import BuiltModel, build
 from anyqlora.on_mlx.evaluate import evaluator
 from anyqlora.on_mlx.generate import answers
 from anyqlora.on_mlx.runtime import Runtime
 from anyqlora.on_mlx.state import load
-from anyqlora.processes.group import Alone
-from anyqlora.reporting.console import Lines
+from anyqlora.processes.group import SingleProcess
+from anyqlora.reporting.console import ConsoleReporter
 from anyqlora.runs.checkpoints import ADAPTER
-from anyqlora.runs.finished import Asked, Finished
+from anyqlora.runs.finished import EvalContext, FinishedRun
 from anyqlora.training import evaluation
 
 
 @dataclass
-class Tuned:
+class FineTunedModel:
     """What answers and evaluates. `run` and `plan` say what it was and what it is here."""
 
-    run: Finished
+    run: FinishedRun
     plan: object
     tokenizer: object
-    built: Built
+    built: BuiltModel
 
     def evaluate(self, rows: list) -> dict:
         """As at the end of the run: see evaluation.evaluate. Raises UsageError for tokens that the model does not have."""
-        check_tokens(self.plan.config, self.tokenizer, tokens_of(rows))
-        asked = Asked(self.plan.config, Data([], rows, self.run.report, ""), self.tokenizer, Lines(self.plan, 0))
+        check_tokens(self.plan.config, self.tokenizer, iterate_tokens(rows))
+        asked = EvalContext(
+            self.plan.config, DataSplits([], rows, self.run.report, ""), self.tokenizer, ConsoleReporter(self.plan, 0)
+        )
         return evaluator(asked, self.built)()
 
     def answer(self, asked: list, *, temperature: float = 0.0, streamer=None) -> list[str]:
@@ -74,15 +76,15 @@ class Tuned:
                 )
 
 
-def opened(run: Finished, plan) -> Tuned:
+def load_finetuned(run: FinishedRun, plan) -> FineTunedModel:
     """The run's model as `plan` says. Raises UsageError for an adapter that does not fit the base."""
     if run.config.adapter == "pissa":
-        raise NotBuilt("a PiSSA adapter on MLX", cure="another --backend")
+        raise NotSupported("a PiSSA adapter on MLX", cure="another --backend")
     config = plan.config
-    words = tokenizer.load(str(run.folder), config.trust_remote_code, config.revision, offline=True)
+    words = tokenizer.load_tokenizer(str(run.folder), config.trust_remote_code, config.revision, offline=True)
     runtime = Runtime(plan)
     built = build(config, runtime)
-    runtime.prepare(built, Alone())
+    runtime.prepare(built, SingleProcess())
     if plan.adapter != "full":
         load(runtime, load_file(run.folder / ADAPTER), str(run.folder / ADAPTER))
-    return Tuned(run, plan, words, built)
+    return FineTunedModel(run, plan, words, built)

@@ -9,14 +9,14 @@ import mlx.core as mx
 from anyqlora.models.architectures import read_config, vocabulary
 from anyqlora.models.hub import base_directory
 from anyqlora.models.prequantized import quantized_as
-from anyqlora.on_mlx.inference import opened
-from anyqlora.on_mlx.mlx_lm_bridge.config_translation import translated
-from anyqlora.runs.finished import Finished, plan_here
+from anyqlora.on_mlx.inference import load_finetuned
+from anyqlora.on_mlx.mlx_lm_bridge.config_translation import translate_config
+from anyqlora.runs.finished import FinishedRun, plan_here
 
 LENGTH = 32
 
 
-def against_mlx_lm(run: Finished, adapter: Path, changed: dict) -> tuple[float, float, str]:
+def against_mlx_lm(run: FinishedRun, adapter: Path, changed: dict) -> tuple[float, float, str]:
     """(largest difference of two logits, largest logit, what else is to be said). Raises as opening a run does."""
     from mlx_lm.utils import load_adapters, load_model
 
@@ -25,9 +25,9 @@ def against_mlx_lm(run: Finished, adapter: Path, changed: dict) -> tuple[float, 
     quantizer = (
         {"quantizer": packed, "n_bits": 4} if packed else {"quantizer": "none", "n_bits": 16, "train_type": "lora"}
     )
-    ours = opened(run, plan_here(run, {**changed, **quantizer, "backend": "mlx", "precision": "fp32"}))
+    ours = load_finetuned(run, plan_here(run, {**changed, **quantizer, "backend": "mlx", "precision": "fp32"}))
     described = read_config(base)
-    added = translated(described, base, run.config.context_length)
+    added = translate_config(described, base, run.config.context_length)
     theirs, _ = load_model(base)
     theirs.set_dtype(mx.float32)
     theirs = load_adapters(theirs, str(adapter))

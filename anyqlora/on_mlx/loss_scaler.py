@@ -5,7 +5,7 @@ from __future__ import annotations
 GROWTH, BACKOFF = 2.0, 0.5
 
 
-class Scaler:
+class LossScaler:
     def __init__(self, enabled: bool, initial: float, interval: int):
         self.enabled, self.interval, self.scale, self.tracker = enabled, interval, initial if enabled else 1.0, 0
 

@@ -12,19 +12,19 @@ import mlx.core as mx
 import numpy as np
 
 from anyqlora.core.errors import PeerLost
-from anyqlora.processes.environment import World
-from anyqlora.processes.group import Several
+from anyqlora.processes.environment import ProcessContext
+from anyqlora.processes.group import ProcessGroup
 
 LOCAL = {"localhost": "127.0.0.1", "": "127.0.0.1"}
 
 
-class Ranks(Several):
+class MlxProcessGroup(ProcessGroup):
     """Data parallel over mx.distributed: every process has the whole model and a part of each step's rows."""
 
     name = "mlx"
     plugin_cls = None
 
-    def __init__(self, plan, world: World):
+    def __init__(self, plan, world: ProcessContext):
         """Meet the others: at the addresses that mlx.launch has written, or on this machine at `world.port` and those after it."""
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
         with tempfile.TemporaryDirectory() as folder, self.noticing():

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx.utils import tree_unflatten
 
 from anyqlora.core import registry
-from anyqlora.on_mlx.loss_scaler import Scaler
+from anyqlora.on_mlx.loss_scaler import LossScaler
 from anyqlora.on_mlx.memory import Memory
 from anyqlora.on_mlx.nn.loss import Inputs, inputs
 from anyqlora.on_mlx.optimizers import Rates
@@ -26,7 +26,7 @@ class Runtime:
         self.plan, self.config = plan, plan.config
         self.compute = COMPUTE[plan.precision]
         self.memory = Memory()
-        self.scaler = Scaler(
+        self.scaler = LossScaler(
             plan.precision == "fp16_autocast", self.config.initial_loss_scale, self.config.loss_scale_growth_interval
         )
         self.gradients: dict[str, mx.array] | None = None  # of this process's micro-batches so far

@@ -7,11 +7,11 @@ import json
 import mlx.core as mx
 import numpy as np
 
-from anyqlora.core.errors import NotBuilt
+from anyqlora.core.errors import NotSupported
 from anyqlora.core.files import Content, tensors_to_bytes, to_json
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory
-from anyqlora.on_mlx.build import Built
+from anyqlora.on_mlx.build import BuiltModel
 from anyqlora.on_mlx.runtime import Runtime
 from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_shapes
 
@@ -19,7 +19,7 @@ STEP = "step"  # among the moments
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}
 
 
-def snapshot(runtime: Runtime, built: Built) -> tuple[dict, dict, dict, dict]:
+def snapshot(runtime: Runtime, built: BuiltModel) -> tuple[dict, dict, dict, dict]:
     """(adapter, moments, adapter_config, loop state) for `Run.save`."""
     count = np.array(runtime.updates, np.float32)  # torch counts for each tensor
     moments = {
@@ -72,7 +72,7 @@ def restore_best(runtime: Runtime, run) -> None:
         load(runtime, best, str(run.directory))
 
 
-def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:
+def finished(runtime: Runtime, built: BuiltModel, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
     files = run.files_of("tokenizer", run.tokenizer)
     if built.adapter.folder == "model":
@@ -90,7 +90,7 @@ def model_files(runtime: Runtime, run) -> dict[str, Content]:
     described = read_config(directory)
     dtype = str(described.get("dtype") or described.get("torch_dtype") or "float32")
     if dtype not in ("float32", "float16", "bfloat16"):
-        raise NotBuilt(f"writing weights as {dtype}", where=str(directory / "config.json"))
+        raise NotSupported(f"writing weights as {dtype}", where=str(directory / "config.json"))
     values = {name: value.astype(getattr(mx, dtype)) for name, value in runtime.values.items()}
     files: dict[str, Content] = {"model.safetensors": safetensors(values)}
     for name in ("config.json", "generation_config.json"):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from anyqlora.core.errors import RunError
-from anyqlora.on_torch.memory.malloc import Heap
+from anyqlora.on_torch.memory.malloc import MallocTuner
 
 NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 SAMPLED = 0.01  # seconds between two looks at the process's memory: the peak of a backward pass lasts longer
@@ -40,7 +40,7 @@ def set_deterministic(wanted: bool) -> None:
     torch.backends.cuda.enable_cudnn_sdp(not wanted)
 
 
-def exactest(device: torch.device) -> torch.dtype:
+def highest_precision(device: torch.device) -> torch.dtype:
     """float64, or float32 on a device that has no such numbers: Metal, and Intel's cheaper GPUs."""
     has = torch.xpu.get_device_properties(device).has_fp64 if device.type == "xpu" else device.type != "mps"
     return torch.float64 if has else torch.float32
@@ -67,7 +67,7 @@ def room_for(what: str, cure: str) -> Iterator[None]:
         raise RunError(f"out of memory in {what}: {str(error).splitlines()[0]}", cure=cure) from None
 
 
-class Memory:
+class MemoryMonitor:
     """The bytes that a run takes on its device: in use now, and at most, since it was started.
 
     On a GPU the allocator counts. In host memory the process's own pages are sampled - not those of files, such as libraries
@@ -78,7 +78,7 @@ class Memory:
     def __init__(self, device: torch.device, planned: int = 0):
         """`planned` bytes; 0: unknown."""
         self.device, self.planned, self.before, self.highest = device, planned, 0, 0
-        self.stopped, self.heap = threading.Event(), Heap(0)
+        self.stopped, self.heap = threading.Event(), MallocTuner(0)
 
     def start(self) -> None:
         """Count from here: before the weights are read, after what is imported for them."""
@@ -87,7 +87,7 @@ class Memory:
             getattr(torch, self.device.type).reset_peak_memory_stats(self.device)
         else:
             self.before, self.highest, self.stopped = self.in_use(), 0, threading.Event()
-            self.heap = Heap(self.planned)
+            self.heap = MallocTuner(self.planned)
             weakref.finalize(self, self.heap.close)
             threading.Thread(target=_sample, args=(weakref.ref(self), self.stopped), name="memory", daemon=True).start()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from anyqlora.on_torch.device import is_out_of_memory
-from anyqlora.on_torch.generate import answers, evaluating, room
+from anyqlora.on_torch.generate import answers, evaluating, room_for_tokens
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.training import evaluation
 
@@ -24,5 +24,5 @@ def evaluator(run, model: nn.Module, runtime: Runtime):
             return answers(model, run.tokenizer, prompts, **options)
 
     return evaluation.evaluator(
-        run, room(model, run.config.max_new_tokens), total_loss, answered, is_out_of_memory, runtime.free
+        run, room_for_tokens(model, run.config.max_new_tokens), total_loss, answered, is_out_of_memory, runtime.free
     )

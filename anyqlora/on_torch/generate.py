@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from anyqlora.data.tokenizer import spell
+from anyqlora.data.tokenizer import token_texts
 from anyqlora.training import evaluation
 from anyqlora.training.evaluation import PAD, alike, learned_ends, stops
 
-__all__ = ["answers", "evaluating", "learned_ends", "room", "stop_ids"]
+__all__ = ["answers", "evaluating", "learned_ends", "room_for_tokens", "stop_ids"]
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def stop_ids(model: nn.Module, tokenizer, ends: Sequence[str] = ()) -> list[int]
 
 
 @contextlib.contextmanager
-def own_settings(model: nn.Module) -> Iterator[None]:
+def generation_settings(model: nn.Module) -> Iterator[None]:
     """Nothing that comes with the model says how it generates: transformers takes what is not stated from its generation_config."""
     owner = next(module for module in model.modules() if "generation_config" in vars(module))  # beneath PEFT's wrappers
     before, owner.generation_config = owner.generation_config, GenerationConfig()
@@ -46,12 +46,12 @@ def own_settings(model: nn.Module) -> Iterator[None]:
         owner.generation_config = before
 
 
-def room(model: nn.Module, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
+def room_for_tokens(model: nn.Module, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
     """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of positions."""
     return evaluation.room(model.config.to_dict(), max_new_tokens)
 
 
-class Unended:
+class UntilEnd:
     """A streamer that is not told the token which ends an answer."""
 
     def __init__(self, streamer, ending: list[int]):
@@ -84,11 +84,11 @@ def answers(
     Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no `room` has no answer. A `streamer` is told the tokens of one prompt as they come.
     """
     texts: list[str] = [""] * len(prompts)
-    left = list(map(room(model, max_new_tokens), prompts))
+    left = list(map(room_for_tokens(model, max_new_tokens), prompts))
     ending = stop_ids(model, tokenizer, ends)
     device = next(model.parameters()).device
     asked = {"do_sample": False, "eos_token_id": ending, "pad_token_id": PAD, "use_cache": True, **sampling}
-    with evaluating(model), own_settings(model):
+    with evaluating(model), generation_settings(model):
         for some in alike(prompts, left, batch_size):
             between()
             width = max(len(prompts[i]) for i in some)
@@ -100,11 +100,11 @@ def answers(
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
-                streamer=streamer and Unended(streamer, ending),
+                streamer=streamer and UntilEnd(streamer, ending),
                 generation_config=GenerationConfig(max_new_tokens=left[some[0]], **asked),
             )
             for row, i in enumerate(some):
                 new = out[row, width:].tolist()
                 end = next((k for k, token in enumerate(new) if token in ending), len(new))
-                texts[i] = spell(tokenizer, new[:end])
+                texts[i] = token_texts(tokenizer, new[:end])
     return texts

@@ -10,23 +10,23 @@ from torch import nn
 
 from anyqlora.core.errors import UsageError
 from anyqlora.data import tokenizer
-from anyqlora.data.dataset import Data, check_tokens, tokens_of
+from anyqlora.data.dataset import DataSplits, check_tokens, iterate_tokens
 from anyqlora.data.examples import prompt_ids
 from anyqlora.on_torch.assembly.build import build
 from anyqlora.on_torch.device import set_deterministic
 from anyqlora.on_torch.evaluate import evaluator
-from anyqlora.on_torch.generate import answers, learned_ends, room
+from anyqlora.on_torch.generate import answers, learned_ends, room_for_tokens
 from anyqlora.on_torch.runtime import Runtime
-from anyqlora.reporting.console import Lines
+from anyqlora.reporting.console import ConsoleReporter
 from anyqlora.runs.checkpoints import ADAPTER
-from anyqlora.runs.finished import Asked, Finished, plan_here
+from anyqlora.runs.finished import EvalContext, FinishedRun, plan_here
 
 
 @dataclass
-class Tuned:
+class FineTunedModel:
     """What answers and evaluates. `run` and `plan` say what it was and what it is here."""
 
-    run: Finished
+    run: FinishedRun
     plan: object
     tokenizer: object
     model: nn.Module
@@ -34,8 +34,10 @@ class Tuned:
 
     def evaluate(self, rows: list) -> dict:
         """As at the end of the run: see evaluate.evaluate. Raises UsageError for tokens that the model does not have."""
-        check_tokens(self.plan.config, self.tokenizer, tokens_of(rows))
-        asked = Asked(self.plan.config, Data([], rows, self.run.report, ""), self.tokenizer, Lines(self.plan, 0))
+        check_tokens(self.plan.config, self.tokenizer, iterate_tokens(rows))
+        asked = EvalContext(
+            self.plan.config, DataSplits([], rows, self.run.report, ""), self.tokenizer, ConsoleReporter(self.plan, 0)
+        )
         return evaluator(asked, self.model, self.runtime)()
 
     def answer(self, asked: list, *, temperature: float = 0.0, **options) -> list[str]:
@@ -64,7 +66,7 @@ class Tuned:
             (ids, f"question {number}" if len(prompts) > 1 else "the question") for number, ids in enumerate(prompts, 1)
         ]
         check_tokens(self.plan.config, self.tokenizer, named)
-        fits = room(self.model, self.plan.config.max_new_tokens)
+        fits = room_for_tokens(self.model, self.plan.config.max_new_tokens)
         for ids, where in named:
             if not fits(ids):
                 raise UsageError(
@@ -74,19 +76,19 @@ class Tuned:
                 )
 
 
-def load(run: Finished, changed: dict) -> Tuned:
+def load(run: FinishedRun, changed: dict) -> FineTunedModel:
     """The run's model on this machine. `changed` settings (backend, model_name, max_new_tokens ...) take the place of the run's own.
 
     Raises UsageError for a base or a backend that is not here and for an adapter that does not fit the base.
     """
-    return opened(run, plan_here(run, changed))
+    return load_finetuned(run, plan_here(run, changed))
 
 
-def opened(run: Finished, plan) -> Tuned:
+def load_finetuned(run: FinishedRun, plan) -> FineTunedModel:
     """The run's model as `plan` says. Raises UsageError for an adapter that does not fit the base."""
     config = plan.config
     set_deterministic(config.deterministic)
-    words = tokenizer.load(str(run.folder), config.trust_remote_code, config.revision, offline=True)
+    words = tokenizer.load_tokenizer(str(run.folder), config.trust_remote_code, config.revision, offline=True)
     runtime = Runtime(plan)
     built = build(config, runtime)
     runtime.memory.close()  # no step follows, for which pages would be kept
@@ -104,4 +106,4 @@ def opened(run: Finished, plan) -> Tuned:
         runtime.strategy.load_trainable(
             {name: saved[name][tuple(map(slice, p.shape))] for name, p in built.trainable.items()}
         )
-    return Tuned(run, plan, words, model, runtime)
+    return FineTunedModel(run, plan, words, model, runtime)

@@ -24,7 +24,7 @@ def is_linear(module: nn.Module) -> bool:
     return plain or isinstance(module, Conv1D)
 
 
-def inputs(module: nn.Module) -> int:
+def linear_inputs(module: nn.Module) -> int:
     """How many inputs a linear layer has."""
     return module.nx if isinstance(module, Conv1D) else module.in_features
 
@@ -38,11 +38,11 @@ def linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if module is not head
         and (is_linear(module) or (held is not nn.Linear and isinstance(module, held)))
-        and not kept_in_float32(model, f"{name}.weight")
+        and not float32_modules(model, f"{name}.weight")
     }
 
 
-def kept_in_float32(model: nn.Module, parameter: str) -> bool:
+def float32_modules(model: nn.Module, parameter: str) -> bool:
     """Whether the architecture names this parameter among those that lose too much in 16 bits (transformers' flags for it)."""
     patterns = {
         *(getattr(model, "_keep_in_fp32_modules", None) or ()),

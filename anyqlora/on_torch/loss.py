@@ -14,7 +14,7 @@ from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu.bindings import Rounded
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy
 from anyqlora.on_torch.linears import blocks
-from anyqlora.on_torch.unpadded import TOKENS, padded, trained
+from anyqlora.on_torch.unpadded import TOKENS, padded, trained_positions
 
 PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
 NARROWED = 0.9  # part of the tokens that are trained, from which on picking them costs what it saves
@@ -25,7 +25,7 @@ def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Te
     """Sum over trained tokens of -log p(next token), float32, a scalar with gradient."""
     inputs, targets = padded(batch, device)
     logits = model(**inputs, use_cache=False).logits  # [B, T, V]
-    kept = trained(targets)  # [N]: only these rows need float32
+    kept = trained_positions(targets)  # [N]: only these rows need float32
     logits = logits.flatten(0, 1).index_select(0, kept).float()  # [N, V]
     return F.cross_entropy(logits, targets[kept], reduction="sum")
 
@@ -56,9 +56,12 @@ class TrainedTokenLoss:
     def seen(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """What the head sees of the trained tokens, [N, H], and their targets [N]."""
         inputs, targets = self.inputs(batch, device)
-        kept = trained(targets)  # [N]
+        kept = trained_positions(targets)  # [N]
         pays = self.last_mlp is not None and 0 < len(kept) < NARROWED * len(targets)
-        with _Watched(self.head) as watched, narrowed(self.last_mlp, kept) if pays else contextlib.nullcontext():
+        with (
+            HeadInputCapture(self.head) as watched,
+            without_padding_rows(self.last_mlp, kept) if pays else contextlib.nullcontext(),
+        ):
             model(**inputs, use_cache=False)
         return watched.hidden.flatten(0, 1).index_select(0, kept), targets[kept]
 
@@ -76,13 +79,13 @@ class TrainedTokenLoss:
         )
 
 
-class _Watched:
+class HeadInputCapture:
     """While it lasts, a head's input [B, T, H] is kept as `hidden`, and its output is `instead`, or that of no token at all."""
 
     def __init__(self, head: nn.Linear, instead: torch.Tensor | None = None):
         self.head, self.instead, self.hidden, self.given, self.calls = head, instead, None, None, 0
 
-    def __enter__(self) -> _Watched:
+    def __enter__(self) -> HeadInputCapture:
         self.handles = [self.head.register_forward_pre_hook(self._take), self.head.register_forward_hook(self._give)]
         return self
 
@@ -100,7 +103,7 @@ class _Watched:
 
 
 @contextlib.contextmanager
-def narrowed(module: nn.Module, kept: torch.Tensor) -> Iterator[None]:
+def without_padding_rows(module: nn.Module, kept: torch.Tensor) -> Iterator[None]:
     """While it lasts, of the tokens [B, T, H] that come to `module` it sees those with the numbers `kept` [N] in B * T; the others get zeros."""
     shapes = []
 
@@ -121,7 +124,7 @@ def narrowed(module: nn.Module, kept: torch.Tensor) -> Iterator[None]:
             handle.remove()
 
 
-def last_mlp(model: nn.Module, head: nn.Linear) -> nn.Module | None:
+def last_mlp_chunked(model: nn.Module, head: nn.Linear) -> nn.Module | None:
     """The MLP of the last block, where what it makes of one token reaches no other token's logits; None where it is not known to be so.
 
     The model's own forward is run with that MLP on some of the tokens, and their inputs of the head are compared. A block that is
@@ -138,18 +141,18 @@ def last_mlp(model: nn.Module, head: nn.Linear) -> nn.Module | None:
         torch.arange(TOKENS, device=head.weight.device)[None],
         torch.tensor([1, 4, 5], device=head.weight.device),
     )
-    with evaluating(model), _Watched(head) as watched:
+    with evaluating(model), HeadInputCapture(head) as watched:
         try:
             model(input_ids=ids, use_cache=False)
             whole = watched.hidden[0, kept]
-            with narrowed(mlp, kept):
+            with without_padding_rows(mlp, kept):
                 model(input_ids=ids, use_cache=False)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return None
     return mlp if _near(watched.hidden[0, kept], whole) else None
 
 
-def loss_of(model: nn.Module, rows: int) -> tuple[Callable, str]:
+def loss_from_model(model: nn.Module, rows: int) -> tuple[Callable, str]:
     """(the loss, why it is not the fast one or ""). Each architecture's own forward is asked what it does around its head."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -174,7 +177,7 @@ def what_follows(model: nn.Module, head: nn.Linear) -> After | None:
     device = head.weight.device
     ids = torch.arange(TOKENS, device=device)[None]  # [1, TOKENS]
     known = torch.linspace(-PROBE, PROBE, head.out_features, device=device).expand(1, TOKENS, -1)
-    with _Watched(head, known) as watched:
+    with HeadInputCapture(head, known) as watched:
         made = model(input_ids=ids, use_cache=False).logits
     if watched.calls != 1 or made.shape != known.shape or watched.hidden.shape[:2] != ids.shape:
         return None

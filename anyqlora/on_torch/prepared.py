@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.data.packing import shuffled
 
 
@@ -66,7 +66,7 @@ class PreparedOptimizer:
     def step(self, closure=None) -> None:
         """At a boundary: the update, with the clipping that was asked for before; gradients are cleared with it."""
         if closure is not None:
-            raise NotBuilt("an optimizer with a closure: a strategy owns the backward pass")
+            raise NotSupported("an optimizer with a closure: a strategy owns the backward pass")
         if self.runtime.sync_gradients:
             self.runtime.optimizer_step_and_zero_grad()
 
@@ -117,7 +117,7 @@ class ShardedLoader:
 
     def __init__(self, runtime, loader: DataLoader):
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or loader.batch_size is None:
-            raise NotBuilt(
+            raise NotSupported(
                 "a DataLoader that is not over rows by number (an IterableDataset, or a batch_sampler of its own)",
                 cure="a DataLoader over a list of rows, with a batch_size",
             )

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from anyqlora.config import strategy_options
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
-from anyqlora.core.files import Disk, tensors_to_bytes, to_json, write_directory
-from anyqlora.on_torch.device import Memory, room_for
+from anyqlora.core.files import FileSystem, tensors_to_bytes, to_json, write_directory
+from anyqlora.on_torch.device import MemoryMonitor, room_for
 from anyqlora.on_torch.loss import token_loss
-from anyqlora.on_torch.memory.activation_offload import offloaded
-from anyqlora.on_torch.memory.malloc import keep_products, trim
+from anyqlora.on_torch.memory.activation_offload import offload_activations
+from anyqlora.on_torch.memory.malloc import set_primitive_cache, trim
 from anyqlora.on_torch.prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
 from anyqlora.planning.memory.estimate import COMPILED
 from anyqlora.training.state import StepResult
@@ -41,12 +41,14 @@ class Runtime:
 
     def __init__(self, plan):
         self.plan = plan
-        self.strategy = registry.strategy(plan.strategy)(plan, strategy_options.options(plan.config, plan.strategy))
+        self.strategy = registry.strategy(plan.strategy)(
+            plan, strategy_options.strategy_options(plan.config, plan.strategy)
+        )
         self.strategy.setup()
         self.device = self.strategy.device
-        self.memory = Memory(self.device, plan.memory.total if plan.memory else 0)
+        self.memory = MemoryMonitor(self.device, plan.memory.total if plan.memory else 0)
         if self.device.type == "cpu":
-            keep_products(plan.memory.products if plan.memory else COMPILED)
+            set_primitive_cache(plan.memory.products if plan.memory else COMPILED)
             if plan.config.threads != "auto":
                 torch.set_num_threads(plan.config.threads)
         self.loss = (
@@ -66,14 +68,14 @@ class Runtime:
         """
         from anyqlora.config.resolve import resolve
         from anyqlora.planning.backends import BackendManager
-        from anyqlora.processes.environment import World
+        from anyqlora.processes.environment import ProcessContext
 
         # A plan is one of a model and rows; a loop of your own has both, so what stands in for them here is not read.
         config = resolve(
             {"train_type": "full", "model_name": "demo", "dataset": "demo", "batch_size": 1, **settings},
             said="Runtime.of",
         )
-        config = World.here(config).stated(config)
+        config = ProcessContext.here(config).stated(config)
         if config.world_size == -1:
             config = config.with_(world_size=1)
         return cls(BackendManager(config.backend).plan(config))
@@ -178,7 +180,10 @@ class Runtime:
     @contextlib.contextmanager
     def forward(self):
         """Around the forward pass of a micro-batch: the precision's context, and where the activations stay until backward."""
-        with offloaded() if self.plan.use_activation_cpu_offload else contextlib.nullcontext(), self.autocast():
+        with (
+            offload_activations() if self.plan.use_activation_cpu_offload else contextlib.nullcontext(),
+            self.autocast(),
+        ):
             yield
 
     # -------------------------------------------------------------------------------------------------- boundaries
@@ -299,7 +304,7 @@ class Runtime:
                 "prepared": [one.state_dict() for one in self._prepared],
             }
             files = {LEARNED: _bytes(learned), MOMENTS: _bytes(moments), LOOP: to_json(loop)}
-            write_directory(Path(directory), files, Disk(), manifest={})
+            write_directory(Path(directory), files, FileSystem(), manifest={})
         self.wait_for_everyone()
 
     def load_state(self, directory: str | Path) -> None:

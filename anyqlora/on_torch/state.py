@@ -6,14 +6,14 @@ import torch
 
 from anyqlora.core.files import Content, tensors_to_bytes, to_json
 from anyqlora.on_torch._compat import quietly
-from anyqlora.on_torch.assembly.checks import Built
+from anyqlora.on_torch.assembly.checks import BuiltModel
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_shapes
 
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}
 
 
-def snapshot(runtime: Runtime, built: Built) -> tuple[dict, dict, dict, dict]:
+def snapshot(runtime: Runtime, built: BuiltModel) -> tuple[dict, dict, dict, dict]:
     """(adapter, moments, adapter_config, loop state) for `Run.save`."""
     strategy = runtime.strategy
     return (
@@ -49,7 +49,7 @@ def restore_best(runtime: Runtime, run) -> None:
         runtime.strategy.load_trainable({name: torch.from_numpy(array) for name, array in best.items()})
 
 
-def finished(runtime: Runtime, built: Built, run) -> tuple[str, dict[str, Content], str]:
+def finished(runtime: Runtime, built: BuiltModel, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
     with quietly():
         files = run.files_of("tokenizer", run.tokenizer)

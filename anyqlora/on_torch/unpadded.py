@@ -60,7 +60,9 @@ def attend(
 
     Documents come in the mask's place, as their numbers int [B, 1, 1, T]: transformers hands a mask of four dimensions on as it is.
     """
-    documents = numbers(attention_mask) if attention_mask is not None and attention_mask.dtype == torch.int32 else None
+    documents = (
+        document_lengths(attention_mask) if attention_mask is not None and attention_mask.dtype == torch.int32 else None
+    )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     own = (
         causal
@@ -83,7 +85,7 @@ def attend(
     return product(query, key, value, scale=scale, documents=documents, window=window), None
 
 
-def numbers(mask: torch.Tensor) -> torch.Tensor:
+def document_lengths(mask: torch.Tensor) -> torch.Tensor:
     """The documents [B, T] of a mask [B, 1, 1, T]: for all layers the same tensor, on which kernels note what follows from it."""
     if not hasattr(mask, "documents"):
         mask.documents = mask[:, 0, 0]
@@ -110,7 +112,9 @@ def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor],
     return inputs, tensor(batch.targets.reshape(-1), device)
 
 
-def flat(batch: Batch, device: torch.device, few_lengths: bool = True) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def flat_batch(
+    batch: Batch, device: torch.device, few_lengths: bool = True
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are.
 
     On a CPU tokens that nobody sees, since they come after all others, bring N to one of the lengths that `filler` leaves: `few_lengths` where
@@ -121,7 +125,7 @@ def flat(batch: Batch, device: torch.device, few_lengths: bool = True) -> tuple[
         not own.any() or own.all() and not batch.segments.any()
     ):  # a process that has no row in this step still takes part in it
         return padded(batch, device)
-    more = filler(batch.tokens, few_lengths) if device.type == "cpu" else 0
+    more = padding_rows(batch.tokens, few_lengths) if device.type == "cpu" else 0
     ids, positions, targets = (
         tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
         for of_batch, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE))
@@ -134,12 +138,12 @@ def flat(batch: Batch, device: torch.device, few_lengths: bool = True) -> tuple[
     }, targets
 
 
-def flat_in_c(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def flat_batch_native(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The same where the products with a layer's weights are products.c's."""
-    return flat(batch, device, few_lengths=False)
+    return flat_batch(batch, device, few_lengths=False)
 
 
-def filler(tokens: int, few_lengths: bool = True) -> int:
+def padding_rows(tokens: int, few_lengths: bool = True) -> int:
     """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most.
     Not `few_lengths`: to a multiple of 16."""
     return -tokens % ((1 << min(max(tokens.bit_length() - 5, 3), 6)) if few_lengths else 16)
@@ -153,12 +157,12 @@ def tensor(array, device: torch.device) -> torch.Tensor:
     return made
 
 
-def trained(targets: torch.Tensor) -> torch.Tensor:
+def trained_positions(targets: torch.Tensor) -> torch.Tensor:
     """The places [N] of the tokens that are trained, of targets [M] that `tensor` made: found in the host's numbers, for which no device is waited."""
     return tensor(np.flatnonzero(targets.host != IGNORE), targets.device)
 
 
-def use(model: nn.Module, name: str = NAME) -> str:
+def remove_padding_from(model: nn.Module, name: str = NAME) -> str:
     """Set the attention `name` as the model's. Returns why that was not done, "" where it was.
 
     Two documents in one row are compared with two rows, by the model's own forward, with windows that are shorter than they.

@@ -9,7 +9,7 @@ from functools import partial
 
 from anyqlora.config.resolve import TrainConfig, from_environment
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures
 from anyqlora.planning import memory
@@ -17,16 +17,16 @@ from anyqlora.planning.capabilities import (
     CAPABILITIES,
     LOOPS,
     Backend,
+    BackendReport,
     BackendSpec,
     BackendUnavailable,
     Capabilities,
-    Found,
 )
 from anyqlora.planning.fitting import HEADROOM
 from anyqlora.planning.machine import Machine, free_memory, host_memory, observe
 from anyqlora.planning.planner import PRECISION_OF, Adjustment, RunPlan, plan_run
 from anyqlora.planning.probes import _PROBES, _absent
-from anyqlora.processes.environment import device_of, local_rank
+from anyqlora.processes.environment import device_index, local_rank
 
 __all__ = [
     "CAPABILITIES",
@@ -36,7 +36,7 @@ __all__ = [
     "BackendSpec",
     "BackendUnavailable",
     "Capabilities",
-    "Found",
+    "BackendReport",
     "Machine",
     "RunPlan",
     "detect_backend",
@@ -60,7 +60,7 @@ def built_in(table: Mapping[str, Capabilities] = CAPABILITIES) -> dict[str, Back
 
 def plugin(name: str) -> BackendSpec:
     """The spec of an installed third-party backend. Raises UsageError when its package does not give one."""
-    target = registry.plugins("backends")[name]
+    target = registry.entry_point_targets("backends")[name]
     try:
         spec = registry.load(target)
     except Exception as error:  # somebody else's code: whatever is wrong with it is the finding
@@ -124,9 +124,9 @@ class BackendManager:
 
     def names(self) -> list[str]:
         """Every backend there is: built in, in the order in which auto tries them, then third parties'."""
-        return [str(name) for name in {**self._specs, **registry.plugins("backends")}]
+        return [str(name) for name in {**self._specs, **registry.entry_point_targets("backends")}]
 
-    def probe(self, name: str) -> Found:
+    def probe(self, name: str) -> BackendReport:
         """What this machine does of backend `name`."""
         if name not in self._found:
             try:
@@ -158,7 +158,7 @@ class BackendManager:
                 f"unknown backend {name!r}{registry.nearest(name, names)}", cure="one of: auto, " + ", ".join(names)
             )
         if self.no_loop(name):
-            raise NotBuilt(f"backend {name!r}: {self.no_loop(name)}", cure="--backend auto")
+            raise NotSupported(f"backend {name!r}: {self.no_loop(name)}", cure="--backend auto")
 
     def _checked(self, name: str) -> str:
         if not self.probe(name).available:
@@ -221,7 +221,7 @@ class BackendManager:
             import torch
 
             module, devices = getattr(torch, self.capabilities.device), self.found.devices
-            own = device_of(local_rank() or 0, len(devices))
+            own = device_index(local_rank() or 0, len(devices))
             free = free_memory(module, len(devices))[own]
             info = MemoryInfo(
                 allocated=module.memory_allocated(own),

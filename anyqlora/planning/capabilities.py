@@ -49,7 +49,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Found:
+class BackendReport:
     """What a machine does of a backend's row, and why less."""
 
     available: bool
@@ -83,7 +83,7 @@ class Found:
             count for count, device in zip(known, self.devices, strict=True) if count or device.memory_free is not None
         )
 
-    def used(self, processes: int) -> Found:
+    def used(self, processes: int) -> BackendReport:
         """The same of the devices that so many processes take, one each: what one of them does not do, the run does not."""
         devices = self.devices[:processes]
         lacks = _no_bf16(devices) if devices and devices[0].bf16 else {}
@@ -111,7 +111,7 @@ class BackendSpec:
 
     name: str
     capabilities: Capabilities
-    probe: Callable[[Machine], Found]
+    probe: Callable[[Machine], BackendReport]
     device: str
 
 

@@ -21,7 +21,7 @@ def global_batch(config: TrainConfig) -> int:
     return parts * config.batch_size
 
 
-def implied(config) -> str | None:
+def implied_strategy(config) -> str | None:
     """The strategy that a stated option of one asks for."""
     if config.asked("sharding_strategy"):
         return "ddp" if config.sharding_strategy == "ddp" else "fsdp"
@@ -30,10 +30,10 @@ def implied(config) -> str | None:
     return "ddp" if config.find_unused_parameters else None
 
 
-def shard(draft, shapes, free: int) -> None:
+def plan_sharding(draft, shapes, free: int) -> None:
     """Several processes each hold the whole model where it fits, and shards of it where not, unless somebody has said which."""
     config = draft.config
-    if config.sources.get("strategy") == "plan" and config.strategy == "ddp" and not implied(config):
+    if config.sources.get("strategy") == "plan" and config.strategy == "ddp" and not implied_strategy(config):
         trial = config.with_(
             batch_size=1 if config.batch_size == AUTO else config.batch_size, use_gradient_checkpointing=True
         )
@@ -41,7 +41,7 @@ def shard(draft, shapes, free: int) -> None:
             draft.choose("strategy", "fsdp")
 
 
-def evaluation(draft, shapes, free: int) -> None:
+def plan_evaluation(draft, shapes, free: int) -> None:
     """Fewer rows per batch of an evaluation, until they fit."""
 
     def needed(rows: int) -> int:
@@ -54,7 +54,7 @@ def evaluation(draft, shapes, free: int) -> None:
         draft.adjust("eval_batch_size", fitting, f"{format_bytes(needed(rows))} needed, {format_bytes(free)} free")
 
 
-def batch(draft, shapes, free: int | None) -> None:
+def plan_batch(draft, shapes, free: int | None) -> None:
     """Micro-batch, accumulation and checkpointing. What was stated of the global batch is kept.
 
     Checkpointing comes only when a run does not fit otherwise, with batch_size auto not even with one row, and then of a quarter of the
@@ -115,7 +115,7 @@ def batch(draft, shapes, free: int | None) -> None:
         draft.warnings.append(f"{predicted} predicted and {format_bytes(free)} free: expect to run out of memory")
 
 
-def cache(draft, shapes, free: int | None) -> None:
+def plan_dequantized_layers(draft, shapes, free: int | None) -> None:
     """Dequantized weights of as many layers as fit into half of the free memory beside all else: of all, a half, a quarter or none,
     and of the free memory a power of two, so that two runs on one machine hardly ever choose otherwise."""
     config = draft.config
@@ -129,7 +129,7 @@ def cache(draft, shapes, free: int | None) -> None:
     draft.choose("weight_cache", layers)
 
 
-def halved(batch_size: int, gradient_accumulation_steps: int) -> tuple[int, int]:
+def halve(batch_size: int, gradient_accumulation_steps: int) -> tuple[int, int]:
     """(batch_size, gradient_accumulation_steps) of the same rows, in whole micro-batches of half the size or the next below that."""
     rows = batch_size * gradient_accumulation_steps
     size = next(size for size in range(max(batch_size // 2, 1), 0, -1) if rows % size == 0)

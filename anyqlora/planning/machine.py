@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from anyqlora.core.lazy_imports import uncollected
-from anyqlora.processes.environment import cores_of_all, device_of, local_rank, local_size
+from anyqlora.processes.environment import cores_per_process, device_index, local_rank, local_size
 
 MLX_BUILDS = (
     "mlx-metal",
@@ -104,7 +104,7 @@ def observe() -> Machine:
         "os_version": platform.mac_ver()[0] or platform.release(),
         "arch": platform.machine(),
         "python": platform.python_version(),
-        "cores": cores_of_all(
+        "cores": cores_per_process(
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         ),
         "memory_total": memory_total,
@@ -249,7 +249,7 @@ def free_memory(module, count: int, environ: Mapping[str, str] = os.environ) -> 
     if not rank and count > 1:
         free = asked_elsewhere(module.__name__, count)
     else:
-        own = device_of(rank or 0, count)
+        own = device_index(rank or 0, count)
         free = [_free(module, index) if index == own else None for index in range(count)]
     # What this process has kept of an earlier run counts as used, and is to be had.
     return [

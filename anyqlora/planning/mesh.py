@@ -9,8 +9,8 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
 
 from anyqlora.config.resolve import AUTO, TrainConfig
-from anyqlora.core.errors import NotBuilt, UsageError
-from anyqlora.models.architectures import COLUMNS, ROWS, WHOLE, Linear, Shapes
+from anyqlora.core.errors import NotSupported, UsageError
+from anyqlora.models.architectures import COLUMNS, ROWS, WHOLE, LinearShape, ModelShape
 from anyqlora.planning.memory.weights import BLOCK
 
 BATCH, MODEL = "batch", "model"
@@ -27,7 +27,7 @@ class LayoutError(UsageError, ValueError):
     """A mesh or a layout that cannot be used."""
 
 
-class ByName(MutableMapping):
+class RegexMap(MutableMapping):
     """A map from names of tensors to values, whose keys are names or regexes of whole names.
 
     `layouts[name]` is the value of that very key, else of the one regex that matches the whole name, else None. Several regexes
@@ -78,14 +78,14 @@ class ByName(MutableMapping):
 
 
 @dataclass(frozen=True)
-class Said:
+class LayoutRule:
     """How a layout file splits the weights that a key names, and where it says so."""
 
     split: str
     where: str
 
 
-def axes(text: str, where: str = "") -> dict[str, int]:
+def mesh_axes(text: str, where: str = "") -> dict[str, int]:
     """{axis: processes along it} of `batch=2,model=2`. Raises LayoutError."""
     found: dict[str, int] = {}
     for part in text.split(","):
@@ -106,11 +106,11 @@ def axes(text: str, where: str = "") -> dict[str, int]:
     return found
 
 
-def shown(mesh: dict[str, int]) -> str:
+def format_rules(mesh: dict[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
-def from_file(path: str) -> ByName:
+def from_file(path: str) -> RegexMap:
     """{regex of parameter names: Said} of a YAML file of lines `regex: [axis of dimension 0, axis of dimension 1]`.
 
     Raises LayoutError naming file:line for what is not such a map.
@@ -136,7 +136,7 @@ def from_file(path: str) -> ByName:
         ) from None
     if not isinstance(tree, yaml.MappingNode) or not tree.value:
         refuse("no map of names to axes", tree)
-    found = ByName()
+    found = RegexMap()
     for key, node in tree.value:
         listed = isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value)
         said = tuple(None if item.tag.endswith(":null") else item.value for item in node.value) if listed else None
@@ -147,7 +147,7 @@ def from_file(path: str) -> ByName:
                 key,
             )
         try:
-            found[key.value] = Said(SPLITS[said], f"{path}:{key.start_mark.line + 1}")
+            found[key.value] = LayoutRule(SPLITS[said], f"{path}:{key.start_mark.line + 1}")
         except LayoutError as error:
             refuse(error.message, key)
     return found
@@ -159,11 +159,11 @@ def from_file(path: str) -> ByName:
 def data_processes(config: TrainConfig) -> int:
     """How many groups of processes see different rows: those along the batch axis, all of them without a mesh."""
     if config.mesh:
-        return axes(config.mesh, config.sources.get("mesh", "")).get(BATCH, 1)
+        return mesh_axes(config.mesh, config.sources.get("mesh", "")).get(BATCH, 1)
     return max(config.world_size, 1)
 
 
-def adopt(draft, devices: int) -> None:
+def resolve_mesh(draft, devices: int) -> None:
     """Resolve mesh, layout, strategy and world size, which say one thing together, where tensor parallelism is asked for.
 
     Without a mesh the model axis has all processes, of which there is one for each of `devices` unless somebody says. Raises LayoutError.
@@ -180,7 +180,9 @@ def adopt(draft, devices: int) -> None:
             cure=f"--strategy tp, or leave out {name}",
         )
     mesh = (
-        axes(config.mesh, where) if config.mesh else {MODEL: devices if config.world_size == -1 else config.world_size}
+        mesh_axes(config.mesh, where)
+        if config.mesh
+        else {MODEL: devices if config.world_size == -1 else config.world_size}
     )
     is_world_of_one = config.strategy == "tp" and config.world_size == 1 and not config.mesh  # asked for by name
     if mesh.get(MODEL, 1) < 2 and not is_world_of_one:
@@ -193,29 +195,29 @@ def adopt(draft, devices: int) -> None:
     mesh = {BATCH: mesh.get(BATCH, world // mesh[MODEL]), MODEL: mesh[MODEL]}
     if math.prod(mesh.values()) != world:
         raise LayoutError(
-            f"world_size {world} is not divisible into the mesh {shown(mesh)}",
+            f"world_size {world} is not divisible into the mesh {format_rules(mesh)}",
             where=where,
             cure=f"--world_size {math.prod(mesh.values()) or mesh[MODEL]}, or another --mesh",
         )
     draft.choose("strategy", "tp")
     draft.choose("world_size", world)
-    draft.choose("mesh", shown(mesh))
+    draft.choose("mesh", format_rules(mesh))
     draft.choose("layout", config.layout or DEFAULT)
     if draft.config.layout != DEFAULT:
         from_file(draft.config.layout)
 
 
-def check(config: TrainConfig, shapes: Shapes | None) -> None:
+def check(config: TrainConfig, shapes: ModelShape | None) -> None:
     """Raises UsageError or NotBuilt for what strategy tp cannot do, before anything is loaded. `shapes`: None where they are unknown."""
     if config.strategy != "tp":
         return
 
     def refuse(name: str, what: str, cure: str) -> None:
-        raise NotBuilt(
+        raise NotSupported(
             f"{name} {getattr(config, name)} with strategy tp: {what}", where=config.sources.get(name, ""), cure=cure
         )
 
-    if math.prod(axes(config.mesh).values()) != config.world_size:
+    if math.prod(mesh_axes(config.mesh).values()) != config.world_size:
         raise LayoutError(
             f"the mesh {config.mesh} and world_size {config.world_size} do not agree",
             where=config.sources.get("mesh", ""),
@@ -240,24 +242,24 @@ def check(config: TrainConfig, shapes: Shapes | None) -> None:
     if shapes is None:
         return
     if shapes.experts:
-        raise NotBuilt(
+        raise NotSupported(
             f"strategy tp with a mixture of experts ({shapes.model_type}): the experts would stay whole on every process",
             where=config.sources.get("strategy", ""),
             cure="--strategy fsdp",
         )
     if config.layout == DEFAULT:
-        ways = axes(config.mesh)[MODEL]
+        ways = mesh_axes(config.mesh)[MODEL]
         for linear in shapes.linears:
             check_split(linear, linear.split, ways, config, config.sources.get("mesh", ""))
         if has_split_heads(shapes):
             check_heads(shapes.heads, shapes.kv_heads, ways, config.sources.get("mesh", ""))
 
 
-def slice_of(shapes: Shapes | None, config: TrainConfig) -> Shapes | None:
+def slice_of(shapes: ModelShape | None, config: TrainConfig) -> ModelShape | None:
     """The shapes of what each process computes with, from which its memory is predicted; by a layout file they are taken as whole."""
     if shapes is None or config.strategy != "tp" or config.layout != DEFAULT:
         return shapes
-    ways = axes(config.mesh)[MODEL]
+    ways = mesh_axes(config.mesh)[MODEL]
     linears = tuple(
         replace(
             linear,
@@ -276,12 +278,12 @@ def slice_of(shapes: Shapes | None, config: TrainConfig) -> Shapes | None:
     )
 
 
-def has_split_heads(shapes: Shapes) -> bool:
+def has_split_heads(shapes: ModelShape) -> bool:
     """Whether each process has some of the heads: not where all are normalized together, or cut out of one fused output."""
     return shapes.qk_norm != "all" and not (shapes.fused_qkv and shapes.gated)
 
 
-def check_split(linear: Linear, split: str, ways: int, config: TrainConfig, where: str) -> None:
+def check_split(linear: LinearShape, split: str, ways: int, config: TrainConfig, where: str) -> None:
     """Raises LayoutError when `linear` cannot be split so into `ways` slices that quantize as the whole does."""
     cure = "another --mesh, or a --layout FILE that keeps it whole"
     if split == COLUMNS and linear.outputs % ways:

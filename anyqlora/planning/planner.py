@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from anyqlora.config.resolve import AUTO, TrainConfig, checked
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.registry import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
 from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures, lora_targets, prequantized
@@ -40,10 +40,10 @@ class Adjustment:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.field}: asked {_shown(self.asked)}, got {_shown(self.got)}: {self.why}"
+        return f"{self.field}: asked {_format_value(self.asked)}, got {_format_value(self.got)}: {self.why}"
 
 
-def _planned(name: str) -> property:
+def _config_property(name: str) -> property:
     """What the plan says of a setting is what its config says."""
     return property(lambda plan: getattr(plan.config, name))
 
@@ -65,14 +65,21 @@ class RunPlan:
     memory_unknown: str = ""
     sharing: int = 1  # processes that share a device's memory
 
-    precision, quantizer, adapter = _planned("precision"), _planned("quantizer"), _planned("adapter")
-    strategy, world_size = _planned("strategy"), _planned("world_size")
-    batch_size, gradient_accumulation_steps = _planned("batch_size"), _planned("gradient_accumulation_steps")
-    use_gradient_checkpointing, use_activation_cpu_offload = (
-        _planned("use_gradient_checkpointing"),
-        _planned("use_activation_cpu_offload"),
+    precision, quantizer, adapter = (
+        _config_property("precision"),
+        _config_property("quantizer"),
+        _config_property("adapter"),
     )
-    packing, kernels = _planned("packing"), _planned("kernels")
+    strategy, world_size = _config_property("strategy"), _config_property("world_size")
+    batch_size, gradient_accumulation_steps = (
+        _config_property("batch_size"),
+        _config_property("gradient_accumulation_steps"),
+    )
+    use_gradient_checkpointing, use_activation_cpu_offload = (
+        _config_property("use_gradient_checkpointing"),
+        _config_property("use_activation_cpu_offload"),
+    )
+    packing, kernels = _config_property("packing"), _config_property("kernels")
 
     @property
     def data_processes(self) -> int:
@@ -210,11 +217,11 @@ class RunPlan:
         }
 
 
-def _shown(value) -> str:
+def _format_value(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-class _Draft:
+class PlanBuilder:
     """A config on its way to a plan, and the ledger of what changed."""
 
     def __init__(self, config: TrainConfig):
@@ -238,7 +245,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     Raises UsageError for what the row or the machine does not allow (and, with strict, for any adjustment), NotBuilt for what
     this version lacks.
     """
-    draft = _Draft(checked(config))
+    draft = PlanBuilder(checked(config))
     if config.backend not in (AUTO, backend):
         raise UsageError(
             f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
@@ -247,17 +254,17 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     draft.choose("backend", str(backend))
     if config.strategy in registry.STRATEGIES and config.strategy not in row.strategies:
         _refuse(config, "strategy", backend, False, found, row.strategies)
-    mesh.adopt(draft, len(found.devices))
+    mesh.resolve_mesh(draft, len(found.devices))
     _processes(draft, backend, row, found)
     found = found.used(draft.config.world_size)
     _precision(draft, backend, row, found)
-    described = _described(draft)
+    described = _model_config(draft)
     if described:
-        prequantized.adopt(draft, described)
+        prequantized.resolve_quantizer(draft, described)
         _positions(draft, described)
     _quantizer(draft, backend, row, found)
     if draft.config.quantizer in AFFINE and draft.config.strategy not in AFFINE_STRATEGIES:
-        raise NotBuilt(
+        raise NotSupported(
             f"quantizer {draft.config.quantizer} with strategy {draft.config.strategy}: its weights are not split over processes yet",
             where=draft.config.sources.get("quantizer", ""),
             cure=f"--quantizer nf4, or --strategy {' or '.join(AFFINE_STRATEGIES[:2])}",
@@ -271,7 +278,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     if (
         shapes is not None and not shapes.experts and draft.config.adapter != "full"
     ):  # a mixture may have layers of another kind
-        lora_targets.check(
+        lora_targets.check_targets(
             draft.config.lora_target_modules,
             (linear.name for linear in shapes.linears),
             draft.config.sources.get("lora_target_modules", ""),
@@ -281,16 +288,16 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     sharing = 1 if row.activation_offload else found.sharing  # a device with memory of its own is one process's
     free = None if found.memory_free is None else found.memory_free // sharing
     if shapes is not None and free is not None:
-        fitting.shard(draft, shapes, free)  # before what depends on whether the model is split
+        fitting.plan_sharding(draft, shapes, free)  # before what depends on whether the model is split
     _kernels(draft, backend, row, found)
     _products(draft, backend, row, found)
     _fast_paths(draft, row, shapes, found)
     if shapes and not (described and prequantized.quantized_as(described)):
         _groups(draft, shapes)
     if shapes is not None and free is not None:
-        fitting.evaluation(draft, shapes, free)
-    fitting.batch(draft, shapes, free)
-    fitting.cache(draft, shapes, free)
+        fitting.plan_evaluation(draft, shapes, free)
+    fitting.plan_batch(draft, shapes, free)
+    fitting.plan_dequantized_layers(draft, shapes, free)
     _quantized_cache(draft, row, described, shapes)
     _warn(draft, backend, found)
     c = draft.config
@@ -354,7 +361,7 @@ def _processes(draft, backend, row, found) -> None:
         why = found.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
         raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
     if config.strategy == AUTO:
-        draft.choose("strategy", fitting.implied(config) or ("single" if size == 1 else several[0]))
+        draft.choose("strategy", fitting.implied_strategy(config) or ("single" if size == 1 else several[0]))
     chosen = draft.config.strategy
     if chosen not in row.strategies and not (row.framework == "torch" and registry.is_third_party(chosen)):
         _refuse(draft.config, "strategy", backend, False, found, row.strategies)
@@ -456,7 +463,7 @@ def _products(draft, backend, row, found) -> None:
             cure="--frozen_products full",
         )
     if config.strategy not in FUSED_STRATEGIES:
-        raise NotBuilt(
+        raise NotSupported(
             f"frozen_products {asked}: not built for strategy {config.strategy} yet",
             where=where,
             cure="--frozen_products full",
@@ -498,7 +505,7 @@ def _fast_paths(draft, row, shapes, found) -> None:
     is_built = row.framework == "torch" and draft.config.strategy in FUSED_STRATEGIES
     for name in ("fused", "flat"):
         if getattr(draft.config, name) is True and not is_built:
-            raise NotBuilt(
+            raise NotSupported(
                 f"{name}: not built for strategy {draft.config.strategy} on {row.framework} yet",
                 where=draft.config.sources.get(name, ""),
                 cure=f"--{name} auto",
@@ -576,13 +583,13 @@ def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
         draft.choose("quantized_cache", not why and shapes is not None and shapes.linear_parameters >= KEPT_FROM)
 
 
-def _described(draft) -> dict | None:
+def _model_config(draft) -> dict | None:
     """The model's config.json; None for a hub id that is not on this machine."""
     directory = architectures.model_directory(draft.config)
     if directory is None:
         draft.memory_unknown = f"{draft.config.model_name} is not on this machine"
     described = directory and architectures.read_config(directory)
-    if described and architectures.sees_ahead(described):
+    if described and architectures.is_bidirectional(described):
         raise UsageError(
             f"model_type {described['model_type']!r} sees the tokens that it would have to predict",
             where=str(directory / "config.json"),
@@ -593,7 +600,7 @@ def _described(draft) -> dict | None:
 
 def _positions(draft, described: dict) -> None:
     """Rows no longer than the model has positions for, unless longer ones were asked for and its positions are not a table."""
-    longest, asked = architectures.positions(described), draft.config.context_length
+    longest, asked = architectures.max_positions(described), draft.config.context_length
     if longest is None or asked <= longest:
         return
     if not draft.config.asked("context_length"):
@@ -609,16 +616,16 @@ def _positions(draft, described: dict) -> None:
         draft.warnings.append(f"context_length {asked} is beyond the {longest} positions that the model was made for")
 
 
-def fitted(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+def fitted_context_length(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """`config` with rows as long as a plan makes them on any machine, and what there is to say of it. Raises UsageError as a plan does."""
-    draft = _Draft(config)
-    _positions(draft, architectures.described(config))
+    draft = PlanBuilder(config)
+    _positions(draft, architectures.model_config(config))
     return draft.config, [*map(str, draft.adjustments), *draft.warnings]
 
 
-def _shapes(draft, described: dict | None) -> architectures.Shapes | None:
+def _shapes(draft, described: dict | None) -> architectures.ModelShape | None:
     try:
-        shapes = described and architectures.shapes(described)
+        shapes = described and architectures.model_shape(described)
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"config.json does not describe a {described.get('model_type')} model: {error}",

@@ -8,21 +8,21 @@ from anyqlora.planning.capabilities import (
     FLOAT8_FROM,
     NEEDS_BITSANDBYTES,
     Backend,
+    BackendReport,
     Capabilities,
-    Found,
     _called,
     _no_bf16,
 )
 from anyqlora.planning.machine import Device, Machine
 
 
-def _absent(why: str) -> Found:
-    return Found(available=False, reasons={"available": why})
+def _absent(why: str) -> BackendReport:
+    return BackendReport(available=False, reasons={"available": why})
 
 
 def _narrowed(
     row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: Mapping[str, str], **more
-) -> Found:
+) -> BackendReport:
     """The row without the cells in `lacks` (cell -> why)."""
     lacks = dict(lacks)
     if machine.bitsandbytes.get("error"):
@@ -34,7 +34,7 @@ def _narrowed(
         name: tuple(cell for cell in getattr(row, name) if cell not in lacks)
         for name in ("dtypes", "quantizers", "optimizers", "kernels")
     }
-    return Found(
+    return BackendReport(
         True,
         devices,
         **{**kept, **more},
@@ -47,7 +47,7 @@ def _narrowed(
 
 def _torch_gpu(
     row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str
-) -> Found:
+) -> BackendReport:
     torch = machine.torch
     if torch.get("error"):
         return _absent(torch["error"])
@@ -124,7 +124,7 @@ def _mlx(row, machine):
     if build == "mlx-cpu":
         slow[""] = "mlx's CPU build is there to try things out, and slow"
         dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
-    return Found(
+    return BackendReport(
         True,
         (device,),
         tuple(d for d in dtypes if d in row.dtypes),

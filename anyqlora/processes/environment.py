@@ -29,7 +29,7 @@ PORTS = 20000  # SLURM's jobs meet at port 20000 + job % 20000, so that two of t
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessContext:
     """One of `size` processes. `launcher` names who started them ("" when nobody did), `address` and `port` are where they meet."""
 
     rank: int = 0
@@ -44,7 +44,7 @@ class World:
         return self.rank == 0
 
     @classmethod
-    def here(cls, config: TrainConfig, environ: Mapping[str, str] = os.environ) -> World:
+    def here(cls, config: TrainConfig, environ: Mapping[str, str] = os.environ) -> ProcessContext:
         """This process, from the environment that torchrun, `srun`, mlx.launch or train.py itself made. Raises UsageError for half of one."""
         if any(environ.get(name) for name in OF_TORCHRUN[:3]):
             world = cls._of_torchrun(environ)
@@ -63,7 +63,7 @@ class World:
         return world
 
     @classmethod
-    def _of_torchrun(cls, environ: Mapping[str, str]) -> World:
+    def _of_torchrun(cls, environ: Mapping[str, str]) -> ProcessContext:
         missing = [name for name in OF_TORCHRUN if not environ.get(name)]
         if missing:
             there = ", ".join(name for name in OF_TORCHRUN if environ.get(name))
@@ -82,7 +82,7 @@ class World:
         return cls(rank, size, local, "the launcher", environ["MASTER_ADDR"], environ["MASTER_PORT"])
 
     @classmethod
-    def _of_mlx_launch(cls, environ: Mapping[str, str]) -> World:
+    def _of_mlx_launch(cls, environ: Mapping[str, str]) -> ProcessContext:
         """mlx.launch gives each process its rank, and a file with the addresses of all."""
         path = environ.get("MLX_HOSTFILE", "")
         try:
@@ -103,7 +103,7 @@ class World:
         return cls(rank, size, hosts[:rank].count(hosts[rank]), "mlx.launch")
 
     @classmethod
-    def _of_slurm(cls, config: TrainConfig, environ: Mapping[str, str]) -> World:
+    def _of_slurm(cls, config: TrainConfig, environ: Mapping[str, str]) -> ProcessContext:
         """`srun` starts a process for each task; the batch script itself is none of them, though it sees the same variables."""
         is_task = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
         size = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
@@ -156,7 +156,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
-def device_of(local_rank: int, visible: int) -> int:
+def device_index(local_rank: int, visible: int) -> int:
     """Which of the devices that a process sees is its own: the only one, where its launcher shows it no other (srun --gpus-per-task=1)."""
     return 0 if visible == 1 else local_rank
 
@@ -188,7 +188,7 @@ def local_size(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
-def cores_of_all(own: int, environ: Mapping[str, str] = os.environ) -> int:
+def cores_per_process(own: int, environ: Mapping[str, str] = os.environ) -> int:
     """The cores that a run's processes on this machine have together, where this one may use `own`: those, unless srun has bound each task to its own."""
     node = environ.get("SLURM_CPUS_ON_NODE", "")  # of the step, on this machine
     tasks = 0 if environ.get("LOCAL_WORLD_SIZE") or not node.isdecimal() else local_size(environ)
@@ -200,7 +200,7 @@ def _has_others(environ: Mapping[str, str]) -> bool:
     return (environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")) != "1"
 
 
-def collectives(kind: str) -> str:
+def collective_backends(kind: str) -> str:
     """What torch's init_process_group takes for devices of this kind: the device's own, and gloo for host memory.
 
     Not "cpu:gloo" on a CPU: torch 2.13 then knows no default backend where the compiler has been imported, and says so when the group is left.
@@ -209,7 +209,7 @@ def collectives(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
+def environment_variables(**values: str) -> Iterator[None]:
     """These variables in this process's environment, which is as it was afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -223,7 +223,7 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def cores() -> int:
+def physical_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 
-class Alone:
+class SingleProcess:
     """What the processes of a run tell each other, when there is one: what it says is what it hears."""
 
     rank, size, is_first = 0, 1, True
@@ -34,7 +34,7 @@ class Alone:
         """Until all processes are here, however long one of them takes."""
 
 
-class Several(Alone):
+class ProcessGroup(SingleProcess):
     """The same among several processes. A framework's own says how JSON and bytes travel.
 
     `stacks` is the open file that tells where the threads of this process are, when another one is lost or SIGUSR2 comes; None: nowhere.

@@ -16,19 +16,19 @@ from pathlib import Path
 from anyqlora.config.resolve import AUTO, TrainConfig
 from anyqlora.core.errors import OutOfMemory, PeerLost, Stopped
 from anyqlora.core.terminal import printable
-from anyqlora.processes.environment import cores, free_port
+from anyqlora.processes.environment import free_port, physical_cores
 
-WATCHED = 0.05  # seconds between two looks at the processes
+POLL_SECONDS = 0.05  # seconds between two looks at the processes
 GRACE = {
     True: 5.0,
     False: 1.0,
 }  # seconds that the others have to end by themselves once one has explained itself, or was lost
-STACKS = 0.5  # seconds in which those that do not end write where they are
-FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+STACK_DUMP_SECONDS = 0.5  # seconds in which those that do not end write where they are
+FORWARDED_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
 
 @dataclass
-class Processes:
+class LocalLauncher:
     """The processes of one attempt. `ends` has the exit codes of those that have ended, in the order in which they did."""
 
     folder: Path
@@ -40,7 +40,7 @@ class Processes:
 
     def start(self, size: int, address: str, port: str) -> None:
         """Start `size` processes. The first one speaks; what the others have to say on standard error is kept for when it matters."""
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // size))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, physical_cores() // size))
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         for rank in range(size):
@@ -78,12 +78,12 @@ class Processes:
                         failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > GRACE[self.has_explained(self.culprit)]:
                 self.end()
-            time.sleep(WATCHED)
+            time.sleep(POLL_SECONDS)
 
     def end(self) -> None:
         """End those that do not end by themselves; each first writes the stacks of its threads, a stopped one too."""
         self.silent += list(self.running)
-        for number, seconds in ((signal.SIGCONT, 0), (signal.SIGUSR2, STACKS), (signal.SIGKILL, 0)):
+        for number, seconds in ((signal.SIGCONT, 0), (signal.SIGUSR2, STACK_DUMP_SECONDS), (signal.SIGKILL, 0)):
             self.send(number)
             time.sleep(seconds)
 
@@ -127,11 +127,11 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
     rows, steps = plan.batch_size, plan.gradient_accumulation_steps
     while True:
         with tempfile.TemporaryDirectory(prefix="anyqlora-") as folder:
-            processes = Processes(Path(folder))
+            processes = LocalLauncher(Path(folder))
             (processes.folder / "config.json").write_text(
                 json.dumps({"settings": config.settings(), "sources": dict(config.sources), "name": name})
             )
-            attend(processes, config)
+            watch_processes(processes, config)
             if config.resume == "never":
                 config = config.with_(resume=AUTO)  # it has begun anew, and goes on from there
             if processes.interrupts > 1:
@@ -147,9 +147,9 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
             if processes.stop is not None and (not has_explained or processes.ends[rank] == OutOfMemory.exit_code):
                 raise Stopped.by(processes.stop)
             if processes.ends[rank] == OutOfMemory.exit_code and rows > 1:
-                from anyqlora.planning.fitting import halved
+                from anyqlora.planning.fitting import halve
 
-                rows, steps = halved(rows, steps)
+                rows, steps = halve(rows, steps)
                 config = config.with_(batch_size=rows, gradient_accumulation_steps=steps)
                 print(
                     f"train.py: micro-batches of {rows} rows from here on, and from the last checkpoint",
@@ -172,7 +172,7 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
         print(f"train.py: rank {rank} {how}; starting again from the last checkpoint", file=sys.stderr, flush=True)
 
 
-def attend(processes: Processes, config: TrainConfig) -> None:
+def watch_processes(processes: LocalLauncher, config: TrainConfig) -> None:
     """Start the processes and see them through, handing on the signals that come meanwhile.
 
     A signal that asks to stop before all are started ends them at once: `stoppable`, and Python for SIGINT, raise it here.
@@ -181,7 +181,7 @@ def attend(processes: Processes, config: TrainConfig) -> None:
     before = {}
     try:
         processes.start(config.world_size, config.master_addr, port)
-        before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
+        before = {number: signal.signal(number, processes.forward) for number in FORWARDED_SIGNALS}
         processes.wait()
     finally:
         processes.send(signal.SIGKILL)

@@ -12,16 +12,16 @@ def train(config: TrainConfig, name: str = "") -> dict:
     `name` is the directory that was found for a run without a `run_name`, where another process has found it.
     """
     from anyqlora.planning.backends import BackendManager
-    from anyqlora.processes.environment import World
+    from anyqlora.processes.environment import ProcessContext
     from anyqlora.recipes.launcher import launch
     from anyqlora.reporting import trackers
     from anyqlora.runs import directory
 
-    trackers.check(config)
-    world = World.here(config)
+    trackers.check_trackers(config)
+    world = ProcessContext.here(config)
     config = world.stated(config)
     with (
-        directory.find(config, name) if world.is_first else directory.elsewhere() as found
+        directory.locate_run(config, name) if world.is_first else directory.unknown_run_directory() as found
     ):  # refuses before anything heavy is imported
         manager = BackendManager(config.backend, verbose=config.verbose)
         plan = manager.plan(config)
@@ -39,18 +39,18 @@ def work(found, plan, world, config: TrainConfig) -> dict:
     from anyqlora.models.hub import base_directory
     from anyqlora.reporting import select
     from anyqlora.training import handshake
-    from anyqlora.training.follower import Follower
-    from anyqlora.training.session import Run
+    from anyqlora.training.follower import WorkerSession
+    from anyqlora.training.session import TrainingSession
 
-    with handshake.of(plan, world) as ranks:
-        plan = handshake.agreed(ranks, found, plan, config)
-        select.announce(plan, ranks)
-        words = tokenizer.load(str(base_directory(plan.config)), plan.config.trust_remote_code)
-        chat_template.put(words, plan.config)
-        rows = dataset.prepare(plan.config, words)
-        handshake.same_rows(ranks, rows)
-        kind = Run if ranks.is_first else Follower
-        with kind(found, plan, rows, stream.stream_of(plan, rows.train, ranks.rank), words, ranks) as run:
+    with handshake.join_processes(plan, world) as ranks:
+        plan = handshake.agree_on_plan(ranks, found, plan, config)
+        select.announce_plan(plan, ranks)
+        words = tokenizer.load_tokenizer(str(base_directory(plan.config)), plan.config.trust_remote_code)
+        chat_template.set_template(words, plan.config)
+        rows = dataset.load_data(plan.config, words)
+        handshake.check_same_data(ranks, rows)
+        kind = TrainingSession if ranks.is_first else WorkerSession
+        with kind(found, plan, rows, stream.make_stream(plan, rows.train, ranks.rank), words, ranks) as run:
             return run.already_finished() if run.finished else LOOPS[plan.framework](run)
 
 
@@ -62,7 +62,7 @@ def torch_loop(run) -> dict:
     from anyqlora.on_torch.assembly.checks import check_gradients
     from anyqlora.on_torch.device import is_out_of_memory, seed_everything, set_deterministic
     from anyqlora.on_torch.evaluate import evaluator
-    from anyqlora.on_torch.profiling.profiler import watch
+    from anyqlora.on_torch.profiling.profiler import make_hooks
     from anyqlora.on_torch.runtime import Runtime
     from anyqlora.on_torch.state import finished, restore, restore_best, snapshot
 
@@ -71,7 +71,7 @@ def torch_loop(run) -> dict:
     seed_everything(config.seed)
     runtime = run.closing(Runtime(run.plan))
     memory = run.closing(runtime.memory)
-    watched = run.closing(watch(run, memory))  # nothing, unless profiling is asked for
+    watched = run.closing(make_hooks(run, memory))  # nothing, unless profiling is asked for
     with watched.phase("load"):
         built = build(config, runtime, run.data.sample(run.plan.batch_size))
     for note in built.notes:

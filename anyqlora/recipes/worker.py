@@ -14,7 +14,7 @@ from anyqlora.core.errors import explained
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Be killed when the process `parent` ends, however it ends: a run is never left without the one who watches it (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -25,15 +25,15 @@ def end_with(parent: int) -> None:
 def main(folder: Path) -> None:
     with explained("train.py"):
         from anyqlora.config.resolve import TrainConfig
-        from anyqlora.core.files import finite
+        from anyqlora.core.files import json_safe
         from anyqlora.recipes.sft import train  # in here, where signals that come while it is imported are answered
 
         said = json.loads((folder / "config.json").read_bytes())
         result = train(TrainConfig(**said["settings"], sources=said["sources"]), said["name"])
         if result:  # the first process has it
-            (folder / "result.json").write_text(json.dumps(finite(result)))
+            (folder / "result.json").write_text(json.dumps(json_safe(result)))
 
 
 if __name__ == "__main__":
-    end_with(int(sys.argv[2]))
+    end_with_parent(int(sys.argv[2]))
     main(Path(sys.argv[1]))

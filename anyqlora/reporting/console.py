@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from anyqlora.core.files import finite, to_disk
+from anyqlora.core.files import flush_to_disk, json_safe
 from anyqlora.core.redaction import redacted
 from anyqlora.core.terminal import duration, printable
 
@@ -31,7 +31,9 @@ class JsonLines:
 
     def write(self, record: dict) -> None:
         self.waiting.append(
-            (json.dumps(finite(record), allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+            (json.dumps(json_safe(record), allow_nan=False, ensure_ascii=False) + "\n").encode(
+                "utf-8", "backslashreplace"
+            )
         )
         self.count += 1
         self.flush()
@@ -55,7 +57,7 @@ class JsonLines:
         self.flush()
         if self.file is not None:
             with contextlib.suppress(OSError):
-                to_disk(self.file.fileno())
+                flush_to_disk(self.file.fileno())
 
     def close(self) -> None:
         self.flush()
@@ -73,14 +75,14 @@ class Metrics(JsonLines):
 
     def write(self, record: dict) -> None:
         super().write(record)
-        self.trackers.record(finite(record))
+        self.trackers.record(json_safe(record))
 
     def close(self) -> None:
         super().close()
         self.trackers.close()
 
 
-class Lines:
+class ConsoleReporter:
     """Plain lines on standard output, warnings on standard error. What comes from data cannot steer the terminal."""
 
     def __init__(self, plan, total_steps: int):
@@ -107,7 +109,7 @@ class Lines:
         )
 
     def evaluation(self, record: dict) -> None:
-        self.say(evaluated(record))
+        self.say(format_evaluation(record))
 
     def report(self, directory: Path) -> None:
         """What came of the finished run in `directory`."""
@@ -123,7 +125,7 @@ class Lines:
         """Leave the terminal as it was. May be called again."""
 
 
-class Silent(Lines):
+class QuietReporter(ConsoleReporter):
     """Nothing but warnings, among them what the plan could not do as it was asked."""
 
     def announce(self) -> None:
@@ -137,7 +139,7 @@ class Silent(Lines):
         pass
 
 
-class Mute(Silent):
+class NullReporter(QuietReporter):
     """Nothing at all: of several processes the first one speaks."""
 
     def announce(self) -> None:
@@ -147,7 +149,7 @@ class Mute(Silent):
         pass
 
 
-def evaluated(record: dict) -> str:
+def format_evaluation(record: dict) -> str:
     """One evaluation in words."""
     exact = f"  exact match {100 * record['exact_match']:.1f} %" if "exact_match" in record else ""
     return (

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from anyqlora.core.redaction import redacted
 from anyqlora.core.terminal import duration, format_bytes, printable, sparkline
-from anyqlora.reporting.console import Lines, evaluated
+from anyqlora.reporting.console import ConsoleReporter, format_evaluation
 
 KEPT = 400  # losses that the trend is made of
 REDRAWN = 0.1  # seconds between two drawings at least: drawing takes a few milliseconds
@@ -27,7 +27,7 @@ def is_interactive() -> bool:
     return Console().is_interactive and sys.stdout.isatty()
 
 
-class Panel(Lines):
+class LivePanel(ConsoleReporter):
     """Step, loss with its trend, rate, gradient norm, speed, memory and time left. What is said or warned stands above it."""
 
     def __init__(self, plan, total_steps: int):
@@ -55,7 +55,7 @@ class Panel(Lines):
             self.drawn = time.monotonic()
 
     def evaluation(self, record: dict) -> None:
-        self.held_out = evaluated(record)
+        self.held_out = format_evaluation(record)
         self.say(self.held_out)
 
     def drawing(self) -> Frame:
@@ -92,7 +92,7 @@ class Panel(Lines):
             self.live = None
 
 
-class Bar(Lines):
+class ProgressBarReporter(ConsoleReporter):
     """tqdm's progress bar, fsdp_qlora's choice; what is said stands above it."""
 
     def __init__(self, plan, total_steps: int):

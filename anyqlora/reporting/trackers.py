@@ -25,22 +25,22 @@ NAMING = {"project_name": BOTH, "name": BOTH, "group": BOTH, "entity": ("wandb",
 WANDB_SECONDS = 30  # to reach the server before the run goes on offline
 
 
-def names(config: TrainConfig) -> list[str]:
+def tracker_names(config: TrainConfig) -> list[str]:
     """The trackers that log_to names, once each."""
     asked = [name.strip() for name in config.log_to.split(",")]
     return [name for name in dict.fromkeys(asked) if name in registry.TRACKERS]
 
 
-def check(config: TrainConfig) -> None:
+def check_trackers(config: TrainConfig) -> None:
     """Raises UsageError for a tracker that is not installed, with the command that installs it. Imports none."""
-    for name in names(config):
+    for name in tracker_names(config):
         if importlib.util.find_spec(name) is None:
             raise UsageError(
                 f"log_to {name}: {name} is not installed",
                 where=config.sources.get("log_to", ""),
                 cure=f"pip install {name}",
             )
-    if config.offline and "trackio" in names(config) and any(os.environ.get(name) for name in Trackio.REMOTE):
+    if config.offline and "trackio" in tracker_names(config) and any(os.environ.get(name) for name in Trackio.REMOTE):
         raise UsageError(
             f"offline, and {' or '.join(Trackio.REMOTE)} makes trackio send to a server",
             where=config.sources.get("offline", ""),
@@ -48,7 +48,7 @@ def check(config: TrainConfig) -> None:
         )
 
 
-def numbers(record: Mapping) -> dict[str, float]:
+def numeric_values(record: Mapping) -> dict[str, float]:
     """What of a record can be plotted; an evaluation's numbers are named eval/..."""
     prefix = "eval/" if record.get("event") == "evaluation" else ""
     found = {}
@@ -61,7 +61,7 @@ def numbers(record: Mapping) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackerContext:
     """What a tracker is told of the run; `settings` hold no secrets."""
 
     config: TrainConfig
@@ -92,22 +92,22 @@ class Trackers:
         """
         self.warn, self.trackers = warn, []
         for name, readers in NAMING.items():
-            if getattr(config, name) != SETTINGS[name].default and not set(readers) & set(names(config)):
+            if getattr(config, name) != SETTINGS[name].default and not set(readers) & set(tracker_names(config)):
                 warn(f"{name} does nothing here: it is for log_to {' or '.join(readers)}")
-        for name in names(config):
-            run = Tracked(config, redacted(config.settings()), directory, resumed, warn, finished_steps)
+        for name in tracker_names(config):
+            run = TrackerContext(config, redacted(config.settings()), directory, resumed, warn, finished_steps)
             try:
                 self.trackers.append(registry.load(registry.TRACKERS[name])(run))
             except Exception as error:  # whatever it is: what was asked for is not in effect
                 self.close()
                 raise UsageError(
-                    f"log_to {name}: it does not start: {reason(error)}",
+                    f"log_to {name}: it does not start: {unavailable_reason(error)}",
                     where=config.sources.get("log_to", ""),
                     cure=f"mend it, or leave {name} out",
                 ) from error
 
     def record(self, record: Mapping) -> None:
-        self._each(lambda tracker: tracker.record(record["step"], numbers(record)))
+        self._each(lambda tracker: tracker.record(record["step"], numeric_values(record)))
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
@@ -118,11 +118,11 @@ class Trackers:
             try:
                 act(tracker)
             except Exception as error:  # whatever it is: the run goes on, and metrics.jsonl has every record
-                self.warn(f"{tracker.name} is given up: {reason(error)}")
+                self.warn(f"{tracker.name} is given up: {unavailable_reason(error)}")
                 self.trackers.remove(tracker)
 
 
-def reason(error: Exception) -> str:
+def unavailable_reason(error: Exception) -> str:
     """The first line of what an error says, without secrets."""
     return redacted((str(error).strip().splitlines() or [type(error).__name__])[0])
 
@@ -132,7 +132,7 @@ class Wandb:
 
     name = "wandb"
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackerContext):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports to Sentry, which nobody asked for
         import wandb
 
@@ -166,7 +166,7 @@ class Wandb:
         try:
             self.run = wandb.init(mode=mode, **about)
         except wandb.errors.CommError as error:
-            run.warn(f"wandb does not answer, so it is kept offline: {reason(error)}")
+            run.warn(f"wandb does not answer, so it is kept offline: {unavailable_reason(error)}")
             wandb.teardown()  # else the id is taken by the run that did not start
             self.run = wandb.init(mode="offline", **about)
 
@@ -195,7 +195,7 @@ class Tensorboard:
 
     name = "tensorboard"
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackerContext):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -232,7 +232,7 @@ class Trackio:
     name = "trackio"
     REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackerContext):
         import trackio
 
         self.trackio = trackio

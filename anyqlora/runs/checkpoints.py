@@ -20,7 +20,16 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import load as tensors_from_bytes
 
 from anyqlora.core.errors import UsageError
-from anyqlora.core.files import FORMAT, MANIFEST, REMOVED, Disk, sealed, tensors_to_bytes, to_json, write_directory
+from anyqlora.core.files import (
+    FORMAT,
+    MANIFEST,
+    REMOVED,
+    FileSystem,
+    sealed_manifest,
+    tensors_to_bytes,
+    to_json,
+    write_directory,
+)
 from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
 
 ADAPTER_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # of numpy's, bfloat16's bits
@@ -36,10 +45,10 @@ def read_adapter(path: Path) -> dict[str, np.ndarray]:
         raise UsageError(
             f"not a safetensors file: {error}", where=str(path), cure="the adapter once more from where it came"
         ) from None
-    return {name: _numbers(name, about, str(path)) for name, about in tensors.items()}
+    return {name: _array(name, about, str(path)) for name, about in tensors.items()}
 
 
-def _numbers(name: str, about: dict, where: str) -> np.ndarray:
+def _array(name: str, about: dict, where: str) -> np.ndarray:
     if about["dtype"] not in ADAPTER_TYPES:
         raise UsageError(
             f"{name} is of type {about['dtype']}", where=where, cure=f"an adapter in {', '.join(ADAPTER_TYPES)}"
@@ -67,7 +76,7 @@ def check_shapes(tensors: Mapping[str, np.ndarray], here: Mapping[str, tuple], w
 
 
 @dataclass
-class Loaded:
+class LoadedCheckpoint:
     """A verified checkpoint. adapter, moments: {name: array}; state, machine: what `save` was given."""
 
     step: int
@@ -78,15 +87,15 @@ class Loaded:
     machine: dict
 
 
-class Rejected(Exception):
+class InvalidCheckpoint(Exception):
     """Why one checkpoint is not used."""
 
 
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, directory: Path, disk: Disk | None = None):
-        self.directory, self.disk = directory, disk or Disk()
+    def __init__(self, directory: Path, disk: FileSystem | None = None):
+        self.directory, self.disk = directory, disk or FileSystem()
 
     def steps(self) -> list[int]:
         """Steps that have a complete-looking directory, ascending."""
@@ -119,17 +128,17 @@ class Checkpoints:
         )
         return self.path(step)
 
-    def newest_good(self, identity: dict | None) -> tuple[Loaded | None, list[tuple[str, str]]]:
+    def newest_good(self, identity: dict | None) -> tuple[LoadedCheckpoint | None, list[tuple[str, str]]]:
         """The newest checkpoint that verifies and is of this run (None: of any), and what was rejected before it was found."""
         rejected = []
         for step in reversed(self.steps()):
             try:
                 return self.read(step, identity), rejected
-            except Rejected as reason:
+            except InvalidCheckpoint as reason:
                 rejected.append((str(self.path(step)), str(reason)))
         return None, rejected
 
-    def read(self, step: int, identity: dict | None = None) -> Loaded:
+    def read(self, step: int, identity: dict | None = None) -> LoadedCheckpoint:
         """Raises Rejected naming the file and what is wrong with it."""
         path = self.path(step)
         manifest = self._manifest(path, step, identity)
@@ -138,13 +147,13 @@ class Checkpoints:
             try:
                 content[name] = (path / name).read_bytes()
             except OSError as error:
-                raise Rejected(f"{name}: {error.strerror or error}") from None
+                raise InvalidCheckpoint(f"{name}: {error.strerror or error}") from None
             if len(content[name]) != about["size"]:
-                raise Rejected(f"{name}: {len(content[name])} bytes, {about['size']} were written")
+                raise InvalidCheckpoint(f"{name}: {len(content[name])} bytes, {about['size']} were written")
             if hashlib.sha256(content[name]).hexdigest() != about["sha256"]:
-                raise Rejected(f"{name}: its sha256 is not the one that was written")
+                raise InvalidCheckpoint(f"{name}: its sha256 is not the one that was written")
         try:
-            return Loaded(
+            return LoadedCheckpoint(
                 step,
                 path,
                 tensors_from_bytes(content[ADAPTER]),
@@ -153,27 +162,27 @@ class Checkpoints:
                 manifest["machine"],
             )
         except (SafetensorError, ValueError, KeyError, RecursionError) as error:
-            raise Rejected(f"its files are not what they are called: {error}") from None
+            raise InvalidCheckpoint(f"its files are not what they are called: {error}") from None
 
     def _manifest(self, path: Path, step: int, identity: dict | None) -> dict:
         try:
             content = (path / MANIFEST).read_bytes()
             manifest = json.loads(content)
             if manifest["format"] != FORMAT:
-                raise Rejected(f"{MANIFEST}: format {manifest['format']}, this version reads {FORMAT}")
-            if sealed({key: value for key, value in manifest.items() if key != "self"}) != content:
-                raise Rejected(f"{MANIFEST}: its own hash is not the one that was written")
+                raise InvalidCheckpoint(f"{MANIFEST}: format {manifest['format']}, this version reads {FORMAT}")
+            if sealed_manifest({key: value for key, value in manifest.items() if key != "self"}) != content:
+                raise InvalidCheckpoint(f"{MANIFEST}: its own hash is not the one that was written")
             if manifest["step"] != step or set(manifest["files"]) != {ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE}:
-                raise Rejected(f"{MANIFEST}: describes step {manifest['step']}")
+                raise InvalidCheckpoint(f"{MANIFEST}: describes step {manifest['step']}")
         except OSError as error:
-            raise Rejected(f"{MANIFEST}: {error.strerror or error}") from None
+            raise InvalidCheckpoint(f"{MANIFEST}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Rejected(f"{MANIFEST}: not a manifest: {error}") from None
+            raise InvalidCheckpoint(f"{MANIFEST}: not a manifest: {error}") from None
         if identity is not None and manifest["identity"] != identity:
             other = sorted(
                 k for k in {*identity, *manifest["identity"]} if identity.get(k) != manifest["identity"].get(k)
             )
-            raise Rejected(f"{MANIFEST}: of another run: {', '.join(other)} differ")
+            raise InvalidCheckpoint(f"{MANIFEST}: of another run: {', '.join(other)} differ")
         return manifest
 
     def prune(self, newest: int, keep: int, best: int | None = None) -> None:

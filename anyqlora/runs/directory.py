@@ -23,18 +23,18 @@ from anyqlora.config import init_adapter
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core import hashing
 from anyqlora.core.errors import DiskFull, NoCheckpoint, Stopped, UsageError
-from anyqlora.core.files import Disk, sweep, to_json
+from anyqlora.core.files import FileSystem, remove_leftovers, to_json
 from anyqlora.core.registry import ADAPTER
 from anyqlora.data import chat_template
 from anyqlora.data.readers import sources
 from anyqlora.models.hub import base_directory
 from anyqlora.planning.fitting import global_batch
-from anyqlora.processes.group import Alone
-from anyqlora.runs.checkpoints import Checkpoints, Loaded
+from anyqlora.processes.group import SingleProcess
+from anyqlora.runs.checkpoints import Checkpoints, LoadedCheckpoint
 
 RESULT, IDENTITY = "result.json", "identity.json"
 # What makes two runs the same run. Change one of these and resuming would not continue what was started.
-SETTINGS = (
+IDENTITY_SETTINGS = (
     "quantizer",
     "adapter",
     "double_quant",
@@ -76,7 +76,7 @@ RECOMPUTATION = (
     "use_gradient_checkpointing",
     "recomputed_layers",
 )  # who states one of these asks for something else than was chosen
-CHOSEN = (
+PLANNED_SETTINGS = (
     "fused",
     "fused_head",
     "loss_rows",
@@ -97,7 +97,7 @@ TOKENIZER_FILES = (
 
 
 @dataclass
-class Place:
+class RunDirectory:
     """A run directory, which no other process trains in until this one leaves it.
 
     `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that took. `is_empty` is
@@ -108,7 +108,7 @@ class Place:
     directory: Path
     identity: dict
     finished: bool = False
-    restored: Loaded | None = None
+    restored: LoadedCheckpoint | None = None
     rejected: list[tuple[str, str]] = field(default_factory=list)
     seconds: float = 0.0
     handle: int | None = None
@@ -146,7 +146,7 @@ class Place:
                 cure="--gradient_accumulation_steps, --batch_size or --world_size so that the global batch stays; or another --run_name",
             )
 
-    def share(self, ranks: Alone) -> None:
+    def share(self, ranks: SingleProcess) -> None:
         """All processes hear from the first one where the run lies and what it goes on from."""
         restored = self.restored
         said = ranks.told(
@@ -170,7 +170,7 @@ class Place:
                 ranks.told_arrays(restored and restored.moments),
             )
             loaded = {**said["restored"], "path": Path(said["restored"]["path"])}
-            self.restored = restored or Loaded(adapter=adapter, moments=moments, **loaded)
+            self.restored = restored or LoadedCheckpoint(adapter=adapter, moments=moments, **loaded)
         self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
 
     def planned_before(self, config: TrainConfig, plan) -> TrainConfig:
@@ -184,7 +184,7 @@ class Place:
         is_stated = any(getattr(config, name) != "auto" for name in RECOMPUTATION)
         kept = {
             name: before[name]
-            for name in CHOSEN
+            for name in PLANNED_SETTINGS
             if not (is_stated and name in RECOMPUTATION)
             and name in before
             and getattr(config, name) == "auto"
@@ -192,7 +192,7 @@ class Place:
         }  # which some backends leave alone
         return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
 
-    def reopen(self, disk: Disk) -> None:
+    def reopen(self, disk: FileSystem) -> None:
         """A finished run that goes on is an unfinished one from now on: its result.json steps aside, under the number of its steps."""
         result = read_json(self.directory / RESULT)
         if result is not None:
@@ -221,7 +221,7 @@ class Place:
             for directory in (*directories, *self.made):
                 directory.rmdir()
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -233,7 +233,7 @@ class Place:
         self.leave()
 
 
-def find(config: TrainConfig, name: str = "") -> Place:
+def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
     """The directory of the run that `config` asks for.
 
     `run_name` names it, or `name`, which was found for it before; else the newest unfinished run of the same identity is continued; else
@@ -241,23 +241,25 @@ def find(config: TrainConfig, name: str = "") -> Place:
     can be used, DiskFull when nothing can be made there.
     """
     began = time.perf_counter()
-    identity = identify(config)
+    identity = run_identity(config)
     root = Path(config.output_dir)
     name = config.run_name or name
     made = [path for path in (root, *root.parents) if not path.exists()]
     directory = (
-        _named(config, root / name, identity) if name else _unfinished(config, root, identity) or _new(config, root)
+        _named_run(config, root / name, identity)
+        if name
+        else _newest_unfinished_run(config, root, identity) or _new_run(config, root)
     )
     old = read_json(directory / IDENTITY) or {}
-    identity = _as_many_processes(config, identity, old)
+    identity = _with_same_process_count(config, identity, old)
     has_ended = read_json(directory / RESULT) is not None
     replaces = config.resume == "force" and bool(old) and old != identity
-    found = Place(directory, identity, finished=has_ended and not replaces, made=made, replaces=replaces)
+    found = RunDirectory(directory, identity, finished=has_ended and not replaces, made=made, replaces=replaces)
     if directory.exists() and not found.finished:
-        _stays_inside(directory)
+        _check_inside(directory)
         found.claim()
         try:
-            _take_up(found, None if config.resume == "force" else identity, has_ended)
+            _restore_run(found, None if config.resume == "force" else identity, has_ended)
         except BaseException:
             found.leave()
             raise
@@ -265,12 +267,12 @@ def find(config: TrainConfig, name: str = "") -> Place:
     return found
 
 
-def elsewhere() -> Place:
+def unknown_run_directory() -> RunDirectory:
     """The place of a run on a process that is not the first: it will hear where that is."""
-    return Place(Path(), {})
+    return RunDirectory(Path(), {})
 
 
-def _take_up(found: Place, identity: dict | None, has_ended: bool) -> None:
+def _restore_run(found: RunDirectory, identity: dict | None, has_ended: bool) -> None:
     """Find the checkpoint that the run goes on from, and clear away what a killed process left half done. Raises NoCheckpoint.
 
     The last checkpoint of a run that has ended was written before its last evaluation, which is made again.
@@ -293,10 +295,10 @@ def _take_up(found: Place, identity: dict | None, has_ended: bool) -> None:
     if found.restored and found.replaces:
         found.restored.state["after"] = None  # it may have been of other rows
     for swept in (found.directory, checkpoints.directory):
-        sweep(swept, checkpoints.disk)
+        remove_leftovers(swept, checkpoints.disk)
 
 
-def _stays_inside(directory: Path) -> None:
+def _check_inside(directory: Path) -> None:
     """Raises UsageError when what a run writes would be written elsewhere, through a link."""
     for path in [*directory.glob("*"), *directory.glob("checkpoints/*"), *directory.glob("checkpoints/*/*")]:
         if path.is_symlink():
@@ -305,13 +307,13 @@ def _stays_inside(directory: Path) -> None:
             )
 
 
-def _named(config: TrainConfig, directory: Path, identity: dict) -> Path:
+def _named_run(config: TrainConfig, directory: Path, identity: dict) -> Path:
     root, where = Path(config.output_dir), config.sources.get("run_name", "")
     if directory.resolve().parent != root.resolve():
         raise UsageError(f"{directory} leads out of {root}", where=where, cure="another --run_name, or remove the link")
     old = read_json(directory / IDENTITY)
     if old is not None:
-        identity = _as_many_processes(config, identity, old)
+        identity = _with_same_process_count(config, identity, old)
     if config.resume == "never" and (old is not None or Checkpoints(directory / "checkpoints").steps()):
         raise UsageError(
             f"{directory} already holds a run", where=where, cure="another --run_name, or leave out --resume never"
@@ -341,23 +343,23 @@ def _named(config: TrainConfig, directory: Path, identity: dict) -> Path:
     return directory
 
 
-def _unfinished(config: TrainConfig, root: Path, identity: dict) -> Path | None:
+def _newest_unfinished_run(config: TrainConfig, root: Path, identity: dict) -> Path | None:
     if config.resume == "never" or not root.is_dir():
         return None
     runs = [path for path in root.iterdir() if (path / IDENTITY).exists() and read_json(path / RESULT) is None]
     same = [
         path
         for path in runs
-        if path.resolve().parent == root.resolve() and _is_same(config, identity, read_json(path / IDENTITY))
+        if path.resolve().parent == root.resolve() and _is_same_identity(config, identity, read_json(path / IDENTITY))
     ]
     return max(same, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
 
-def _is_same(config: TrainConfig, identity: dict, old: dict | None) -> bool:
-    return old is not None and old == _as_many_processes(config, identity, old)
+def _is_same_identity(config: TrainConfig, identity: dict, old: dict | None) -> bool:
+    return old is not None and old == _with_same_process_count(config, identity, old)
 
 
-def _as_many_processes(config: TrainConfig, identity: dict, old: dict) -> dict:
+def _with_same_process_count(config: TrainConfig, identity: dict, old: dict) -> dict:
     """`identity` with the global batch of `old`, where only the machine can tell how many processes there will be: the plan will know,
     and `Place.check` compares then."""
     there, here = old.get("global_batch"), identity["global_batch"]
@@ -370,18 +372,18 @@ def may_have_several_gpus() -> bool:
     return any(len(list(Path("/dev").glob(pattern))) > 1 for pattern in ("nvidia[0-9]*", "dri/renderD*"))
 
 
-def _new(config: TrainConfig, root: Path) -> Path:
+def _new_run(config: TrainConfig, root: Path) -> Path:
     model = re.sub(r"[^\w.-]+", "-", Path(config.model_name).name).strip(".-") or "model"
     base = root / f"{datetime.now():%Y%m%d-%H%M%S}-{model}"
     names = itertools.chain([base.name], (f"{base.name}-{again}" for again in itertools.count(1)))
     try:
         root.mkdir(parents=True, exist_ok=True)
-        return next(path for path in map(root.joinpath, names) if _made(path))
+        return next(path for path in map(root.joinpath, names) if _make_directory(path))
     except OSError as error:
         raise unwritable(base, error) from None
 
 
-def _made(directory: Path) -> bool:
+def _make_directory(directory: Path) -> bool:
     """Make a directory that was not there; false for one that was, such as that of another run which began in the same second."""
     try:
         directory.mkdir()
@@ -397,22 +399,22 @@ def unwritable(directory: Path, error: OSError) -> DiskFull:
 # ------------------------------------------------------------------------------------------------------- the identity
 
 
-def identify(config: TrainConfig) -> dict:
+def run_identity(config: TrainConfig) -> dict:
     """What must be equal for a run to be continued, JSON-able: settings, and hashes of rows, base and tokenizer."""
     directory = base_directory(config)
     words = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
     found = {
-        **{name: getattr(config, name) for name in SETTINGS},
+        **{name: getattr(config, name) for name in IDENTITY_SETTINGS},
         "global_batch": global_batch(config),
         "rows": rows_identity(config.dataset, config, held_out=False),
         "held_out": rows_identity(config.eval_dataset, config, held_out=True) if config.eval_dataset else "",
-        "base": hashing.of_named([*directory.glob("*.safetensors"), directory / "config.json"]),
-        "tokenizer": hashing.of_named(words),
+        "base": hashing.hash_named([*directory.glob("*.safetensors"), directory / "config.json"]),
+        "tokenizer": hashing.hash_named(words),
     }
-    if template := chat_template.stated(config):
-        found["chat_template"] = hashing.of_text(template)
+    if template := chat_template.requested_template(config):
+        found["chat_template"] = hashing.hash_text(template)
     if config.init_adapter:
-        found["init_adapter"] = hashing.of_files([init_adapter.directory(config) / ADAPTER])[0]
+        found["init_adapter"] = hashing.hash_files([init_adapter.init_adapter_directory(config) / ADAPTER])[0]
     return json.loads(to_json(found))
 
 
@@ -421,8 +423,8 @@ def rows_identity(spec: str, config: TrainConfig, *, held_out: bool) -> str:
     parts = []
     for name, weight in sources.weighted(spec):
         files = sources.files(name, held_out=held_out, offline=config.offline)
-        parts += [repr(weight), *(hashing.of_files(files) if files else [name])]
-    return hashing.of_text(*parts)
+        parts += [repr(weight), *(hashing.hash_files(files) if files else [name])]
+    return hashing.hash_text(*parts)
 
 
 def read_json(path: Path) -> dict | None:

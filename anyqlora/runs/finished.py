@@ -16,12 +16,12 @@ from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 from anyqlora.core.terminal import printable
 from anyqlora.data import audit, formats
-from anyqlora.data.conversations import Talk
-from anyqlora.data.dataset import Data, prepare, read_held_out
+from anyqlora.data.conversations import Conversation
+from anyqlora.data.dataset import DataSplits, load_data, read_held_out
 from anyqlora.data.examples import DIALOGUES, Example
 from anyqlora.data.readers.bad_rows import BadRow
-from anyqlora.processes.group import Alone
-from anyqlora.reporting.console import Lines
+from anyqlora.processes.group import SingleProcess
+from anyqlora.reporting.console import ConsoleReporter
 
 OF_SEVERAL = (
     "mesh",
@@ -37,7 +37,7 @@ WEIGHTS = {"adapter": "adapter_model.safetensors", "model": "model.safetensors"}
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """`config` is what the run was planned to do, `result` its result.json, `report` its data_report.json."""
 
     directory: Path
@@ -77,10 +77,10 @@ class Finished:
             "text": {"text": f"### Human: {question}### Assistant: -"} if self.is_dialogue else None,
         }.get(self.format)
         try:
-            meant = formats.understand(row, self.format, self.config.prompt_format) if row else None
+            meant = formats.parse_row(row, self.format, self.config.prompt_format) if row else None
         except BadRow as bad:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
-        if isinstance(meant, Talk) or self.style == "chat":
+        if isinstance(meant, Conversation) or self.style == "chat":
             return [{"role": "user", "content": question}]
         return "".join(part for part, _ in meant.parts[:-1]) if meant else question
 
@@ -88,12 +88,12 @@ class Finished:
         """The rows of `dataset`, or those that the run held out itself; `warn` is told what was found in `dataset`. Raises UsageError."""
         if dataset:
             rows, report = read_held_out(self.config, dataset, tokenizer)
-            for finding in audit.findings(report):
+            for finding in audit.warnings(report):
                 warn(finding)
             return rows
         if not (self.config.eval_dataset or self.config.eval_fraction):
             raise UsageError(f"{self.directory} held no rows out", cure="--dataset FILE")
-        rows = prepare(self.config, tokenizer)
+        rows = load_data(self.config, tokenizer)
         if rows.identity != self.report["identity"]:
             raise UsageError(
                 "the rows are not those that the run was trained with: their files have changed",
@@ -103,7 +103,7 @@ class Finished:
         return rows.held_out
 
 
-def find(name: str = "") -> Finished:
+def find_run(name: str = "") -> FinishedRun:
     """The finished run `name` (a directory, or a name in ./runs); the newest one without a name. Raises UsageError.
 
     ANYQLORA_OUTPUT_DIR takes the place of ./runs, as it does when training.
@@ -115,10 +115,10 @@ def find(name: str = "") -> Finished:
             raise UsageError(
                 f"no finished run in {root}", cure="python train.py makes one; or name the run's directory"
             )
-        return read(max(there, key=lambda path: (path / "result.json").stat().st_mtime))
+        return read_run(max(there, key=lambda path: (path / "result.json").stat().st_mtime))
     for directory in (Path(os.path.expanduser(name)), root / name):
         if directory.is_dir():
-            return read(directory)
+            return read_run(directory)
     raise UsageError(
         f"no run {name!r}{nearest(name, [path.name for path in there])}",
         where="command line",
@@ -126,7 +126,7 @@ def find(name: str = "") -> Finished:
     )
 
 
-def read(directory: Path) -> Finished:
+def read_run(directory: Path) -> FinishedRun:
     """The finished run in `directory`, its weights checked against result.json. Raises UsageError."""
     stated = directory / "config.resolved.yaml"
     if not stated.exists():
@@ -147,7 +147,7 @@ def read(directory: Path) -> Finished:
         result, report = (json.loads((directory / name).read_bytes()) for name in ("result.json", "data_report.json"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{directory} cannot be read: {error}") from None
-    run = Finished(directory, config, result, report)
+    run = FinishedRun(directory, config, result, report)
     weights = run.folder / WEIGHTS[run.folder.name]
     if not weights.exists():
         raise UsageError(
@@ -163,7 +163,7 @@ def read(directory: Path) -> Finished:
     return run
 
 
-def plan_here(run: Finished, changed: dict):
+def plan_here(run: FinishedRun, changed: dict):
     """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is said."""
     from anyqlora.planning.backends import BackendManager  # not for reading a run
 
@@ -194,14 +194,14 @@ def plan_here(run: Finished, changed: dict):
 
 
 @dataclass
-class Asked:
+class EvalContext:
     """What `evaluator` reads of a run."""
 
     config: object
-    data: Data
+    data: DataSplits
     tokenizer: object
-    console: Lines
-    ranks = Alone()
+    console: ConsoleReporter
+    ranks = SingleProcess()
 
     def interruptible(self) -> None:
         """Nothing has to be saved: Ctrl-C ends it."""

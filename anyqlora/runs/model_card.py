@@ -9,7 +9,7 @@ from pathlib import Path
 
 from anyqlora.core.redaction import redacted
 from anyqlora.core.terminal import printable
-from anyqlora.models.architectures import described
+from anyqlora.models.architectures import model_config
 from anyqlora.models.prequantized import is_mlx_packed, loadable
 
 CARD = """---
@@ -47,13 +47,13 @@ model = AutoModelForCausalLM.from_pretrained("PATH/TO/model")  # the directory o
 ```"""
 
 
-def card(run) -> str:
+def model_card(run) -> str:
     """Markdown from what the run knows; the same run gives the same text. It is made to be published: local paths give their last
     part only, and nothing that looks like a key is in it."""
     config, plan = run.config, run.plan
     full = plan.adapter == "full"
     origin = loadable(config)
-    base = "anyqlora/demo/base" if config.is_demo else public(origin)
+    base = "anyqlora/demo/base" if config.is_demo else public_name(origin)
     place = base if is_hub_id(origin) else f"PATH/TO/{base}"
     front = {"library_name": "transformers" if full else "peft", "tags": ["anyqlora", plan.adapter, plan.quantizer]}
     if is_hub_id(origin):
@@ -63,7 +63,7 @@ def card(run) -> str:
         title=config.run_name or ("Model" if full else "Adapter"),
         what="Full fine-tune" if full else "Adapter",
         base=base,
-        dataset=", ".join(map(public, config.dataset.split(","))),
+        dataset=", ".join(map(public_name, config.dataset.split(","))),
         quantizer=plan.quantizer,
         adapter=plan.adapter,
         steps=run.learned.step,
@@ -71,8 +71,8 @@ def card(run) -> str:
         lr=config.lr,
         lora="none"
         if full
-        else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public(config.lora_target_modules))}",
-        started=f"\n| started from | `{public(config.init_adapter)}` |" if config.init_adapter else "",
+        else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public_name(config.lora_target_modules))}",
+        started=f"\n| started from | `{public_name(config.init_adapter)}` |" if config.init_adapter else "",
         schedule=config.lr_scheduler,
         optimizer=config.optimizer,
         precision=plan.precision,
@@ -85,9 +85,9 @@ def card(run) -> str:
 
 def packed_note(config, base: str) -> str:
     """What a reader has to know of a base whose files plain transformers does not read; nothing of any other."""
-    if not is_mlx_packed(described(config)):
+    if not is_mlx_packed(model_config(config)):
         return ""
-    packed = f"It was trained on `{public(config.model_name)}`, whose weights are packed as MLX's libraries and AnyQLoRA read them; plain transformers does not."
+    packed = f"It was trained on `{public_name(config.model_name)}`, whose weights are packed as MLX's libraries and AnyQLoRA read them; plain transformers does not."
     return packed + (
         f" Below it loads `{base}`, from which those were made.\n\n"
         if loadable(config) != config.model_name
@@ -111,7 +111,7 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
 
 
-def public(name: str) -> str:
+def public_name(name: str) -> str:
     """A model, file or pattern as a stranger may read it, inside a table and between backticks."""
     name = redacted(name)
     shown = name if is_hub_id(name) or "://" in name else name.rstrip("/").rpartition("/")[2]

@@ -14,7 +14,7 @@ from anyqlora.core.files import to_json
 from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import CHAT_TEMPLATES
 from anyqlora.data.readers.sources import placed
-from anyqlora.processes.environment import cores
+from anyqlora.processes.environment import physical_cores
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "tokenizers", "numpy", "mlx")
 
@@ -29,7 +29,7 @@ def resolved_yaml(config: TrainConfig) -> str:
     return "".join(lines)
 
 
-def kept(config: TrainConfig) -> TrainConfig:
+def public_config(config: TrainConfig) -> TrainConfig:
     """The configuration as a run directory keeps it: without secrets, and readable from any working directory.
 
     The whole path of a model, an adapter, a template or of rows that are on this machine is no secret, whatever else has the same letters: the run is read
@@ -47,10 +47,10 @@ def kept(config: TrainConfig) -> TrainConfig:
     return config.with_(**{**redacted(config.settings()), **places})
 
 
-def described(plan, machine: dict, data_report: dict) -> dict[str, bytes]:
+def run_files(plan, machine: dict, data_report: dict) -> dict[str, bytes]:
     """{file: content} of what a run directory says about its run. What looks like a secret is not in it."""
     return {
-        "config.resolved.yaml": resolved_yaml(kept(plan.config)).encode(),
+        "config.resolved.yaml": resolved_yaml(public_config(plan.config)).encode(),
         "plan.json": to_json(redacted(plan.to_dict())),
         "env.json": to_json(machine),
         "data_report.json": to_json(redacted(data_report)),
@@ -67,7 +67,7 @@ def environment(plan) -> dict:
         "processor": processor(),
         "threads": plan.config.threads
         if plan.config.threads != "auto"
-        else os.environ.get("OMP_NUM_THREADS") or cores(),
+        else os.environ.get("OMP_NUM_THREADS") or physical_cores(),
         **versions(),
         "backend": str(plan.backend),
         "device": plan.device,

@@ -10,21 +10,21 @@ import numpy as np
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.errors import DiskFull, NonFinite
-from anyqlora.core.files import Disk, replace, to_json
+from anyqlora.core.files import FileSystem, replace_file, to_json
 from anyqlora.core.terminal import format_bytes
-from anyqlora.runs.checkpoints import Checkpoints, Loaded, Rejected
-from anyqlora.runs.directory import IDENTITY, Place
+from anyqlora.runs.checkpoints import Checkpoints, InvalidCheckpoint, LoadedCheckpoint
+from anyqlora.runs.directory import IDENTITY, RunDirectory
 
 
-class Saves:
+class CheckpointSaver:
     """`seconds` is the time that saving took so far."""
 
     def __init__(
         self,
-        place: Place,
+        place: RunDirectory,
         config: TrainConfig,
         machine: dict,
-        disk: Disk,
+        disk: FileSystem,
         warn: Callable[[str], None],
         seconds: float = 0.0,
     ):
@@ -77,7 +77,7 @@ class Saves:
             self.checkpoints.save(
                 step, adapter, moments, adapter_config=adapter_config, state={**state, "loop": loop}, **self.marks
             )
-            replace(
+            replace_file(
                 self.identity, to_json(self.marks["identity"]), self.checkpoints.disk
             )  # another one with --resume force: before what has the old one goes
             self.told_full = False
@@ -115,11 +115,11 @@ class Saves:
             return "nothing is saved yet"
         return f"step {good[-1]} is saved" + (f" of {step}" if good[-1] < step else "")
 
-    def best(self, step: int) -> Loaded | None:
+    def best(self, step: int) -> LoadedCheckpoint | None:
         """The checkpoint of the best step; None when it is damaged."""
         try:
             return self.checkpoints.read(step)
-        except Rejected as reason:
+        except InvalidCheckpoint as reason:
             self.warn(
                 f"{self.checkpoints.path(step)} is the best step's and cannot be used: {reason}; what the last step had learned is written"
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from anyqlora.config.resolve import AUTO
 from anyqlora.core.errors import RunError
 from anyqlora.data.dataset import Example
-from anyqlora.data.stream import Batch, batches
+from anyqlora.data.stream import Batch, make_batches
 from anyqlora.models.architectures import position_table
 
 EXACT_MATCH_ROWS = 512
@@ -38,7 +38,7 @@ def evaluate(
 
     def watched() -> Iterator[Batch]:
         nonlocal trained
-        for batch in batches(examples, batch_size, PAD):
+        for batch in make_batches(examples, batch_size, PAD):
             between()
             trained += batch.trained
             yield batch

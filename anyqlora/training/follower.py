@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from anyqlora.reporting.console import Mute
-from anyqlora.training.session import Run
+from anyqlora.reporting.console import NullReporter
+from anyqlora.training.session import TrainingSession
 
 
-class Unwritten:
+class NullJsonLines:
     """A file that only the first process writes."""
 
     path, count = Path(), 0
@@ -24,7 +24,7 @@ class Unwritten:
         pass
 
 
-class Unsaved:
+class NullSaver:
     """Checkpoints that only the first process writes. What they hold is gathered by all."""
 
     seconds = 0.0
@@ -45,15 +45,15 @@ class Unsaved:
         return None
 
 
-class Follower(Run):
-    def _view(self) -> Mute:
-        return Mute(self.plan, self.total_steps)
+class WorkerSession(TrainingSession):
+    def _view(self) -> NullReporter:
+        return NullReporter(self.plan, self.total_steps)
 
     def _describe(self) -> None:
         pass
 
     def _open(self) -> None:
-        self.samples, self.metrics, self.saves = Unwritten(), Unwritten(), Unsaved()
+        self.samples, self.metrics, self.saves = NullJsonLines(), NullJsonLines(), NullSaver()
 
     def files_of(self, name: str, thing, **options) -> dict:
         return {}

@@ -10,28 +10,28 @@ from dataclasses import replace
 from anyqlora.config.resolve import SETTINGS, TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
-from anyqlora.data.dataset import Data
-from anyqlora.processes.environment import World, free_port
-from anyqlora.processes.group import Alone
-from anyqlora.runs.directory import Place
+from anyqlora.data.dataset import DataSplits
+from anyqlora.processes.environment import ProcessContext, free_port
+from anyqlora.processes.group import SingleProcess
+from anyqlora.runs.directory import RunDirectory
 
 OWN = ("output_dir", "run_name", "log_to", "verbose")  # only the first process acts on these
 
 
 @contextlib.contextmanager
-def of(plan, world: World) -> Iterator[Alone]:
+def join_processes(plan, world: ProcessContext) -> Iterator[SingleProcess]:
     """The processes of the run; one alone has nobody to meet, unless its strategy works on a group of one."""
     if world.size == 1 and plan.strategy == "single":
-        yield Alone()
+        yield SingleProcess()
         return
     if world.size == 1:
-        world = World(launcher="itself", address="localhost", port=free_port())
+        world = ProcessContext(launcher="itself", address="localhost", port=free_port())
     ranks = registry.load(registry.RANKS[plan.framework])(plan, world)
     with contextlib.closing(ranks), ranks.noticing():
         yield ranks
 
 
-def agreed(ranks: Alone, found: Place, plan, config: TrainConfig):
+def agree_on_plan(ranks: SingleProcess, found: RunDirectory, plan, config: TrainConfig):
     """The plan of all: what machines decide otherwise, such as free memory, is as on the first. `config` is what was asked for.
 
     Raises UsageError when a process was asked for something else.
@@ -52,7 +52,7 @@ def agreed(ranks: Alone, found: Place, plan, config: TrainConfig):
     return replace(plan, config=plan.config.with_(**ranks.told(plan.config.settings())))
 
 
-def same_rows(ranks: Alone, rows: Data) -> None:
+def check_same_data(ranks: SingleProcess, rows: DataSplits) -> None:
     """Raises UsageError when a process has read other rows."""
     first, *others = ranks.every(rows.identity)
     for rank, identity in enumerate(others, 1):
@@ -60,7 +60,7 @@ def same_rows(ranks: Alone, rows: Data) -> None:
             _refuse(ranks, f"rank {rank} has read other rows than rank 0", "the same files on every machine")
 
 
-def _refuse(ranks: Alone, why: str, cure: str) -> None:
+def _refuse(ranks: SingleProcess, why: str, cure: str) -> None:
     """All processes end; the first one says why."""
     if ranks.is_first:
         raise UsageError(why, where="between processes", cure=cure)

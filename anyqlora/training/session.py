@@ -12,33 +12,49 @@ from statistics import median
 
 from anyqlora.config import init_adapter
 from anyqlora.core.errors import DiskFull, NonFinite, OutOfMemory, RunError, UsageError
-from anyqlora.core.files import Content, Disk, replace, saved_by, size_and_hash, to_json, write_directory
+from anyqlora.core.files import (
+    Content,
+    FileSystem,
+    pretrained_files,
+    replace_file,
+    size_and_sha256,
+    to_json,
+    write_directory,
+)
 from anyqlora.core.redaction import redacted
-from anyqlora.data.audit import findings
-from anyqlora.data.dataset import Data
-from anyqlora.data.stream import Batch, Stream
-from anyqlora.planning.fitting import halved
-from anyqlora.processes.group import Alone
+from anyqlora.data.audit import warnings
+from anyqlora.data.dataset import DataSplits
+from anyqlora.data.stream import Batch, BatchStream
+from anyqlora.planning.fitting import halve
+from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import JsonLines, Metrics
-from anyqlora.reporting.select import view
+from anyqlora.reporting.select import make_reporter
 from anyqlora.reporting.trackers import Trackers
 from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, read_adapter
-from anyqlora.runs.directory import IDENTITY, RESULT, Place, read_json, unwritable
-from anyqlora.runs.model_card import card
-from anyqlora.runs.provenance import described, environment
-from anyqlora.runs.saver import Saves
+from anyqlora.runs.directory import IDENTITY, RESULT, RunDirectory, read_json, unwritable
+from anyqlora.runs.model_card import model_card
+from anyqlora.runs.provenance import environment, run_files
+from anyqlora.runs.saver import CheckpointSaver
 from anyqlora.training.schedule import learning_rate, seed_at
 from anyqlora.training.signals import Interrupted, Signals
-from anyqlora.training.spike_guard import Spikes
-from anyqlora.training.state import Progress, is_better
+from anyqlora.training.spike_guard import SpikeGuard
+from anyqlora.training.state import TrainState, is_better
 
 NON_FINITE_LIMIT = 3
 
 
-class Run:
+class TrainingSession:
     """One run: its directory, its position, and its cadence."""
 
-    def __init__(self, place: Place, plan, data: Data, stream: Stream, tokenizer, ranks: Alone | None = None):
+    def __init__(
+        self,
+        place: RunDirectory,
+        plan,
+        data: DataSplits,
+        stream: BatchStream,
+        tokenizer,
+        ranks: SingleProcess | None = None,
+    ):
         self.place, self.plan, self.config, self.data, self.stream, self.tokenizer = (
             place,
             plan,
@@ -49,24 +65,24 @@ class Run:
         )
         self.directory, self.restored, self.finished = place.directory, place.restored, place.finished
         self.total_steps = stream.total_steps
-        self.ranks = ranks or Alone()
-        self.disk = Disk()
+        self.ranks = ranks or SingleProcess()
+        self.disk = FileSystem()
         self.console = self._view()
         self.opened = contextlib.ExitStack()  # closed on every way out, the last first
         self.opened.callback(self.console.close)
         if self.finished:
             return
-        self.progress = Progress.from_state(self.restored.state) if self.restored else Progress()
+        self.progress = TrainState.from_state(self.restored.state) if self.restored else TrainState()
         self.first_step, self.after = self.progress.step, self.progress.after
         self.saved_step = self.first_step  # or as near to it as the disk allows
         self.learned = self.progress  # of the step whose weights are written in the end
-        self.spikes = Spikes(self.config.spike_guard, self.progress.recent_losses)
+        self.spikes = SpikeGuard(self.config.spike_guard, self.progress.recent_losses)
         self.machine = environment(plan)
         self._compare()
         self._describe()
         if self.ranks.size > 1:
             self._write_stacks()
-        for finding in findings(data.report):
+        for finding in warnings(data.report):
             self.console.warn(finding)
         self._open()
         self.step_started = time.perf_counter()
@@ -76,7 +92,7 @@ class Run:
         self.spiked = self.gradients_shown = False
         self.signals = self.closing(Signals(lambda: self.saves.said(self.last_step), is_alone=self.ranks.size == 1))
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> TrainingSession:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -88,7 +104,7 @@ class Run:
         return thing
 
     def _view(self):
-        return view(self.plan, self.total_steps)
+        return make_reporter(self.plan, self.total_steps)
 
     def _open(self) -> None:
         """The files that grow with the run, and its checkpoints."""
@@ -98,7 +114,9 @@ class Run:
         self.metrics = self.closing(
             Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn)
         )
-        self.saves = Saves(self.place, self.config, self.machine, self.disk, warn, self.progress.saving_seconds)
+        self.saves = CheckpointSaver(
+            self.place, self.config, self.machine, self.disk, warn, self.progress.saving_seconds
+        )
         self._forget_lost_best()
 
     def _forget_lost_best(self) -> None:
@@ -137,7 +155,7 @@ class Run:
 
     def _describe(self) -> None:
         """Write what was asked, what was planned, and where it runs."""
-        files = described(self.plan, self.machine, self.data.report)
+        files = run_files(self.plan, self.machine, self.data.report)
         if not (
             self.restored and self.place.replaces
         ):  # else the checkpoints there are of another identity, until one is saved
@@ -149,7 +167,7 @@ class Run:
                 self.disk
             )  # before its identity is another: a kill in between leaves the old run, short of its end
             for name, content in files.items():
-                replace(self.directory / name, content, self.disk)
+                replace_file(self.directory / name, content, self.disk)
         except OSError as error:
             raise unwritable(self.directory, error) from None
 
@@ -245,7 +263,7 @@ class Run:
                 where=self.stream[step][0].rows[0],
                 cure="a shorter --context_length, --use_gradient_checkpointing true, or a smaller --lora_rank",
             )
-        smaller, _ = halved(size, self.stream.accumulation)
+        smaller, _ = halve(size, self.stream.accumulation)
         self.stream.resize(smaller)
         self.console.warn(
             f"out of memory in step {step + 1}: micro-batches of {smaller} rows instead of {size} from here on, and the step again"
@@ -394,12 +412,12 @@ class Run:
                 write_directory(self.directory / folder, files, self.disk)
             except OSError as error:
                 raise self._unfinished(folder, error) from None
-        return size_and_hash(files[weights])["sha256"]
+        return size_and_sha256(files[weights])["sha256"]
 
     def files_of(self, name: str, thing, **options) -> dict[str, Content]:
         """{file: content} of what `thing.save_pretrained` writes; nothing on a process that is not the first. Raises DiskFull."""
         try:
-            return saved_by(thing, self.directory, self.disk, **options)
+            return pretrained_files(thing, self.directory, self.disk, **options)
         except OSError as error:
             raise self._unfinished(name, error) from None
 
@@ -415,7 +433,7 @@ class Run:
         config = self.config
         if not config.init_adapter:
             return None
-        directory = init_adapter.directory(config)
+        directory = init_adapter.init_adapter_directory(config)
         made_for = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
         self.console.say(
             f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, trained on {made_for}"
@@ -434,7 +452,7 @@ class Run:
                 f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step {self.last_step} is "
                 f"{self.after['loss']:.4f}; what it had learned is written"
             )
-            self.learned, self.after = Progress.from_state(loaded.state), best
+            self.learned, self.after = TrainState.from_state(loaded.state), best
         return self.ranks.told_arrays(loaded and loaded.adapter)  # only the first process can say
 
     def already_finished(self) -> dict:
@@ -446,7 +464,7 @@ class Run:
         return read_json(self.directory / RESULT)
 
     def card(self) -> str:
-        return card(self)
+        return model_card(self)
 
     def finish(self, adapter_sha256: str, peak_memory_bytes: int) -> dict:
         """Write result.json, last of all. Returns it."""
@@ -477,10 +495,10 @@ class Run:
         self._compare_held_out()
         self.opened.close()
         try:
-            replace(
+            replace_file(
                 self.directory / IDENTITY, to_json(self.place.identity), self.disk
             )  # of a forced run that stopped before any checkpoint
-            replace(self.directory / RESULT, to_json(result), self.disk)
+            replace_file(self.directory / RESULT, to_json(result), self.disk)
             self.disk.sync_directory(self.directory)
         except OSError as error:
             raise self._unfinished(RESULT, error) from None

@@ -9,7 +9,7 @@ WINDOW = 64  # recent losses that tell what is usual
 ENOUGH = 16  # of them, before anything is refused
 
 
-class Spikes:
+class SpikeGuard:
     """Refuses a loss more than `limit` robust deviations above the median of the last WINDOW accepted losses.
 
     The deviation is 1.4826 times the median absolute deviation (a normal distribution's standard deviation), but at least 5 % of the

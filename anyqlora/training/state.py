@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 @dataclass
-class Progress:
+class TrainState:
     """Learning rate, seeds and batches are functions of the step, so this is little."""
 
     step: int = 0  # optimizer steps that are finished
@@ -36,7 +36,7 @@ class Progress:
             self.without_improvement += 1
 
     @classmethod
-    def from_state(cls, state: dict) -> Progress:
+    def from_state(cls, state: dict) -> TrainState:
         found = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
         found.before, found.after, found.best, found.kept = map(
             with_numbers, (found.before, found.after, found.best, state.get("kept", found.best))

@@ -11,7 +11,7 @@ from itertools import islice
 from harness import versions
 from peers.peak import Peak
 
-from anyqlora.data.stream import Stream
+from anyqlora.data.stream import BatchStream
 
 
 def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
@@ -32,8 +32,8 @@ def measure(settings: dict, warmup: int, options: dict, load: Callable) -> dict:
     imported = time.time() - psutil.Process().create_time()
     config = resolve(settings, environ={})
     tokenizer = AutoTokenizer.from_pretrained(config.model_name)
-    stream = Stream(
-        dataset.prepare(config, tokenizer).train,
+    stream = BatchStream(
+        dataset.load_data(config, tokenizer).train,
         batch_size=config.batch_size,
         max_steps=config.max_steps,
         num_epochs=1,

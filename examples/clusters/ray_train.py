@@ -23,9 +23,9 @@ def main(argv: list[str]) -> None:
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    from anyqlora.config.resolve import spelled
+    from anyqlora.config.resolve import canonical_argv
 
-    flags = dict(word.removeprefix("--").split("=", 1) for word in spelled(argv[2:]))
+    flags = dict(word.removeprefix("--").split("=", 1) for word in canonical_argv(argv[2:]))
     TorchTrainer(
         worker, train_loop_config=flags, scaling_config=ScalingConfig(num_workers=int(argv[1]), use_gpu=True)
     ).fit()

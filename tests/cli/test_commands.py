@@ -24,7 +24,7 @@ from anyqlora.data import dataset
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.planning.machine import Machine
 from anyqlora.reporting.summary import next_commands
-from anyqlora.runs.finished import Finished, find, read
+from anyqlora.runs.finished import FinishedRun, find_run, read_run
 from tests.support import data_fixtures, runs
 from tests.support.paths import MACHINES, ROOT
 
@@ -93,11 +93,11 @@ def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows,
         }
         finished = runs.run(tmp_path, **{**small, "samples": 0, **held_out, **settings})
     from anyqlora.on_torch.inference import load
-    from anyqlora.on_torch.memory.malloc import Heap
+    from anyqlora.on_torch.memory.malloc import MallocTuner
 
-    run, keeping = read(finished), Heap.keeping
+    run, keeping = read_run(finished), MallocTuner.keeping
     tuned = load(run, {"samples": 0})
-    assert Heap.keeping == keeping, "pages are kept for steps, of which there are none"
+    assert MallocTuner.keeping == keeping, "pages are kept for steps, of which there are none"
     found = tuned.evaluate(run.held_out(tuned.tokenizer))
     after = runs.result(finished)["eval"]["after"]
     if settings.get("train_type") == "full":  # the file has the base's own bf16
@@ -267,7 +267,7 @@ def test_chat_answers_each_line(finished, capsys, monkeypatch):
 
 def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, monkeypatch):
     """What the model is asked is the tokenizer's own template over all turns so far."""
-    from anyqlora.on_torch.inference import Tuned
+    from anyqlora.on_torch.inference import FineTunedModel
 
     base = tmp_path / "base"
     shutil.copytree(DEMO_BASE, base)
@@ -284,9 +284,11 @@ def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, 
     directory = runs.run(
         tmp_path, **{**SMALL, "model_name": str(base), "dataset": str(talk), "samples": 0, "max_steps": 1}
     )
-    asked, answer = [], Tuned.answer
+    asked, answer = [], FineTunedModel.answer
     monkeypatch.setattr(
-        Tuned, "answer", lambda self, questions, **more: asked.append(questions[0]) or answer(self, questions, **more)
+        FineTunedModel,
+        "answer",
+        lambda self, questions, **more: asked.append(questions[0]) or answer(self, questions, **more),
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n\nthree\n"))
     assert main(["chat", str(directory), "--max_new_tokens", "4"]) == 0
@@ -334,8 +336,8 @@ def test_a_base_model_learns_and_answers_through_a_stated_template(tmp_path, cap
     ],
 )
 def test_a_question_is_put_as_the_rows_put_theirs(form, style, asked, finished):
-    run = read(finished)
-    run = Finished(run.directory, run.config.with_(prompt_format=style), run.result, {"sources": [{"format": form}]})
+    run = read_run(finished)
+    run = FinishedRun(run.directory, run.config.with_(prompt_format=style), run.result, {"sources": [{"format": form}]})
     assert run.asked("Why?") == asked
 
 
@@ -343,11 +345,11 @@ def test_a_question_is_put_as_the_rows_put_theirs(form, style, asked, finished):
 def test_guanaco_is_asked_as_its_rows_are(others, asked, finished, tmp_path):
     """Raw text in which the assistant speaks, beside text in which nobody does; where it is not most of them, it is chance."""
     rows = [{"text": "### Human: Hi### Assistant: Ho"}] * 2 + [{"text": "Once upon a time."}] * others
-    report = dataset.prepare(
+    report = dataset.load_data(
         data_fixtures.settings(data_fixtures.write(tmp_path / "rows.jsonl", *rows)), data_fixtures.byte_level()
     ).report
-    run = read(finished)
-    assert Finished(run.directory, run.config, run.result, report).asked("say 3") == asked
+    run = read_run(finished)
+    assert FinishedRun(run.directory, run.config, run.result, report).asked("say 3") == asked
 
 
 def test_the_next_commands_of_the_report_work(finished, capsys, monkeypatch):
@@ -402,7 +404,7 @@ def unusual(tmp_path_factory):
 def test_a_run_is_read_from_any_directory(unusual, tmp_path, monkeypatch, capsys):
     """Its base and its rows were named from where it was started."""
     monkeypatch.chdir(tmp_path)
-    run = read(unusual)
+    run = read_run(unusual)
     place = unusual.parent.parent
     assert (
         run.config.model_name == str(place / "base_m")
@@ -553,17 +555,17 @@ def test_a_run_is_found_by_path_by_name_and_as_the_newest(finished, tmp_path, mo
     (tmp_path / "runs" / "going" / "result.json").unlink()
     os.utime(tmp_path / "runs" / "old" / "result.json", (1, 1))
     monkeypatch.chdir(tmp_path)
-    assert find("").directory == Path("runs/new") and find("old").directory == Path("runs/old")
-    assert find(str(finished)).directory == finished
+    assert find_run("").directory == Path("runs/new") and find_run("old").directory == Path("runs/old")
+    assert find_run(str(finished)).directory == finished
     monkeypatch.setenv("ANYQLORA_OUTPUT_DIR", str(finished.parent))
-    assert find("").directory == finished
+    assert find_run("").directory == finished
     monkeypatch.delenv("ANYQLORA_OUTPUT_DIR")
     with pytest.raises(UsageError, match="did you mean 'new'"):
-        find("neww")
+        find_run("neww")
     with pytest.raises(UsageError, match="not finished"):
-        find("going")
+        find_run("going")
     with pytest.raises(UsageError, match="not a run directory"):
-        find(str(tmp_path))
+        find_run(str(tmp_path))
 
 
 def test_damaged_weights_are_refused(finished, tmp_path, capsys):

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyqlora.config import strategy_options, validate
 from anyqlora.config.resolve import SETTINGS, resolve
-from anyqlora.core.errors import DiskFull, NotBuilt, UsageError
+from anyqlora.core.errors import DiskFull, NotSupported, UsageError
 from anyqlora.data import stream
 from anyqlora.data.packing import shuffled
 from anyqlora.models import architectures
 from anyqlora.models.architectures import DEMO_BASE
-from anyqlora.on_torch.unpadded import filler
+from anyqlora.on_torch.unpadded import padding_rows
 from anyqlora.planning import memory
 from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.machine import Machine
@@ -299,7 +299,7 @@ def test_flat_rows_have_no_padding(plain, tmp_path):
         run(tmp_path, "flat", flat=True, max_steps=1)
     assert losses(padded) == pytest.approx(losses(plain)[:1], rel=1e-6)
     tokens = runs.metrics(plain)[0]["tokens"]
-    tokens += filler(tokens)
+    tokens += padding_rows(tokens)
     assert {shape[0] for shape in sizes} == {4} and {shape[:2] for shape, _ in blocks if shape[1] > 12} == {(1, tokens)}
     assert planned("a100").config.flat is False
 
@@ -316,7 +316,7 @@ def test_rounded_products(tmp_path):
     assert back not in (whole, ours) and back[0] == whole[0] and back == pytest.approx(whole, rel=0.02)
     bf16, fp8, int8, both, beside = (
         memory.cache_bytes(
-            architectures.shapes(architectures.read_config(DEMO_BASE)),
+            architectures.model_shape(architectures.read_config(DEMO_BASE)),
             resolve({**TINY, "precision": "bf16", **some, "weight_cache": 2}, environ={}),
         )
         for some in (
@@ -436,13 +436,13 @@ def test_activations_wait_in_host_memory(tmp_path):
 
     assert planned("a100", use_activation_cpu_offload=True).memory.total < planned("a100").memory.total
     plan = BackendManager("cpu").plan(resolve({**TINY, "backend": "cpu", "context_length": 512}, environ={}))
-    rows = dataset.prepare(plan.config, tokenizer.load("demo"))
+    rows = dataset.load_data(plan.config, tokenizer.load_tokenizer("demo"))
     found = []
     for offload in (False, True):
         runtime = Runtime(dataclasses.replace(plan, config=plan.config.with_(use_activation_cpu_offload=offload)))
         built = build(plan.config, runtime)
         with torch.profiler.profile(profile_memory=True) as profile, runtime.forward():
-            loss = token_loss(built.model, stream.padded([[row] for row in rows.train[:64]], 0), torch.device("cpu"))
+            loss = token_loss(built.model, stream.collate([[row] for row in rows.train[:64]], 0), torch.device("cpu"))
         loss.backward()
         found.append(
             (
@@ -736,7 +736,7 @@ def test_what_is_not_built_is_refused_by_name(name):
     assert OTHER.keys() == validate._REFUSED.keys()
     only = validate._REFUSED[name][0]
     for value in {OTHER[name], SETTINGS[name].default} - {only}:
-        with pytest.raises(NotBuilt, match=f"test: {name}: ") as refused:
+        with pytest.raises(NotSupported, match=f"test: {name}: ") as refused:
             resolve({**TINY, name: value}, environ={}, said="test")
         assert refused.value.exit_code == 2 and refused.value.cure
     if only is not None:
@@ -748,7 +748,7 @@ def test_options_of_strategies(tmp_path):
     """What they do is shown where several train: tests/distributed."""
     file = tmp_path / "options.yaml"
     file.write_text("bucket_cap_mb: 7\n")
-    found = strategy_options.options(
+    found = strategy_options.strategy_options(
         resolve(
             {
                 **TINY,

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from anyqlora.config.resolve import resolve
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.runs.checkpoints import read_adapter
 from tests.support import runs
@@ -210,14 +210,14 @@ def test_what_is_stated_and_does_not_contradict_it(first):
 @pytest.mark.parametrize(
     ("changes", "error", "told"),
     [
-        ({"peft_type": "IA3"}, NotBuilt, "to start from a IA3 adapter"),
-        ({"rank_pattern": {"q_proj": 8}}, NotBuilt, 'rank_pattern {"q_proj": 8}'),
-        ({"bias": "all"}, NotBuilt, 'bias "all"'),
-        ({"modules_to_save": ["lm_head"]}, NotBuilt, "modules_to_save"),
+        ({"peft_type": "IA3"}, NotSupported, "to start from a IA3 adapter"),
+        ({"rank_pattern": {"q_proj": 8}}, NotSupported, 'rank_pattern {"q_proj": 8}'),
+        ({"bias": "all"}, NotSupported, 'bias "all"'),
+        ({"modules_to_save": ["lm_head"]}, NotSupported, "modules_to_save"),
         ({"r": "many"}, UsageError, "lora_rank: 'many' is not a whole number"),
-        ({"init_lora_weights": "pissa_niter_4"}, NotBuilt, 'init_lora_weights "pissa_niter_4"'),
-        ({"init_lora_weights": "olora"}, NotBuilt, "init_lora_weights"),
-        ({"use_dora": True, "use_rslora": True}, NotBuilt, "use_dora true, use_rslora true"),
+        ({"init_lora_weights": "pissa_niter_4"}, NotSupported, 'init_lora_weights "pissa_niter_4"'),
+        ({"init_lora_weights": "olora"}, NotSupported, "init_lora_weights"),
+        ({"use_dora": True, "use_rslora": True}, NotSupported, "use_dora true, use_rslora true"),
         ({"target_modules": None}, UsageError, "lora_target_modules: None is not a value"),
     ],
 )

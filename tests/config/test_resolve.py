@@ -9,9 +9,18 @@ import pytest
 import yaml
 from fastcore.script import anno_parser
 
-from anyqlora.config.resolve import ALIASES, SETTINGS, TrainConfig, flags_of, from_environment, parsed, resolve, spelled
+from anyqlora.config.resolve import (
+    ALIASES,
+    SETTINGS,
+    TrainConfig,
+    add_flags,
+    canonical_argv,
+    from_environment,
+    parsed,
+    resolve,
+)
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.runs.provenance import resolved_yaml
 from tests.support.paths import ROOT
 
@@ -201,7 +210,7 @@ def test_a_part_of_an_epoch_is_refused_with_what_ends_within_one():
 
 def test_help_shows_each_settings_kind_of_value_and_its_other_names():
     """The reference are the defaults, and what a setting takes."""
-    shown = {action.dest: action for action in anno_parser(flags_of(lambda **flags: None))._actions}
+    shown = {action.dest: action for action in anno_parser(add_flags(lambda **flags: None))._actions}
     for name, about in SETTINGS.items():
         kinds = shown[name].metavar.split("|")
         assert all(re.search(rf"also .*\b{other}\b", shown[name].help) for other in about.metadata["also"]), name
@@ -243,7 +252,7 @@ def test_nothing_given_is_the_embedded_job():
     ],
 )
 def test_both_spellings_and_aliases(argv, out):
-    assert spelled(argv) == out
+    assert canonical_argv(argv) == out
 
 
 @pytest.mark.parametrize(
@@ -258,7 +267,7 @@ def test_both_spellings_and_aliases(argv, out):
 )
 def test_flags_that_are_refused(argv, message):
     with pytest.raises(UsageError, match=message):
-        spelled(argv)
+        canonical_argv(argv)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +336,7 @@ def test_whole_numbers_keep_every_digit(text, value):
     ],
 )
 def test_what_is_not_built_is_refused_by_name(given, name):
-    with pytest.raises(NotBuilt, match=name) as refused:
+    with pytest.raises(NotSupported, match=name) as refused:
         settings(**given)
     assert refused.value.exit_code == 2
 

@@ -64,7 +64,7 @@ def test_the_audit_counts_what_hand_made_rows_hold(tmp_path):
         {"prompt": "x", "completion": " very" * 300},
         {"prompt": "<|im_start|>user", "completion": " 3"},
     ]
-    report = dataset.prepare(settings(write(tmp_path / "a.jsonl", *rows), context_length=64), tokens).report
+    report = dataset.load_data(settings(write(tmp_path / "a.jsonl", *rows), context_length=64), tokens).report
     place = str(tmp_path / "a.jsonl")
     assert report["duplicates"] == {"count": 1, "first": [f"{place}:2"]}
     assert report["train"]["truncated"] == report["train"]["without_end_token"] == {"count": 1, "first": [f"{place}:3"]}
@@ -82,7 +82,7 @@ def test_a_file_that_is_named_twice_is_full_of_duplicates(tmp_path):
     tokens, rows = byte_level(), [{"prompt": f"{n}", "completion": " x"} for n in range(8)]
     once, twice = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows, *rows)
     found = [
-        dataset.prepare(settings(spec), tokens).report["duplicates"]["count"]
+        dataset.load_data(settings(spec), tokens).report["duplicates"]["count"]
         for spec in (twice, f"{once},{once}", f"{once}=2", once)
     ]
     assert found == [8, 8, 0, 0]
@@ -103,12 +103,12 @@ def test_columns_that_are_not_used_are_told_in_one_line(model, tmp_path, capsys)
         {"instruction": "Add", "input": "2 and 2", "output": "4", "id": 1, "\u001b[31m": 1},
     ]
     path = write(tmp_path / "a.jsonl", *rows)
-    report = dataset.prepare(settings(path), byte_level()).report
+    report = dataset.load_data(settings(path), byte_level()).report
     assert report["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "system": 1, "\u001b[31m": 1}
     told = r"columns that are not used: 'inputs' (1 row; did you mean 'input'?), 'id' (2 rows), 'system' (1 row), '\x1b[31m' (1 row)"
-    assert audit.findings(report) == [f"{told}, in {path}"]
+    assert audit.warnings(report) == [f"{told}, in {path}"]
     assert f"\n  {told}\n" in shown(capsys, "--model_name", model, "--dataset", str(path))[1]
-    chat = dataset.prepare(settings(path, prompt_format="chat"), byte_level()).report
+    chat = dataset.load_data(settings(path, prompt_format="chat"), byte_level()).report
     assert chat["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "\u001b[31m": 1}
 
 
@@ -125,22 +125,22 @@ def test_columns_that_are_not_used_are_told_in_one_line(model, tmp_path, capsys)
     ],
 )
 def test_columns_that_are_used_are_not_told(row, tmp_path):
-    report = dataset.prepare(settings(write(tmp_path / "a.jsonl", row)), byte_level()).report
+    report = dataset.load_data(settings(write(tmp_path / "a.jsonl", row)), byte_level()).report
     assert report["sources"][0]["unused_columns"] == {} and not any(
-        line.startswith("columns") for line in audit.findings(report)
+        line.startswith("columns") for line in audit.warnings(report)
     )
 
 
 def test_of_many_columns_five_are_named(tmp_path):
-    report = dataset.prepare(
+    report = dataset.load_data(
         settings(
             write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", **{f"column{i}": i for i in range(9)}})
         ),
         byte_level(),
     ).report
     assert (
-        audit.findings(report)[0].count("'column") == 5
-        and "'column4' (1 row), 4 more, in " in audit.findings(report)[0]
+        audit.warnings(report)[0].count("'column") == 5
+        and "'column4' (1 row), 4 more, in " in audit.warnings(report)[0]
     )
 
 
@@ -151,7 +151,7 @@ def test_double_begin_tokens_and_masked_rows_are_found():
     tokens = metaspace()
     ids = np.array([tokens.bos_token_id, tokens.bos_token_id, 40, 41], np.int32)
     example = dataset.Example(ids, np.array([False, False, False, False]), "f:1", ids, "", None)
-    found = audit.survey([example], tokens)
+    found = audit.statistics([example], tokens)
     assert found["double_bos"] == found["fully_masked"] == {"count": 1, "first": ["f:1"]}
 
 

@@ -245,7 +245,7 @@ FILES = {
 
 def refused(path, tokens=None, **more):
     with pytest.raises(errors.UsageError) as caught:
-        dataset.prepare(settings(path, **more), tokens or byte_level())
+        dataset.load_data(settings(path, **more), tokens or byte_level())
     assert "cure: " in str(caught.value) and caught.value.exit_code == 2
     return str(caught.value)
 
@@ -262,7 +262,7 @@ def test_a_bad_row_is_named(kind, tmp_path):
 def test_a_bad_row_is_skipped_and_listed_when_asked(kind, tmp_path):
     raw, place, reason = ROWS[kind]
     (tmp_path / "a.jsonl").write_bytes(GOOD + raw + b"\n" + GOOD)
-    read = dataset.prepare(settings(tmp_path / "a.jsonl", on_bad_row="skip"), byte_level())
+    read = dataset.load_data(settings(tmp_path / "a.jsonl", on_bad_row="skip"), byte_level())
     assert [example.where.rpartition(":")[2] for example in read.train] == ["1", "3"]
     [skipped] = read.report["skipped"]
     assert skipped["where"] == f"{tmp_path / 'a.jsonl'}:{place}" and reason in skipped["reason"]
@@ -311,7 +311,7 @@ def test_conversations_without_a_template_have_a_cure_that_works(style, tmp_path
     (tmp_path / "a.jsonl").write_bytes(CHAT)
     assert "rows with prompt and completion" in refused(tmp_path / "a.jsonl", byte_level(None), prompt_format=style)
     (tmp_path / "b.jsonl").write_bytes(GOOD * 4)
-    assert len(dataset.prepare(settings(tmp_path / "b.jsonl"), byte_level(None)).train) == 4
+    assert len(dataset.load_data(settings(tmp_path / "b.jsonl"), byte_level(None)).train) == 4
 
 
 @pytest.mark.parametrize(("raw", "style"), [(CHAT, "alpaca"), (CHAT, "plain"), (b'{"text": "a"}\n', "chat")])
@@ -398,7 +398,7 @@ def test_a_line_that_is_long_in_characters_only_has_no_end_token(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     path = write(tmp_path / "a.jsonl", {"prompt": "x", "completion": " " + "y" * 100_000})
-    [example] = dataset.prepare(settings(path), tokens).train
+    [example] = dataset.load_data(settings(path), tokens).train
     assert example.ids.tolist() == [0, 1] and example.truncated
 
 
@@ -413,7 +413,7 @@ def test_rows_of_which_nothing_is_left_to_learn(row, tmp_path):
 def test_a_line_of_ten_megabytes_takes_no_time(words, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(GOOD + b'{"prompt": "x", "completion": "' + words + b'"}\n')
     start = time.process_time()
-    read = dataset.prepare(settings(tmp_path / "a.jsonl"), byte_level())
+    read = dataset.load_data(settings(tmp_path / "a.jsonl"), byte_level())
     assert time.process_time() - start < 5
     assert (
         read.train[1].truncated and byte_level().eos_token_id not in read.train[1].ids and len(read.train[1].ids) <= 512
@@ -460,7 +460,7 @@ def test_rows_of_which_nothing_is_learned_are_findings_too():
         "skipped": [],
         "train": {"fully_masked": {"count": 3, "first": ["a:1", "a:2", "a:3"]}},
     }
-    assert audit.findings(report) == ["rows of which nothing is learned: 3, the first is a:1"]
+    assert audit.warnings(report) == ["rows of which nothing is learned: 3, the first is a:1"]
 
 
 def cases():

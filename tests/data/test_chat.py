@@ -38,7 +38,7 @@ def talk(rng, turns, system=False):
 
 
 def prepared(path, tokens, *conversations, **more):
-    return dataset.prepare(
+    return dataset.load_data(
         settings(write(path / "rows.jsonl", *[{"messages": c} for c in conversations]), **more), tokens
     )
 
@@ -193,7 +193,7 @@ def test_a_template_that_leaves_the_system_turn_out_is_counted(tmp_path):
     tokens = byte_level("{% for m in messages if m.role != 'system' %}" + CHATML.split("%}", 1)[1])
     read = prepared(tmp_path, tokens, talk(random.Random(8), 1, system=True), talk(random.Random(8), 1))
     assert read.report["sources"][0]["system_messages_not_in_template"] == 1
-    assert audit.findings(read.report) == [
+    assert audit.warnings(read.report) == [
         f"system messages that the chat template leaves out: 1, in {tmp_path / 'rows.jsonl'}"
     ]
 
@@ -202,7 +202,7 @@ def test_sharegpt_and_openai_rows_mean_the_same(tmp_path):
     tokens, conversation = byte_level(CHATML), talk(random.Random(9), 2, system=True)
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     row = {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in conversation], "id": 7}
-    other = dataset.prepare(settings(write(tmp_path / "sharegpt.jsonl", row)), tokens)
+    other = dataset.load_data(settings(write(tmp_path / "sharegpt.jsonl", row)), tokens)
     parts = [
         {**m, "content": [{"type": "text", "text": m["content"][:3]}, {"type": "text", "text": m["content"][3:]}]}
         for m in conversation
@@ -217,7 +217,7 @@ def test_sharegpt_and_openai_rows_mean_the_same(tmp_path):
 def test_only_the_completion_of_conversational_rows_is_learned(tmp_path):
     tokens, conversation = byte_level(CHATML), talk(random.Random(10), 2)
     row = {"prompt": conversation[:3], "completion": conversation[3:]}
-    example = dataset.prepare(settings(write(tmp_path / "rows.jsonl", row)), tokens).train[0]
+    example = dataset.load_data(settings(write(tmp_path / "rows.jsonl", row)), tokens).train[0]
     assert learned(example, tokens) == [conversation[3]["content"] + "<|im_end|>"]
     assert example.answer == conversation[3]["content"]
 
@@ -232,10 +232,10 @@ def test_only_the_completion_of_conversational_rows_is_learned(tmp_path):
 )
 def test_prompt_format_chat_puts_any_pair_through_the_template(row, tmp_path):
     tokens = byte_level(CHATML)
-    read = dataset.prepare(settings(write(tmp_path / "rows.jsonl", row), prompt_format="chat"), tokens)
+    read = dataset.load_data(settings(write(tmp_path / "rows.jsonl", row), prompt_format="chat"), tokens)
     assert tokens.decode(read.train[0].ids) == "<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
     write(tmp_path / "rows.jsonl", {**row, "system": "Be brief."})
-    said = dataset.prepare(settings(tmp_path / "rows.jsonl", prompt_format="chat"), tokens).train[0]
+    said = dataset.load_data(settings(tmp_path / "rows.jsonl", prompt_format="chat"), tokens).train[0]
     assert tokens.decode(said.ids) == "<|im_start|>system\nBe brief.<|im_end|>\n" + tokens.decode(read.train[0].ids)
     assert learned(said, tokens) == ["4<|im_end|>"]
 
@@ -261,18 +261,18 @@ BRIEF = {"role": "system", "content": "Be brief."}
 )
 def test_a_system_column_stands_before_any_conversation_once(row, answers, tmp_path):
     tokens = byte_level(CHATML)
-    read = dataset.prepare(settings(write(tmp_path / "rows.jsonl", {**row, "system": "Be brief."})), tokens)
+    read = dataset.load_data(settings(write(tmp_path / "rows.jsonl", {**row, "system": "Be brief."})), tokens)
     assert tokens.decode(read.train[0].ids) == tokens.apply_chat_template([BRIEF, *TURNS], tokenize=False)
     assert (
         learned(read.train[0], tokens) == [f"{answer}<|im_end|>" for answer in answers]
-        and audit.findings(read.report) == []
+        and audit.warnings(read.report) == []
     )
 
 
 @pytest.mark.parametrize("style", ["chat", "alpaca", "plain"])
 def test_a_question_has_the_tokens_that_the_rows_had(style, tmp_path):
     tokens = metaspace(CHATML)
-    read = dataset.prepare(
+    read = dataset.load_data(
         settings(
             write(tmp_path / "rows.jsonl", {"prompt": "What is 2?", "completion": "It is 2."}), prompt_format=style
         ),
@@ -295,13 +295,13 @@ def test_of_several_templates_the_one_for_tools_or_the_default_one_is_taken(tmp_
     ):
         several = wrapped(tokens, templates)
         for wanted in fits:
-            example = dataset.prepare(settings(write(tmp_path / "rows.jsonl", wanted)), several).train[0]
+            example = dataset.load_data(settings(write(tmp_path / "rows.jsonl", wanted)), several).train[0]
             assert ("system" in example.prompt) == ("tools" in wanted)
         for wanted in refused:
             with pytest.raises(
                 errors.UsageError, match=r"several chat templates \((tool_use|rag)\), and none is called 'default'"
             ):
-                dataset.prepare(settings(write(tmp_path / "rows.jsonl", wanted)), several)
+                dataset.load_data(settings(write(tmp_path / "rows.jsonl", wanted)), several)
 
 
 def test_a_question_that_the_template_cannot_write_is_refused():
@@ -331,7 +331,7 @@ WRITTEN = {
 def with_template(name, tokenizer=byte_level, path=None):
     tokens = wrapped(tokenizer(None).backend_tokenizer, None)
     config = settings(path or "none", chat_template=str(name))
-    chat_template.put(tokens, config)
+    chat_template.set_template(tokens, config)
     return tokens
 
 
@@ -357,7 +357,7 @@ def test_a_template_writes_no_begin_token_that_the_model_has_not(tmp_path):
         tokens = PreTrainedTokenizerFast(
             tokenizer_object=byte_level(None).backend_tokenizer, eos_token="</s>", pad_token="<pad>", **special
         )
-        chat_template.put(tokens, settings("none", chat_template="zephyr"))
+        chat_template.set_template(tokens, settings("none", chat_template="zephyr"))
         assert tokens.apply_chat_template(DIALOGUE, tokenize=False) == WRITTEN["zephyr"]
 
 
@@ -366,7 +366,7 @@ def test_a_file_takes_the_place_of_the_tokenizers_own_template(tmp_path):
         "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
     )
     tokens = wrapped(byte_level().backend_tokenizer, CHATML)
-    chat_template.put(tokens, settings("none", chat_template=str(tmp_path / "mine.jinja")))
+    chat_template.set_template(tokens, settings("none", chat_template=str(tmp_path / "mine.jinja")))
     example = prepared(tmp_path, tokens, DIALOGUE).train[0]
     assert tokens.decode(example.ids) == "[system] Be brief.</s>[user] Hello</s>[assistant] four</s>"
     assert learned(example, tokens) == ["four</s>"]
@@ -396,10 +396,10 @@ def test_a_template_whose_tokens_the_model_has_not():
         tokenizer_object=byte_level(None).backend_tokenizer, eos_token="</s>", additional_special_tokens=[]
     )
     config = settings("none", chat_template="chatml")
-    chat_template.put(plain, config)  # the trained vocabulary has them
+    chat_template.set_template(plain, config)  # the trained vocabulary has them
     bare = AutoTokenizer.from_pretrained(DEMO)
     with pytest.raises(errors.UsageError, match=r"chatml writes <\|im_start\|>, which is no token of this model"):
-        chat_template.put(bare, config)
+        chat_template.set_template(bare, config)
 
 
 def test_an_unknown_template_has_a_suggestion():

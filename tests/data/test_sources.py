@@ -40,8 +40,8 @@ def as_file(path, rows):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.parquet", "a.ndjson"])
 def test_the_same_rows_from_any_kind_of_file(name, tmp_path):
-    reference = dataset.prepare(settings(write(tmp_path / "reference.jsonl", *ROWS)), byte_level())
-    read = dataset.prepare(settings(as_file(tmp_path / name, ROWS)), byte_level())
+    reference = dataset.load_data(settings(write(tmp_path / "reference.jsonl", *ROWS)), byte_level())
+    read = dataset.load_data(settings(as_file(tmp_path / name, ROWS)), byte_level())
     assert read.identity == reference.identity
     first = {"a.json": 2, "a.csv": 2, "a.tsv": 2}.get(name, 1)
     assert read.train[0].where == f"{tmp_path / name}:{first}"
@@ -66,8 +66,8 @@ def test_a_value_of_parquet_that_cannot_be_read_is_a_bad_row(bad, reason, tmp_pa
     columns = {"prompt": ["What", "is", "it?"], "completion": ["a", "b", "c"], "other": bad()}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     with pytest.raises(errors.UsageError, match=f"a.parquet:2: {reason}"):
-        dataset.prepare(settings(tmp_path / "a.parquet"), byte_level())
-    read = dataset.prepare(settings(tmp_path / "a.parquet", on_bad_row="skip"), byte_level())
+        dataset.load_data(settings(tmp_path / "a.parquet"), byte_level())
+    read = dataset.load_data(settings(tmp_path / "a.parquet", on_bad_row="skip"), byte_level())
     assert [example.where.rpartition(":")[2] for example in read.train] == ["1", "3"]
 
 
@@ -87,7 +87,7 @@ def test_a_column_that_is_twice_in_parquet_is_refused(tmp_path):
     )
     parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(errors.UsageError, match="a.parquet: a column is there twice: 'prompt', 'completion', 'prompt'"):
-        dataset.prepare(settings(tmp_path / "a.parquet"), byte_level())
+        dataset.load_data(settings(tmp_path / "a.parquet"), byte_level())
 
 
 def test_lines_are_those_of_an_editor(tmp_path):
@@ -115,19 +115,19 @@ def test_lines_are_those_of_an_editor(tmp_path):
     ids=["byte order mark", "CRLF", "no last line break", "blank lines"],
 )
 def test_harmless_bytes_change_no_row(change, tmp_path):
-    reference = dataset.prepare(settings(write(tmp_path / "reference.jsonl", *ROWS)), byte_level())
+    reference = dataset.load_data(settings(write(tmp_path / "reference.jsonl", *ROWS)), byte_level())
     (tmp_path / "a.jsonl").write_bytes(change((tmp_path / "reference.jsonl").read_bytes()))
-    assert dataset.prepare(settings(tmp_path / "a.jsonl"), byte_level()).identity == reference.identity
+    assert dataset.load_data(settings(tmp_path / "a.jsonl"), byte_level()).identity == reference.identity
 
 
 def test_json_lines_under_the_name_json(tmp_path):
     write(tmp_path / "a.json", *ROWS)
-    assert len(dataset.prepare(settings(tmp_path / "a.json"), byte_level()).train) == 6
+    assert len(dataset.load_data(settings(tmp_path / "a.json"), byte_level()).train) == 6
 
 
 def test_a_line_separator_of_unicode_is_no_line_break(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\u2028b", "completion": "c\x85d"}\n', encoding="utf-8")
-    assert dataset.prepare(settings(tmp_path / "a.jsonl"), byte_level()).train[0].prompt == "a\u2028b"
+    assert dataset.load_data(settings(tmp_path / "a.jsonl"), byte_level()).train[0].prompt == "a\u2028b"
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_weights_say_how_often_a_row_is_seen(spec, times, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name}{i}", "completion": " x"} for i in range(10)))
-    seen = Counter(example.where for example in dataset.prepare(settings(spec), byte_level()).train)
+    seen = Counter(example.where for example in dataset.load_data(settings(spec), byte_level()).train)
     for name, weight in zip("ab", times, strict=True):
         counts = [seen[f"{name}.jsonl:{i}"] for i in range(1, 11)]
         assert sum(counts) == 10 * weight and max(counts) - min(counts) <= (weight % 1 > 0)
-    other = dataset.prepare(settings(spec, seed=43), byte_level())
+    other = dataset.load_data(settings(spec, seed=43), byte_level())
     assert (Counter(example.where for example in other.train) == seen) == all(weight % 1 == 0 for weight in times)
 
 
@@ -156,7 +156,7 @@ def test_weights_that_say_nothing_are_refused(spec, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", *ROWS)
     with pytest.raises(errors.UsageError):
-        dataset.prepare(settings(spec), byte_level())
+        dataset.load_data(settings(spec), byte_level())
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,13 @@ def test_a_whole_path_with_a_comma_cannot_stand_among_others(tmp_path, monkeypat
 
 
 def test_a_file_name_with_comma_and_equals_sign_is_one_file(tmp_path):
-    assert len(dataset.prepare(settings(write(tmp_path / "a=2,b.jsonl", *ROWS)), byte_level()).train) == 6
+    assert len(dataset.load_data(settings(write(tmp_path / "a=2,b.jsonl", *ROWS)), byte_level()).train) == 6
 
 
 def test_a_directory_gives_its_train_split_and_says_what_it_left_out(tmp_path):
     for name in ("train-00000.jsonl", "train-00001.jsonl", "test.jsonl", "README.md", ".hidden.jsonl"):
         write(tmp_path / name, {"prompt": name, "completion": " x"})
-    read = dataset.prepare(settings(tmp_path, eval_dataset=str(tmp_path)), byte_level())
+    read = dataset.load_data(settings(tmp_path, eval_dataset=str(tmp_path)), byte_level())
     assert [example.prompt for example in read.train] == ["train-00000.jsonl", "train-00001.jsonl"]
     assert [example.prompt for example in read.held_out] == ["test.jsonl"]
     assert "test.jsonl" in read.report["sources"][0]["notes"][0]
@@ -269,17 +269,17 @@ def test_a_directory_of_the_hub_has_descriptions_beside_its_rows(tmp_path):
     write(tmp_path / "data.jsonl", *ROWS)
     for name in ("dataset_info.json", "dataset_infos.json", "state.json"):
         (tmp_path / name).write_text('{"default": {"features": {}}}')
-    read = dataset.prepare(settings(tmp_path), byte_level())
+    read = dataset.load_data(settings(tmp_path), byte_level())
     assert len(read.train) == 6 and "dataset_infos.json" in read.report["sources"][0]["notes"][0]
     (tmp_path / "alone").mkdir()
     write(tmp_path / "alone" / "state.json", *ROWS)
-    assert len(dataset.prepare(settings(tmp_path / "alone"), byte_level()).train) == 6
+    assert len(dataset.load_data(settings(tmp_path / "alone"), byte_level()).train) == 6
 
 
 def test_files_of_different_formats_make_one_set(tmp_path):
     write(tmp_path / "a.jsonl", ROWS[0])
     write(tmp_path / "b.jsonl", {"instruction": "Go.", "output": "x", "id": 1})
-    read = dataset.prepare(settings(tmp_path), byte_level())
+    read = dataset.load_data(settings(tmp_path), byte_level())
     assert [source["format"] for source in read.report["sources"]] == ["prompt_completion", "alpaca"]
 
 
@@ -304,13 +304,13 @@ def test_files_of_different_formats_make_one_set(tmp_path):
     ],
 )
 def test_each_format_asks_in_its_own_words(row, prompt, answer, tmp_path):
-    example = dataset.prepare(settings(write(tmp_path / "a.jsonl", row)), byte_level()).train[0]
+    example = dataset.load_data(settings(write(tmp_path / "a.jsonl", row)), byte_level()).train[0]
     assert (example.prompt, example.answer) == (prompt, answer)
 
 
 def test_every_assistant_turn_of_guanaco_is_learned(tmp_path):
     tokens = byte_level()
-    example = dataset.prepare(
+    example = dataset.load_data(
         settings(write(tmp_path / "a.jsonl", {"text": "### Human: Hi### Assistant: Ho### Human: He### Assistant: Ha"})),
         tokens,
     ).train[0]
@@ -319,31 +319,33 @@ def test_every_assistant_turn_of_guanaco_is_learned(tmp_path):
 
 def test_dataset_format_overrides_what_the_keys_say(tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "Hi", "completion": "Ho", "text": "this"})
-    example = dataset.prepare(settings(path, dataset_format="text"), byte_level()).train[0]
+    example = dataset.load_data(settings(path, dataset_format="text"), byte_level()).train[0]
     assert example.answer is None and byte_level().decode(example.ids) == "this</s>"
 
 
 def test_held_out_rows_are_as_many_as_asked_and_no_duplicate_straddles(tmp_path):
     rows = [{"prompt": f"q{i % 40}", "completion": f" a{i % 40}"} for i in range(100)]
-    read = dataset.prepare(settings(write(tmp_path / "a.jsonl", *rows), eval_fraction=0.25), byte_level())
+    read = dataset.load_data(settings(write(tmp_path / "a.jsonl", *rows), eval_fraction=0.25), byte_level())
     train, held_out = {e.prompt for e in read.train}, {e.prompt for e in read.held_out}
     assert len(held_out) == 10 and len(train) == 30 and not train & held_out
     assert len(read.train) + len(read.held_out) == 100
     assert read.report["duplicates"]["count"] == len(read.train) - 30 and read.report["overlap"]["count"] == 0
     write(tmp_path / "b.jsonl", *reversed(rows))
     assert {
-        e.prompt for e in dataset.prepare(settings(tmp_path / "b.jsonl", eval_fraction=0.25), byte_level()).held_out
+        e.prompt for e in dataset.load_data(settings(tmp_path / "b.jsonl", eval_fraction=0.25), byte_level()).held_out
     } == held_out
     assert {
         e.prompt
-        for e in dataset.prepare(settings(tmp_path / "b.jsonl", eval_fraction=0.25, seed=1), byte_level()).held_out
+        for e in dataset.load_data(settings(tmp_path / "b.jsonl", eval_fraction=0.25, seed=1), byte_level()).held_out
     } != held_out
 
 
 def test_held_out_rows_that_are_trained_on_are_found(tmp_path):
     write(tmp_path / "train.jsonl", *ROWS)
     write(tmp_path / "test.jsonl", {"prompt": "new", "completion": " x"}, {**ROWS[4], "id": 3})
-    read = dataset.prepare(settings(tmp_path / "train.jsonl", eval_dataset=str(tmp_path / "test.jsonl")), byte_level())
+    read = dataset.load_data(
+        settings(tmp_path / "train.jsonl", eval_dataset=str(tmp_path / "test.jsonl")), byte_level()
+    )
     assert read.report["overlap"] == {"count": 1, "first": [f"{tmp_path / 'test.jsonl'}:2"]}
 
 
@@ -359,7 +361,7 @@ def test_what_messages_carry_beside_their_words_hides_no_duplicate(tmp_path):
             ]
         }
 
-    read = dataset.prepare(
+    read = dataset.load_data(
         settings(as_file(tmp_path / "a.parquet", [row(i) for i in range(80)]), eval_fraction=0.25), byte_level()
     )
     assert (
@@ -375,16 +377,18 @@ def test_the_same_text_is_a_duplicate_wherever_its_answer_begins(tmp_path):
         tmp_path / "train.jsonl", {"prompt": "2 + 2", "completion": " = 4"}, {"prompt": "3 + 3", "completion": " = 6"}
     )
     write(tmp_path / "test.jsonl", {"text": "2 + 2 = 4"})
-    read = dataset.prepare(settings(tmp_path / "train.jsonl", eval_dataset=str(tmp_path / "test.jsonl")), byte_level())
+    read = dataset.load_data(
+        settings(tmp_path / "train.jsonl", eval_dataset=str(tmp_path / "test.jsonl")), byte_level()
+    )
     assert read.report["overlap"]["count"] == 1 and read.report["duplicates"]["count"] == 0
 
 
 def test_dummy_is_made_here():
-    assert len(dataset.prepare(settings("dummy", dataset_samples=17), byte_level()).train) == 17
+    assert len(dataset.load_data(settings("dummy", dataset_samples=17), byte_level()).train) == 17
 
 
 def test_the_demo_is_here_and_its_parts_do_not_overlap():
-    read = dataset.prepare(settings("demo", eval_dataset="demo"), byte_level())
+    read = dataset.load_data(settings("demo", eval_dataset="demo"), byte_level())
     assert len(read.train) > 500 and len(read.held_out) == 64 and read.report["overlap"]["count"] == 0
 
 
@@ -438,7 +442,7 @@ def test_hub_data_sets_through_the_hubs_own_client(asked, name, path, rows, prom
 def test_an_unknown_hub_id_is_refused_with_both_reasons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(errors.UsageError, match="nobody/nothing: no such path, and not read from the hub"):
-        dataset.prepare(settings("nobody/nothing", offline=True), byte_level())
+        dataset.load_data(settings("nobody/nothing", offline=True), byte_level())
 
 
 def test_config_knows_every_format():

@@ -9,7 +9,7 @@ import pytest
 from anyqlora.data import dataset
 from anyqlora.data.dataset import Example
 from anyqlora.data.packing import pack, shuffled
-from anyqlora.data.stream import IGNORE, Stream, batches
+from anyqlora.data.stream import IGNORE, BatchStream, make_batches
 from tests.support.data_fixtures import byte_level, settings, write
 
 
@@ -37,7 +37,7 @@ def stream(rows, **more):
         "pad_id": 0,
         **more,
     }
-    return Stream(rows, **asked)
+    return BatchStream(rows, **asked)
 
 
 def rows_of(step):
@@ -180,14 +180,14 @@ def test_packing_makes_fewer_sequences_of_the_same_rows():
 
 def test_batches_for_evaluation_keep_the_order():
     rows = examples(7)
-    made = batches(rows, 3, None)
+    made = make_batches(rows, 3, None)
     assert [batch.rows for batch in made] == [("f:0", "f:1", "f:2"), ("f:3", "f:4", "f:5"), ("f:6",)]
 
 
 def test_a_real_data_set_survives_packing(tmp_path):
     """Reference: the text of the rows."""
     tokens, rows = byte_level(), [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(25)]
-    read = dataset.prepare(settings(write(tmp_path / "rows.jsonl", *rows)), tokens)
+    read = dataset.load_data(settings(write(tmp_path / "rows.jsonl", *rows)), tokens)
     texts = set()
     for batch in stream(read.train, packing=True, context_length=64)[0]:
         for ids, segments in zip(batch.ids, batch.segments, strict=True):

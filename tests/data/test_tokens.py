@@ -35,7 +35,7 @@ PIECES = [
 
 def one(row, tmp_path, tokens, **more):
     """The only example of a file with this row."""
-    return dataset.prepare(settings(write(tmp_path / "rows.jsonl", row), **more), tokens).train[0]
+    return dataset.load_data(settings(write(tmp_path / "rows.jsonl", row), **more), tokens).train[0]
 
 
 def pairs(count, seed):
@@ -50,7 +50,7 @@ def pairs(count, seed):
 def test_the_prompt_has_the_tokens_it_has_at_inference(make, tmp_path):
     """Reference: the tokenizer's own call on the prompt alone, and its decoding of the whole."""
     tokens, rows = make(), list(pairs(400, 1))
-    read = dataset.prepare(settings(write(tmp_path / "rows.jsonl", *rows)), tokens)
+    read = dataset.load_data(settings(write(tmp_path / "rows.jsonl", *rows)), tokens)
     straddled = 0
     for row, example in zip(rows, read.train, strict=True):
         asked = tokens(row["prompt"])["input_ids"]
@@ -67,7 +67,7 @@ def test_the_prompt_has_the_tokens_it_has_at_inference(make, tmp_path):
 
 def test_a_border_inside_a_character_is_counted(tmp_path):
     """NFC makes one character of the prompt's e and the answer's accent; the token that holds the answer's part is learned."""
-    read = dataset.prepare(
+    read = dataset.load_data(
         settings(write(tmp_path / "rows.jsonl", {"prompt": "caf e", "completion": "\u0301 is it"})), composing()
     )
     assert read.report["sources"][0]["rows_with_a_token_across_a_border"] == 1
@@ -79,7 +79,7 @@ def test_a_border_inside_a_character_is_counted(tmp_path):
 def test_the_end_token_is_learned_even_where_it_is_the_pad_token(tmp_path):
     tokens = byte_level()
     example = one({"prompt": "Hello", "completion": " there"}, tmp_path, tokens)
-    batch = stream.batches(
+    batch = stream.make_batches(
         [example, one({"prompt": "Hello", "completion": " there, how are you?"}, tmp_path, tokens)],
         2,
         tokens.eos_token_id,
@@ -131,27 +131,27 @@ LONG = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b " *
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_on_long_row_says_what_becomes_of_long_rows_alone(on_bad_row, tmp_path):
     path = write(tmp_path / "rows.jsonl", *LONG)
-    read = dataset.prepare(settings(path, on_long_row="skip", on_bad_row=on_bad_row), byte_level())
+    read = dataset.load_data(settings(path, on_long_row="skip", on_bad_row=on_bad_row), byte_level())
     assert [example.where for example in read.train] == [f"{path}:1"] and [
         bad["where"] for bad in read.report["skipped"]
     ] == [f"{path}:2"]
-    assert "1202 tokens, over the context of 512" in audit.findings(read.report)[0]
+    assert "1202 tokens, over the context of 512" in audit.warnings(read.report)[0]
     with pytest.raises(
         errors.UsageError, match=r"rows.jsonl:2: 1202 tokens.*\n.*--on_long_row truncate; or --on_long_row skip$"
     ):
-        dataset.prepare(settings(path, on_long_row="error", on_bad_row=on_bad_row), byte_level())
+        dataset.load_data(settings(path, on_long_row="error", on_bad_row=on_bad_row), byte_level())
 
 
 @pytest.mark.parametrize("on_long_row", ["truncate", "skip"])
 def test_on_bad_row_says_what_becomes_of_the_others(on_long_row, tmp_path):
     path = write(tmp_path / "rows.jsonl", *LONG, {"prompt": "a", "completion": ""})
     with pytest.raises(errors.UsageError, match=r"rows.jsonl:3: 'completion' is empty\n.*; or --on_bad_row skip$"):
-        dataset.prepare(settings(path, on_long_row=on_long_row), byte_level())
+        dataset.load_data(settings(path, on_long_row=on_long_row), byte_level())
     with pytest.raises(
         errors.UsageError,
         match="(?s)2 rows cannot be used.*jsonl:3.*jsonl:2.*; or --on_bad_row skip and --on_long_row skip$",
     ):
-        dataset.prepare(settings(path, on_long_row="error"), byte_level())
+        dataset.load_data(settings(path, on_long_row="error"), byte_level())
 
 
 def test_alpaca_text_is_the_published_one(tmp_path):
@@ -170,13 +170,13 @@ def test_alpaca_text_is_the_published_one(tmp_path):
 
 def test_a_tokenizer_is_loaded_from_a_directory(tmp_path):
     byte_level().save_pretrained(tmp_path / "model")
-    loaded = tokenizer.load(str(tmp_path / "model"))
+    loaded = tokenizer.load_tokenizer(str(tmp_path / "model"))
     assert (
         loaded("Hello there")["input_ids"] == byte_level()("Hello there")["input_ids"]
         and loaded.chat_template == byte_level().chat_template
     )
     with pytest.raises(errors.UsageError, match="no tokenizer"):
-        tokenizer.load(str(tmp_path), offline=True)
+        tokenizer.load_tokenizer(str(tmp_path), offline=True)
 
 
 def test_without_an_end_token_nothing_is_prepared(tmp_path):
@@ -191,9 +191,9 @@ def test_without_an_end_token_nothing_is_prepared(tmp_path):
 
 def test_identity_is_of_tokens_masks_and_split(tmp_path):
     tokens, row = byte_level(), {"prompt": "a", "completion": " b c"}
-    first = dataset.prepare(settings(write(tmp_path / "a.jsonl", row)), tokens).identity
-    assert first == dataset.prepare(settings(write(tmp_path / "b.jsonl", row)), tokens).identity
-    other = dataset.prepare(settings(write(tmp_path / "c.jsonl", {"prompt": "a b", "completion": " c"})), tokens)
+    first = dataset.load_data(settings(write(tmp_path / "a.jsonl", row)), tokens).identity
+    assert first == dataset.load_data(settings(write(tmp_path / "b.jsonl", row)), tokens).identity
+    other = dataset.load_data(settings(write(tmp_path / "c.jsonl", {"prompt": "a b", "completion": " c"})), tokens)
     assert other.identity != first and np.array_equal(
-        other.train[0].ids, dataset.prepare(settings(tmp_path / "a.jsonl"), tokens).train[0].ids
+        other.train[0].ids, dataset.load_data(settings(tmp_path / "a.jsonl"), tokens).train[0].ids
     )

@@ -156,14 +156,14 @@ def test_what_a_template_leaves_out_is_counted_and_told(template, turns, tools, 
     """Of the assistant only what is learned: reasoning that is taken out of earlier turns, and stands in their own examples, is not lost."""
     path = write(tmp_path / "rows.jsonl", {"messages": turns, "tools": tools})
     tokens = byte_level(template)
-    report = dataset.prepare(settings(path), tokens).report
+    report = dataset.load_data(settings(path), tokens).report
     assert {name: count for name, count in report["sources"][0].items() if "not_in" in name} == {
         f"{name}_not_in_template": n for name, n in expected.items()
     }
     told = [
         f"{name.replace('_', ' ')} that the chat template leaves out: {n}, in {path}" for name, n in expected.items()
     ]
-    assert audit.findings(report) == audit.findings(dataset.read_held_out(settings(path), str(path), tokens)[1]) == told
+    assert audit.warnings(report) == audit.warnings(dataset.read_held_out(settings(path), str(path), tokens)[1]) == told
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_a_template_leaves_out_is_counted_and_told(template, turns, tools, 
 )
 def test_half_a_surrogate_pair_is_found_wherever_the_template_writes_it(template, bad, tmp_path):
     path = write(tmp_path / "rows.jsonl", {"messages": REASONS[2:]}, {"messages": bad})
-    read = dataset.prepare(settings(path, on_bad_row="skip"), byte_level(template))
+    read = dataset.load_data(settings(path, on_bad_row="skip"), byte_level(template))
     assert len(read.train) == 1 and [row["where"] for row in read.report["skipped"]] == [f"{path}:2"]
     assert "what the chat template writes holds half of a surrogate pair" in read.report["skipped"][0]["reason"]
 
@@ -195,8 +195,8 @@ def test_parquet_adds_no_argument_to_a_call(tmp_path):
         ],
     }
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
-    read = dataset.prepare(settings(tmp_path / "a.parquet"), byte_level(TOOLS))
-    reference = dataset.prepare(settings(write(tmp_path / "a.jsonl", row)), byte_level(TOOLS))
+    read = dataset.load_data(settings(tmp_path / "a.parquet"), byte_level(TOOLS))
+    reference = dataset.load_data(settings(write(tmp_path / "a.jsonl", row)), byte_level(TOOLS))
     assert read.identity == reference.identity
 
 
@@ -205,7 +205,7 @@ def test_tools_may_be_json_text(tmp_path):
     rows = [{"messages": call("{}"), "tools": [WEATHER]}, {"messages": REASONS, "tools": None}]
     texts = [{"messages": call("{}"), "tools": json.dumps([WEATHER])}, {"messages": REASONS, "tools": ""}]
     read, reference = (
-        dataset.prepare(settings(write(tmp_path / name, *given)), byte_level(TOOLS))
+        dataset.load_data(settings(write(tmp_path / name, *given)), byte_level(TOOLS))
         for name, given in (("a.jsonl", texts), ("b.jsonl", rows))
     )
     assert read.identity == reference.identity
@@ -214,4 +214,4 @@ def test_tools_may_be_json_text(tmp_path):
 def test_a_message_is_counted_as_in_its_row(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"system": "Be brief.", "messages": call("{}")})
     with pytest.raises(errors.UsageError, match="the call of 'weather' in message 2"):
-        dataset.prepare(settings(path), byte_level(CHATML))
+        dataset.load_data(settings(path), byte_level(CHATML))

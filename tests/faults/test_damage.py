@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from anyqlora.core.files import MANIFEST, sealed
+from anyqlora.core.files import MANIFEST, sealed_manifest
 from anyqlora.runs.checkpoints import Checkpoints
 from tests.support import counts, trials
 from tests.support.counts import quick_and_full
@@ -129,7 +129,7 @@ def test_a_forged_manifest_over_something_else(stopped, tmp_path):
         (path / name).write_bytes(content)
         manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest.pop("self")
-    (path / MANIFEST).write_bytes(sealed(manifest))
+    (path / MANIFEST).write_bytes(sealed_manifest(manifest))
     restored, rejected = Checkpoints(directory / "checkpoints").newest_good(None)
     assert restored.step == BEFORE and "not what they are called" in rejected[0][1]
 

@@ -65,8 +65,8 @@ def test_macos_flushes_the_drives_own_cache(tmp_path, monkeypatch):
     lines.write({})
 
     def write():
-        files.Disk().write(tmp_path / "file", b"x")
-        files.Disk().sync_directory(tmp_path)
+        files.FileSystem().write(tmp_path / "file", b"x")
+        files.FileSystem().sync_directory(tmp_path)
         lines.sync()
 
     monkeypatch.setattr(checkpoints, "FULL_FLUSH", 51)

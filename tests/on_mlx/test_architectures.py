@@ -9,7 +9,7 @@ mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' m
 
 import torch
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_mlx import _compat
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
 from tests.support import runs, tiny_models
@@ -29,8 +29,8 @@ REFUSED = {
 def test_mlx_lms_model_is_transformers_or_refused(architecture, tmp_path):
     directory = tiny_models.make(tmp_path, architecture)
     try:
-        model = load_model.read(directory, longest=64)
-    except (NotBuilt, UsageError) as refused:
+        model = load_model.load_model(directory, longest=64)
+    except (NotSupported, UsageError) as refused:
         assert REFUSED[architecture] in str(refused)
         return
     assert architecture not in REFUSED
@@ -40,7 +40,7 @@ def test_mlx_lms_model_is_transformers_or_refused(architecture, tmp_path):
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_a_window_longer_than_every_row_changes_nothing(architecture, tmp_path):
     directory = tiny_models.make(tmp_path, architecture, sliding_window=64)
-    agree(load_model.read(directory, longest=64), directory)
+    agree(load_model.load_model(directory, longest=64), directory)
 
 
 def agree(model, directory):
@@ -55,7 +55,7 @@ def test_code_of_a_model_is_not_run_unasked(tmp_path):
     (base / "config.json").write_text(json.dumps({**described, "model_file": "mine.py"}))
     (base / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
     with pytest.raises(UsageError, match="--trust_remote_code true"):
-        load_model.read(base, longest=64)
+        load_model.load_model(base, longest=64)
     assert not (tmp_path / "ran").exists()
 
 
@@ -63,13 +63,13 @@ def test_an_unknown_type_and_foreign_weights_are_refused(tmp_path):
     base = tiny_models.make(tmp_path, "llama")
     described = json.loads((base / "config.json").read_text())
     for changes, kind, said in (
-        ({"model_type": "mammut"}, NotBuilt, "mlx-lm has no model of type 'mammut'"),
+        ({"model_type": "mammut"}, NotSupported, "mlx-lm has no model of type 'mammut'"),
         ({"num_hidden_layers": 3}, UsageError, "Missing \\d+ parameters"),
-        ({"hidden_act": "gelu"}, NotBuilt, "hidden_act = gelu"),
+        ({"hidden_act": "gelu"}, NotSupported, "hidden_act = gelu"),
     ):
         (base / "config.json").write_text(json.dumps({**described, **changes}))
         with pytest.raises(kind, match=said):
-            load_model.read(base, longest=64)
+            load_model.load_model(base, longest=64)
 
 
 def test_mlx_lm_still_hides_its_classes():

@@ -9,7 +9,7 @@ from anyqlora.planning.memory import activations
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
 
-from anyqlora.on_mlx.nn.attention import attention, own, parts, scores_made_again
+from anyqlora.on_mlx.nn.attention import attention, own, parts, recomputed_attention
 from tests.on_mlx.test_run import MLX
 from tests.support import runs
 
@@ -136,7 +136,7 @@ def test_a_run_learns_the_same(more, tmp_path, monkeypatch):
 def test_what_may_learn_is_left_to_mlx():
     """Sinks: of what a custom function closes over there is no gradient."""
     values, sinks = of(1, 4, 4), mx.zeros(4)
-    with scores_made_again():
+    with recomputed_attention():
         call = mx.fast.scaled_dot_product_attention
     assert call is not own
     found, wanted = (

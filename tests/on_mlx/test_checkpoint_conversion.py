@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from anyqlora.__main__ import main
-from anyqlora.core.files import Disk
+from anyqlora.core.files import FileSystem
 from anyqlora.on_mlx.mlx_lm_bridge.checkpoint_conversion import to_mlx
 from tests.support import tiny_models
 
@@ -55,10 +55,10 @@ def test_there_and_back(architecture, dtype, tmp_path):
 
 def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Each file that stands in the end was synced, or written by what syncs, and so was its directory, before the rename."""
-    done, plain = [], {name: getattr(Disk, name) for name in ("write", "sync", "rename")}
+    done, plain = [], {name: getattr(FileSystem, name) for name in ("write", "sync", "rename")}
     for name, method in plain.items():
         monkeypatch.setattr(
-            Disk,
+            FileSystem,
             name,
             lambda self, path, *more, name=name, method=method: (
                 done.append((name, path.name)),

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from anyqlora.data.stream import IGNORE, Batch
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
 from anyqlora.on_mlx.nn.adapters import LoraLinear
-from anyqlora.on_mlx.nn.loss import TrainedTokenLoss, WholeLoss, inputs, loss_for
+from anyqlora.on_mlx.nn.loss import FullLogitsLoss, TrainedTokenLoss, inputs, loss_for
 from anyqlora.on_mlx.nn.quantizers import UnpackedLinear
 from tests.on_mlx.test_architectures import TRAINED
 from tests.support import runs, tiny_models
@@ -23,7 +23,7 @@ LENGTH = 24
 
 def made(tmp_path, architecture="llama", **more) -> nn.Module:
     """A tiny model whose every weight learns."""
-    return load_model.read(
+    return load_model.load_model(
         tiny_models.make(tmp_path, architecture, **{**TRAINED.get(architecture, {}), **more}), longest=64
     )
 
@@ -59,7 +59,7 @@ def test_some_tokens_at_a_time_make_the_same_loss_and_gradients(architecture, ro
     loss, why = loss_for(model, rows)
     assert type(loss) is TrainedTokenLoss and not why
     (scaled, total), ours = gradients(loss, model, given, 3.0)
-    (_, whole), theirs = gradients(WholeLoss(model), model, given, 3.0)
+    (_, whole), theirs = gradients(FullLogitsLoss(model), model, given, 3.0)
     assert (
         total == pytest.approx(whole, rel=1e-6)
         and scaled == pytest.approx(3 * whole, rel=1e-6)
@@ -83,7 +83,7 @@ def test_the_whole_loss_is_cross_entropy(tmp_path):
         return (nn.losses.cross_entropy(model(mx.array(rows.ids)), mx.array(np.maximum(rows.targets, 0))) * kept).sum()
 
     value, theirs = nn.value_and_grad(model, plain)()
-    (_, total), ours = gradients(WholeLoss(model), model, given)
+    (_, total), ours = gradients(FullLogitsLoss(model), model, given)
     assert total == pytest.approx(float(value), rel=1e-6)
     for path, gradient in tree_flatten(theirs):
         assert float(mx.abs(ours[path] - gradient).max()) <= 2e-5 * float(mx.abs(gradient).max()), path
@@ -115,7 +115,7 @@ def test_no_logits_of_a_whole_batch_are_made(tmp_path):
         return (mx.get_peak_memory() - before) / (4 * 12_000)  # in rows of logits
 
     given = inputs(batch(12_000, 1.0, 160))
-    whole, by_eight = peak(WholeLoss(model), given), peak(TrainedTokenLoss(model, 8), given)
+    whole, by_eight = peak(FullLogitsLoss(model), given), peak(TrainedTokenLoss(model, 8), given)
     print("rows of logits: whole", whole, "by eight", by_eight)
     assert (
         whole > 2 * 3 * 160 and by_eight < whole / 10
@@ -168,7 +168,7 @@ class Bare(Trunk):
 )
 def test_a_model_that_cannot_be_taken_apart_says_so(model, why):
     loss, said = loss_for(model(), 8)
-    assert type(loss) is WholeLoss and why in said
+    assert type(loss) is FullLogitsLoss and why in said
     assert loss_for(model(), 0)[1] == "", "as asked"
 
 

@@ -14,13 +14,13 @@ import torch
 
 from anyqlora.config.resolve import resolve
 from anyqlora.data.stream import Batch
-from anyqlora.on_mlx.build import build, hold, on_mlx
-from anyqlora.on_mlx.generate import continued
+from anyqlora.on_mlx.build import build, materialize, to_mlx_array
+from anyqlora.on_mlx.generate import continue_sequences
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
 from anyqlora.on_mlx.nn.quantizers import UnpackedLinear
 from anyqlora.on_mlx.runtime import Runtime
 from anyqlora.planning.backends import BackendManager
-from anyqlora.processes.group import Alone
+from anyqlora.processes.group import SingleProcess
 from tests.support import tiny_models
 
 COUNT = 60  # layers in a row
@@ -53,11 +53,11 @@ def taken(call) -> tuple[object, int, int]:
 
 @pytest.mark.parametrize("quantizer", ["affine4", "affine8", "nf4"])
 def test_a_model_is_never_whole_in_memory_while_it_is_packed(wide, quantizer):
-    kind = on_mlx(quantizer)(
+    kind = to_mlx_array(quantizer)(
         resolve({"model_name": str(wide), "dataset": "demo", "quantizer": quantizer}, environ={}), mx.bfloat16
     )
-    model = load_model.read(wide, longest=64)
-    _, held, most = taken(lambda: hold(model, kind, mx.bfloat16, already=False))
+    model = load_model.load_model(wide, longest=64)
+    _, held, most = taken(lambda: materialize(model, kind, mx.bfloat16, already=False))
     assert most < held + 4 * LAYER
 
 
@@ -78,7 +78,7 @@ def begun(base, monkeypatch, compiled=False, **settings) -> tuple[Runtime, Batch
     plan = BackendManager("mlx").plan(resolve(settings, environ={}))
     monkeypatch.setattr(Runtime, "compiles", compiled)
     runtime = Runtime(plan)
-    runtime.prepare(build(plan.config, runtime), Alone())
+    runtime.prepare(build(plan.config, runtime), SingleProcess())
     runtime.seed(0)
     ids = (
         np.random.default_rng(0).integers(3, 400, (plan.config.batch_size, plan.config.context_length)).astype(np.int32)
@@ -122,12 +122,14 @@ def test_backward_keeps_no_weight_that_forward_unpacked(adapter, quantizer, drop
     few kernels are compiled."""
     settings = {"quantizer": quantizer, "adapter": adapter, "lora_rank": 4, "lora_dropout": dropout}
     config = resolve({"model_name": "demo", "dataset": "demo", **settings}, environ={})
-    kind = on_mlx(quantizer)(config, mx.float32)
+    kind = to_mlx_array(quantizer)(config, mx.float32)
     layers = []
     for _ in range(COUNT):
         base = kind.pack(nn.Linear(256, 256, bias=False))
         base.__class__ = UnpackedLinear if type(base) is nn.QuantizedLinear else type(base)
-        layers.append(on_mlx(adapter)(config, kind).wrap(base, mx.random.normal((4, 256)) / 16, mx.zeros((256, 4))))
+        layers.append(
+            to_mlx_array(adapter)(config, kind).wrap(base, mx.random.normal((4, 256)) / 16, mx.zeros((256, 4)))
+        )
     model = nn.Sequential(*layers)
     model.freeze()
     model.apply_to_modules(lambda name, module: module.unfreeze(keys=["lora_A", "lora_B"], recurse=False))
@@ -184,13 +186,13 @@ def test_what_attention_takes_for_pairs_of_tokens_is_planned(
 def test_an_answer_makes_logits_of_no_token_but_the_last(tmp_path):
     """The answers are those of the whole rows, each alone, without a cache."""
     vocabulary, longest = 20_000, 120
-    model = load_model.read(tiny_models.make(tmp_path, "llama", vocab_size=vocabulary), longest=256)
+    model = load_model.load_model(tiny_models.make(tmp_path, "llama", vocab_size=vocabulary), longest=256)
     prompts = [
         np.random.default_rng(n).integers(3, vocabulary, length).tolist()
         for n, length in enumerate((longest, 1, 60, 119))
     ]
     mx.eval(model.parameters())
-    found, _, most = taken(lambda: continued(model, prompts, 3, [], 0.0, mx.random.key(0)))
+    found, _, most = taken(lambda: continue_sequences(model, prompts, 3, [], 0.0, mx.random.key(0)))
     assert most < len(prompts) * longest * vocabulary * 4 / 3
     for prompt, answer in zip(prompts, found, strict=True):
         for token in answer:

@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from anyqlora.__main__ import main
 from anyqlora.config.resolve import resolve
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models import nf4
-from anyqlora.on_mlx.build import linears, on_mlx
+from anyqlora.on_mlx.build import linears, to_mlx_array
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
-from anyqlora.on_torch.loading.writer import write
+from anyqlora.on_torch.loading.writer import write_model
 from anyqlora.on_torch.quantizers.affine import Affine4, pack, unpack
 from anyqlora.on_torch.quantizers.bnb import Nf4
 from anyqlora.planning.backends import BackendManager
@@ -58,11 +58,11 @@ def test_packing_is_mlxs_bit_for_bit(shape, group):
 
 
 def held_on_mlx(directory, quantizer="affine4", **more):
-    kind = on_mlx(quantizer)(
+    kind = to_mlx_array(quantizer)(
         resolve({"model_name": str(directory), "dataset": "demo", "quantizer": quantizer, **more}, environ={}),
         mx.float32,
     )
-    model = load_model.read(directory, 64)
+    model = load_model.load_model(directory, 64)
     return {
         name: np.array(kind.dequantize(module).astype(mx.float32))
         for name, module in model.named_modules()
@@ -133,7 +133,7 @@ def test_plain_mlx_lm_and_plain_transformers_read_the_files(bases):
         config["rope_parameters"]["rope_theta"],
     )  # the words that mlx-lm reads
     theirs, _ = load_model(bases / "affine4", model_config=config)
-    ours = load_model.read(bases / "affine4", 64)
+    ours = load_model.load_model(bases / "affine4", 64)
     assert np.array_equal(
         np.array(theirs(mx.array(ids)).astype(mx.float32)), np.array(ours(mx.array(ids)).astype(mx.float32))
     )
@@ -182,12 +182,12 @@ def test_a_checkpoint_that_says_otherwise_is_refused(bases, tmp_path):
     three = tmp_path / "three"
     three.mkdir()
     (three / "config.json").write_text(json.dumps({**config, "quantization": {"group_size": 64, "bits": 7}}))
-    with pytest.raises(NotBuilt, match="affine in 7 bits"):
+    with pytest.raises(NotSupported, match="affine in 7 bits"):
         BackendManager("mlx").plan(resolve({**common, "model_name": str(three)}, environ={}))
 
 
 def test_the_writer_holds_a_shard_at_a_time(bases, tmp_path):
-    done = write(bases / "plain", tmp_path / "out", Affine4(torch.float32), shard=50_000)
+    done = write_model(bases / "plain", tmp_path / "out", Affine4(torch.float32), shard=50_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     assert len(files) > 3 and set(index.values()) == {path.name for path in files} and done["packed"] == 14
@@ -199,7 +199,7 @@ def test_the_writer_holds_a_shard_at_a_time(bases, tmp_path):
 
 def test_packed_weights_are_not_split_over_processes():
     for strategy in ("fsdp", "deepspeed", "tp"):
-        with pytest.raises(NotBuilt, match=f"affine4 with strategy {strategy}"):
+        with pytest.raises(NotSupported, match=f"affine4 with strategy {strategy}"):
             BackendManager("cpu").plan(
                 resolve(
                     {

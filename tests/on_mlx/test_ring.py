@@ -15,7 +15,7 @@ pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import UsageError
-from anyqlora.processes.environment import World
+from anyqlora.processes.environment import ProcessContext
 from tests.support import runs
 
 SETTINGS = {
@@ -80,7 +80,7 @@ def test_the_world_of_mlx_launch(tmp_path):
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([["10.0.0.1:5000"], ["10.0.0.1:5001"], ["10.0.0.2:5000"]]))
     config = resolve({})
-    here = [World.here(config, {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}) for rank in range(3)]
+    here = [ProcessContext.here(config, {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}) for rank in range(3)]
     assert [(world.rank, world.size, world.local_rank) for world in here] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
     for environ in (
         {"MLX_RANK": "0"},
@@ -88,4 +88,4 @@ def test_the_world_of_mlx_launch(tmp_path):
         {"MLX_RANK": "x", "MLX_HOSTFILE": str(hosts)},
     ):
         with pytest.raises(UsageError, match="MLX_|environment"):
-            World.here(config, environ)
+            ProcessContext.here(config, environ)

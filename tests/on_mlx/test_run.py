@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from anyqlora.config.resolve import resolve
-from anyqlora.core.errors import NonFinite, NotBuilt, Stopped, UsageError
+from anyqlora.core.errors import NonFinite, NotSupported, Stopped, UsageError
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.on_mlx import evaluate
 from anyqlora.on_mlx import memory as on_mlx_memory
@@ -153,20 +153,20 @@ def test_the_rows_of_each_step_are_torchs(tmp_path):
 
 @contextlib.contextmanager
 def watched(rows):
-    from anyqlora.training.session import Run
+    from anyqlora.training.session import TrainingSession
 
-    plain = Run.batches
+    plain = TrainingSession.batches
 
     def batches(self, step):
         found = plain(self, step)
         rows.append([batch.rows for batch in found])
         return found
 
-    Run.batches = batches
+    TrainingSession.batches = batches
     try:
         yield
     finally:
-        Run.batches = plain
+        TrainingSession.batches = plain
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_an_evaluation_says_what_torchs_says(tmp_path):
 
 def test_special_tokens_are_part_of_an_answer():
     """The reference is the same answer when its words were no special tokens."""
-    words, model = transformers.AutoTokenizer.from_pretrained(DEMO_BASE), load_model.read(DEMO_BASE, longest=64)
+    words, model = transformers.AutoTokenizer.from_pretrained(DEMO_BASE), load_model.load_model(DEMO_BASE, longest=64)
     prompt = words.encode("Bren bought two red lamps in Ashford on Monday. Repeat:")
     expected = answers(model, words, DEMO_BASE, [prompt], max_new_tokens=8)
     said = [token for token in words.tokenize(expected[0]) if token.isascii()]
@@ -469,7 +469,7 @@ def test_memory_is_predicted_and_measured(tmp_path, more):
     ],
 )
 def test_what_mlx_does_not_do_is_refused_before_weights_are_read(tmp_path, settings, said):
-    with pytest.raises((UsageError, NotBuilt)) as refused:
+    with pytest.raises((UsageError, NotSupported)) as refused:
         runs.run(tmp_path, **{**MLX, **settings})
     assert said in str(refused.value) and refused.value.exit_code == 2 and not (tmp_path / "run").exists()
 

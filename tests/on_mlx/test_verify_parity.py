@@ -27,7 +27,7 @@ def test_backends_that_differ_are_told(capsys, monkeypatch):
     found = parity.differences(good, other)
     assert found["loss"] == pytest.approx(1e-3) and found["grad_norm"] == 0 and found["adapter"] == 0
     monkeypatch.setattr(parity, "train", lambda settings: None)
-    monkeypatch.setattr(parity, "read", lambda run: {"cpu": good, "mlx": other}[run.name])
+    monkeypatch.setattr(parity, "read_metrics", lambda run: {"cpu": good, "mlx": other}[run.name])
     assert main(["verify", "--parity", "--backends", "cpu,mlx"]) == 1
     assert "THEY DO NOT AGREE" in capsys.readouterr().out
     assert parity.differences(good, (steps, {name: value + np.float32(0.2) for name, value in start.items()}))[

@@ -59,7 +59,7 @@ def test_packed_loss_equals_unpacked_loss(started):
         pytest.skip("packing is refused for it")
     rows = started.run.data.train[:3]
     losses, norms = [], []
-    for batch in (stream.padded([rows], 0), stream.padded([[row] for row in rows], 0)):
+    for batch in (stream.collate([rows], 0), stream.collate([[row] for row in rows], 0)):
         loss = started.loss(batch)
         loss.backward()
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in started.built.trainable.values()]).item())

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_torch.quantizers.bnb import Int8, Nf4
 from anyqlora.on_torch.quantizers.experts import PackedExperts
 from tests.support import tiny_models
@@ -210,7 +210,7 @@ def test_a_dense_layer_that_peft_takes_for_an_expert_is_refused(tmp_path):
 def test_weights_that_cannot_be_quantized_are_refused_by_name(architecture, tmp_path):
     changes, message = REFUSED[architecture]
     directory = tiny_models.make(tmp_path / "base", architecture, **changes)
-    with pytest.raises(NotBuilt, match=message):
+    with pytest.raises(NotSupported, match=message):
         tiny_models.Started(tmp_path, directory)
 
 

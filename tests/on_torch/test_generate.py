@@ -90,7 +90,7 @@ def test_the_verbs_end_answers_there_too(said):
     from anyqlora.on_torch import inference
     from anyqlora.runs import finished
 
-    model = inference.load(finished.find(str(said[0])), {})
+    model = inference.load(finished.find_run(str(said[0])), {})
     assert model.answer([[{"role": "user", "content": "Tam"}]]) == [f"{CALL}Monday"]
     assert model.evaluate(model.run.held_out(model.tokenizer))["exact_match"] == 1.0
 

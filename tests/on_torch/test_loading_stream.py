@@ -13,8 +13,15 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from anyqlora.core.errors import UsageError
-from anyqlora.on_torch.linears import is_linear, kept_in_float32, linears, text_linears
-from anyqlora.on_torch.loading.stream import Placing, _Fill, _Stream, _StreamConfig, exact_dtype, read
+from anyqlora.on_torch.linears import float32_modules, is_linear, linears, text_linears
+from anyqlora.on_torch.loading.stream import (
+    LoadPolicy,
+    QuantizeOp,
+    StreamingQuantizer,
+    _StreamConfig,
+    exact_dtype,
+    load_streamed,
+)
 from anyqlora.on_torch.quantizers.bnb import Nf4
 from tests.support import tiny_models
 from tests.support.paths import ROOT
@@ -22,9 +29,9 @@ from tests.support.paths import ROOT
 
 def nf4(directory, dtype=torch.float32):
     quantizer = Nf4(dtype)
-    return read(
+    return load_streamed(
         str(directory),
-        Placing(quantizer, lambda name, module, weight: quantizer.fill(module, weight), lambda model: None),
+        LoadPolicy(quantizer, lambda name, module, weight: quantizer.fill(module, weight), lambda model: None),
         dtype=dtype,
         device=torch.device("cpu"),
     )
@@ -108,8 +115,8 @@ def test_a_gpu_would_reserve_the_packed_size(tmp_path):
     directory = tiny_models.make(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-    stream = _Stream(
-        _StreamConfig(Placing(Nf4(torch.float32), None, lambda model: None), torch.bfloat16), pre_quantized=False
+    stream = StreamingQuantizer(
+        _StreamConfig(LoadPolicy(Nf4(torch.float32), None, lambda model: None), torch.bfloat16), pre_quantized=False
     )
     stream._process_model_before_weight_loading(model)
     size = {name: stream.param_element_size(model, name, p) for name, p in model.named_parameters()}
@@ -161,7 +168,7 @@ def test_parameters_that_an_architecture_keeps_in_float32():
                 },
             )
         )
-    kept = [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if kept_in_float32(model, name)]
+    kept = [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if float32_modules(model, name)]
     assert kept and all(name.endswith("e_score_correction_bias") for name in kept)
 
 
@@ -198,7 +205,7 @@ def test_freed_memory_leaves_the_process():
 
 def test_a_weight_of_whole_numbers_is_not_packed():
     """transformers 5.17 casts a weight to the type of the parameter that it is for: to whole numbers, which are 0, where that is packed."""
-    stream = _Stream(_StreamConfig(Placing(None, lambda *given: pytest.fail("it was packed"), None)))
+    stream = StreamingQuantizer(_StreamConfig(LoadPolicy(None, lambda *given: pytest.fail("it was packed"), None)))
     stream.directory = "somewhere"
     with pytest.raises(UsageError, match="somewhere: model.q_proj.weight comes as int32"):
-        _Fill(stream).filled("model.q_proj.weight", torch.zeros(2, 2, dtype=torch.int32))
+        QuantizeOp(stream).filled("model.q_proj.weight", torch.zeros(2, 2, dtype=torch.int32))

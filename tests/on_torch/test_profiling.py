@@ -12,7 +12,7 @@ from torch.profiler._memory_profiler import MemoryProfileTimeline
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import UsageError
-from anyqlora.on_torch.device import Memory, own_pages
+from anyqlora.on_torch.device import MemoryMonitor, own_pages
 from anyqlora.on_torch.profiling.profiler import Unwatched, action, plain_timeline
 from tests.support import runs
 from tests.support.paths import ROOT
@@ -203,7 +203,7 @@ def test_memory_json_goes_on_where_a_resumed_run_does(tmp_path):
 def test_memory_is_the_rise_of_own_pages_and_its_peak(tmp_path):
     """The reference is the size of what is allocated; pages of a file do not count, and what is freed stays in the peak."""
     size = 256 << 20
-    memory = Memory(torch.device("cpu"))
+    memory = MemoryMonitor(torch.device("cpu"))
     memory.start()
     block = torch.ones(size, dtype=torch.uint8)
     assert memory.used() == pytest.approx(size, rel=0.05)
@@ -221,7 +221,7 @@ def test_memory_is_the_rise_of_own_pages_and_its_peak(tmp_path):
 
 
 def test_memory_stops_looking_when_it_is_gone():
-    memory = Memory(torch.device("cpu"))
+    memory = MemoryMonitor(torch.device("cpu"))
     memory.start()
     (thread,) = [t for t in threading.enumerate() if t.name == "memory" and t.is_alive()][-1:]
     del memory

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from anyqlora.__main__ import main
 from anyqlora.config.resolve import resolve
-from anyqlora.core.errors import NotBuilt, UsageError
-from anyqlora.core.files import MANIFEST, Disk
+from anyqlora.core.errors import NotSupported, UsageError
+from anyqlora.core.files import MANIFEST, FileSystem
 from anyqlora.on_torch.loading.quantized_cache import QuantizedCache
 from anyqlora.on_torch.loading.writer import size
 from anyqlora.on_torch.quantizers.affine import Affine4
@@ -239,7 +239,7 @@ def test_an_entry_of_other_weights_is_not_taken(kept):
     assert other.entry() == other.path and "manifest.json: of other weights" in other.notes[0]
 
 
-class Full(Disk):
+class Full(FileSystem):
     """There is room for so many files more."""
 
     def __init__(self, files):
@@ -290,7 +290,7 @@ def test_two_processes_may_write_one_entry_at_once(kept):
     """The second is ready when the first has already put its own there, and takes that."""
     first, second = kept(), kept()
 
-    class Late(Disk):
+    class Late(FileSystem):
         def rename(self, old, new):
             if new == second.path:
                 assert first.entry() == new
@@ -376,7 +376,7 @@ def test_what_cannot_be_kept_is_not_and_refused_when_asked_for(settings, why, tm
 def test_a_model_whose_files_cannot_be_written_so_is_refused_only_when_it_was_asked_for(tmp_path):
     """GPT-2 has its weights transposed in its files."""
     directory = tiny_models.make(tmp_path / "base", "gpt2")
-    with pytest.raises(NotBuilt, match="the checkpoint has transposed"):
+    with pytest.raises(NotSupported, match="the checkpoint has transposed"):
         trained(tmp_path, "asked", model_name=str(directory), quantized_cache=str(tmp_path / "kept"))
     config = resolve({"model_name": str(directory), "dataset": "demo"}, environ={})
     cache = QuantizedCache(config.with_(quantized_cache=str(tmp_path / "kept")), directory, torch.device("cpu"))

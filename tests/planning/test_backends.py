@@ -15,7 +15,7 @@ from anyqlora.__main__ import main as anyqlora
 from anyqlora.cli import backends
 from anyqlora.config.resolve import resolve
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.planning import machine as machines
 from anyqlora.planning.backends import BackendManager, detect_backend, get_backend_manager, get_device
 from anyqlora.planning.capabilities import CAPABILITIES, LOOPS, Backend, BackendUnavailable
@@ -277,12 +277,12 @@ def test_unknown_backend_lists_the_known():
 
 def test_backend_without_a_loop_is_refused_and_passed_over():
     table = {**CAPABILITIES, Backend.MLX: replace(CAPABILITIES[Backend.MLX], framework="jax")}
-    with pytest.raises(NotBuilt, match="no loop runs framework 'jax'"):
+    with pytest.raises(NotSupported, match="no loop runs framework 'jax'"):
         BackendManager("mlx", machine=MACHINES["m3"], table=table)
     passed_over = BackendManager(machine=MACHINES["m3"], table=table)
     assert "mlx" in passed_over.available() and passed_over.backend == "mps"
     table = {**CAPABILITIES, Backend.CPU: replace(CAPABILITIES[Backend.CPU], framework="jax")}
-    with pytest.raises(NotBuilt, match="no loop runs framework 'jax'"):
+    with pytest.raises(NotSupported, match="no loop runs framework 'jax'"):
         BackendManager("cpu", machine=MACHINES["nothing"], table=table)
     with pytest.raises(BackendUnavailable):
         BackendManager(machine=MACHINES["nothing"], table=table)

@@ -55,7 +55,7 @@ def test_shapes_have_the_parameters_of_transformers_model(model_type):
     config = model_config(model_type)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shapes = architectures.shapes(config.to_dict())
+    shapes = architectures.model_shape(config.to_dict())
     assert shapes.block == type(model.base_model.layers[0]).__name__
     linears = [module.weight for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
     linears += [parameter for parameter in model.parameters() if parameter.dim() == 3]  # all experts of a layer
@@ -69,10 +69,10 @@ def test_shapes_have_the_parameters_of_transformers_model(model_type):
 
 def test_known_models_have_their_known_size():
     described = architectures.read_config(MODELS / "llama-3-8b")
-    assert architectures.shapes(described).parameters == 8_030_261_248  # the model card of Meta-Llama-3-8B
-    text = architectures.shapes({"model_type": "gemma3", "text_config": {**model_config("gemma3_text").to_dict()}})
-    assert text == architectures.shapes(model_config("gemma3_text").to_dict())
-    assert architectures.shapes({"model_type": "wholly_new"}) is None
+    assert architectures.model_shape(described).parameters == 8_030_261_248  # the model card of Meta-Llama-3-8B
+    text = architectures.model_shape({"model_type": "gemma3", "text_config": {**model_config("gemma3_text").to_dict()}})
+    assert text == architectures.model_shape(model_config("gemma3_text").to_dict())
+    assert architectures.model_shape({"model_type": "wholly_new"}) is None
 
 
 @pytest.mark.parametrize("billions", [0.01, 0.1, 0.5, 1, 3, 7, 8, 13, 34, 70, 405])
@@ -93,7 +93,7 @@ def test_quantized_bytes_are_those_of_bitsandbytes(kind, double_quant):
         state = weight.quant_state
         tensors += [state.absmax] + ([state.state2.absmax] if double_quant else [])
     config = TrainConfig(quantizer=kind.__name__.lower(), double_quant=double_quant)
-    held = memory.quantized_bytes(architectures.Linear("x", 384, 512), config)
+    held = memory.quantized_bytes(architectures.LinearShape("x", 384, 512), config)
     assert held == sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -158,7 +158,7 @@ def activations(model_type, **settings):
     batch = stream.Batch(
         ids=ids, targets=ids.copy(), positions=positions, segments=np.zeros_like(ids), rows=("x:1", "x:2")
     )
-    shapes = architectures.shapes(architectures.read_config(architectures.model_directory(plan.config)))
+    shapes = architectures.model_shape(architectures.read_config(architectures.model_directory(plan.config)))
     with runtime.autocast():
         counted = kept_bytes(built.model, lambda: runtime.loss(built.model, batch, runtime.device))
     becomes_a_gradient = (
@@ -333,5 +333,7 @@ def test_bytes_are_shown_with_units():
 
 def test_a_mixture_keeps_more_products_and_the_plan_has_them():
     """Each expert has tokens of its own number, so its products have more shapes."""
-    found = {name: memory.products(architectures.shapes(model_config(name).to_dict())) for name in ("llama", "mixtral")}
+    found = {
+        name: memory.products(architectures.model_shape(model_config(name).to_dict())) for name in ("llama", "mixtral")
+    }
     assert found == {"llama": 128, "mixtral": 512}

@@ -259,7 +259,7 @@ def test_batch_auto_fills_memory_and_keeps_the_global_batch():
         if p.batch_size < GLOBAL_BATCH:
             larger = p.config.with_(batch_size=2 * p.batch_size)
             assert (
-                memory.estimate(architectures.shapes(architectures.read_config(Path(LLAMA_8B))), larger).total
+                memory.estimate(architectures.model_shape(architectures.read_config(Path(LLAMA_8B))), larger).total
                 > HEADROOM * p.memory_free
             )
 
@@ -300,7 +300,7 @@ def test_as_few_layers_recompute_as_make_a_run_fit_in_quarters():
     }
     counts = [p.config.recomputed_layers for p in chosen.values()]
     assert counts == sorted(counts) and set(counts) == {0, 8, 16, 24, 32}
-    shapes = architectures.shapes(architectures.read_config(Path(LLAMA_8B)))
+    shapes = architectures.model_shape(architectures.read_config(Path(LLAMA_8B)))
     for p in chosen.values():
         assert p.use_gradient_checkpointing == (p.config.recomputed_layers > 0)
         if p.config.recomputed_layers and p.batch_size == 4:

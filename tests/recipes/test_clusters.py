@@ -7,8 +7,8 @@ import sys
 import pytest
 import yaml
 
-from anyqlora.config.resolve import resolve, spelled
-from anyqlora.processes.environment import World
+from anyqlora.config.resolve import canonical_argv, resolve
+from anyqlora.processes.environment import ProcessContext
 from tests.support.paths import ROOT
 
 SCRIPT = ROOT / "examples" / "clusters" / "slurm.sbatch"
@@ -82,7 +82,7 @@ def test_the_kubeflow_job_starts_train_py_by_torchrun():
     assert (
         container["command"][:2] == ["torchrun", "train.py"] and container["name"] == "pytorch"
     )  # the name that the operator looks for
-    flags = dict(word.removeprefix("--").split("=", 1) for word in spelled(container["command"][2:]))
+    flags = dict(word.removeprefix("--").split("=", 1) for word in canonical_argv(container["command"][2:]))
     config = resolve(flags, environ={})
     assert config.output_dir in {mount["mountPath"] for mount in container["volumeMounts"]}
     size = worker["replicas"] * int(job["spec"]["nprocPerNode"])
@@ -93,7 +93,7 @@ def test_the_kubeflow_job_starts_train_py_by_torchrun():
         "MASTER_ADDR": "kubeflow-worker-0",
         "MASTER_PORT": "29500",
     }  # what torchrun sets in a pod
-    assert World.here(config, pod).size == size == 8
+    assert ProcessContext.here(config, pod).size == size == 8
 
 
 def test_the_ray_recipe_takes_the_flags_of_train_py():

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from anyqlora.core.errors import Stopped
-from anyqlora.core.files import Disk
+from anyqlora.core.files import FileSystem
 from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.testing import world
-from anyqlora.training.session import Run
+from anyqlora.training.session import TrainingSession
 from tests.recipes.test_distributed_runs import SETTINGS
 from tests.support import runs
 
@@ -40,14 +40,14 @@ def own_rank() -> int:
 
 def stopped_with_a_slow_disk(output):
     """The first process needs a second to write the moments. SIGTERM comes to the other one."""
-    write = Disk.write
+    write = FileSystem.write
 
     def slowly(self, path, content):
         if path.name == "optimizer.safetensors":
             time.sleep(1)
         write(self, path, content)
 
-    Disk.write = slowly
+    FileSystem.write = slowly
     return stopped(output, SHORT, lambda step: step == 3 and own_rank() == 1 and os.kill(os.getpid(), signal.SIGTERM))
 
 
@@ -61,14 +61,14 @@ def test_no_process_ends_before_the_first_one_has_saved(tmp_path):
 
 def asked_to_save_early(output):
     """The second process alone hears of it, when the first step has not begun."""
-    ready = Run.steps
+    ready = TrainingSession.steps
 
     def signalled(self):
         if own_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return ready(self)
 
-    Run.steps = signalled
+    TrainingSession.steps = signalled
     return stopped(output, {**SHORT, "max_steps": 3}, None)[0]
 
 
@@ -79,7 +79,7 @@ def test_a_save_that_one_process_was_asked_for_is_made_by_all(tmp_path):
 
 def stopped_in_an_evaluation(output):
     """SIGTERM comes to the second process in the third batch of the evaluation after step 2. Returns the exit code and the batches begun there."""
-    begun, between = [], Run.interruptible
+    begun, between = [], TrainingSession.interruptible
 
     def counted(self):
         if self.last_step == 2:
@@ -88,7 +88,7 @@ def stopped_in_an_evaluation(output):
                 os.kill(os.getpid(), signal.SIGTERM)
         between(self)
 
-    Run.interruptible = counted
+    TrainingSession.interruptible = counted
     code, _ = stopped(output, {**SHORT, "eval_fraction": 0.02, "eval_steps": 2, "eval_batch_size": 1}, None)
     return code, len(begun)
 
@@ -100,14 +100,14 @@ def test_an_evaluation_is_left_by_all_at_the_same_batch(tmp_path):
 
 
 def stopped_in_the_last_save(output):
-    save = Run.save
+    save = TrainingSession.save
 
     def signalled(self, step, snapshot):
         if own_rank() == 1 and step == self.total_steps:
             os.kill(os.getpid(), signal.SIGTERM)
         save(self, step, snapshot)
 
-    Run.save = signalled
+    TrainingSession.save = signalled
     return stopped(output, {**SHORT, "max_steps": 2}, None)[0]
 
 

@@ -23,11 +23,11 @@ from anyqlora.core.terminal import format_bytes
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.planner import Adjustment
-from anyqlora.processes.group import Alone
+from anyqlora.processes.group import SingleProcess
 from anyqlora.recipes import sft
 from anyqlora.reporting import select
-from anyqlora.reporting.console import JsonLines, Lines, Metrics, Silent
-from anyqlora.reporting.live_panel import Bar, Panel
+from anyqlora.reporting.console import ConsoleReporter, JsonLines, Metrics, QuietReporter
+from anyqlora.reporting.live_panel import LivePanel, ProgressBarReporter
 from anyqlora.reporting.summary import next_commands, read_lines, show
 from anyqlora.reporting.trackers import Trackers
 from tests.support import runs
@@ -81,8 +81,8 @@ def screen(output: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def panel_on(stream, **settings) -> Panel:
-    panel = Panel(plan_of(**settings), 10)
+def panel_on(stream, **settings) -> LivePanel:
+    panel = LivePanel(plan_of(**settings), 10)
     panel.console = Console(file=stream, force_terminal=True, width=100, color_system=None)
     return panel
 
@@ -119,11 +119,18 @@ def test_records_tell_memory_and_speed(tmp_path):
 
 @pytest.mark.parametrize(
     ("log_to", "kind"),
-    [("auto", Lines), ("stdout", Lines), ("tqdm", Bar), ("none", Silent), ("wandb", Lines), ("none,wandb", Silent)],
+    [
+        ("auto", ConsoleReporter),
+        ("stdout", ConsoleReporter),
+        ("tqdm", ProgressBarReporter),
+        ("none", QuietReporter),
+        ("wandb", ConsoleReporter),
+        ("none,wandb", QuietReporter),
+    ],
 )
 def test_log_to_chooses_the_view(log_to, kind):
     """Output is captured, so that auto is no terminal."""
-    assert type(select.view(plan_of(log_to=log_to), 1)) is kind
+    assert type(select.make_reporter(plan_of(log_to=log_to), 1)) is kind
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,7 @@ def test_log_to_refuses(log_to, said):
 
 
 def test_lines_say_everything_and_steer_nothing(capsys):
-    lines = Lines(plan_of(), 10)
+    lines = ConsoleReporter(plan_of(), 10)
     lines.step(RECORD)
     lines.warn(f"rows of {HOSTILE}")
     out, err = capsys.readouterr()
@@ -153,14 +160,14 @@ def test_silent_still_tells_what_the_plan_could_not_do(capsys):
     plan = replace(
         plan_of(log_to="none"), adjustments=(Adjustment("precision", "bf16", "fp16_autocast", "no bf16 here"),)
     )
-    select.announce(plan, Alone())
-    select.view(plan, 1).step(RECORD)
+    select.announce_plan(plan, SingleProcess())
+    select.make_reporter(plan, 1).step(RECORD)
     out, err = capsys.readouterr()
     assert out == "" and err == "warning: precision: asked bf16, got fp16_autocast: no bf16 here\n"
 
 
 def test_bar_is_one_line_with_what_is_said_above_it(capsys):
-    bar = Bar(plan_of(), 10)
+    bar = ProgressBarReporter(plan_of(), 10)
     bar.step({**RECORD, "step": 1})
     bar.say("said")
     bar.step({**RECORD, "step": 10})

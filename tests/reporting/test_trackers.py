@@ -127,8 +127,8 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(tmp_p
 
 def test_nothing_is_imported_that_was_not_asked_for():
     assert not {"wandb", "trackio", "tensorboard"} & set(sys.modules) or INSTALLED
-    trackers.check(resolve({**SMALL, "log_to": "stdout"}, environ={}))
-    assert trackers.names(resolve({**SMALL, "log_to": "trackio, wandb,none,trackio"}, environ={})) == [
+    trackers.check_trackers(resolve({**SMALL, "log_to": "stdout"}, environ={}))
+    assert trackers.tracker_names(resolve({**SMALL, "log_to": "trackio, wandb,none,trackio"}, environ={})) == [
         "trackio",
         "wandb",
     ]
@@ -147,7 +147,7 @@ def test_offline_refuses_a_server(monkeypatch):
     monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     with pytest.raises(UsageError, match="makes trackio send to a server"):
-        trackers.check(resolve({**SMALL, "log_to": "trackio", "offline": True}, environ={}))
+        trackers.check_trackers(resolve({**SMALL, "log_to": "trackio", "offline": True}, environ={}))
 
 
 # --------------------------------------------------------------------------------------------- fed from metrics.jsonl
@@ -199,8 +199,8 @@ def test_a_tracker_is_told_what_metrics_has(notebook, tmp_path):
 
 
 def test_what_is_not_finite_is_told_as_it_is():
-    assert math.isnan(trackers.numbers({"step": 1, "loss": "nan"})["loss"])
-    assert trackers.numbers({"step": 1, "loss": "-inf", "rows": "a:1", "skipped": True}) == {
+    assert math.isnan(trackers.numeric_values({"step": 1, "loss": "nan"})["loss"])
+    assert trackers.numeric_values({"step": 1, "loss": "-inf", "rows": "a:1", "skipped": True}) == {
         "loss": -math.inf,
         "skipped": True,
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anyqlora.core.errors import DiskFull
-from anyqlora.core.files import Disk
+from anyqlora.core.files import FileSystem
 from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.runs.directory import IDENTITY
 from tests.support import runs
@@ -67,9 +67,9 @@ def test_a_forced_run_that_is_killed_before_it_saves_leaves_the_one_before_as_it
         runs.run(tmp_path, during=lambda step: step == 4 and fail(ZeroDivisionError()), **forced)
     shutil.copytree(tmp_path / "run", tmp_path / "forced" / "run")
     with pytest.MonkeyPatch.context() as patched, pytest.raises(ZeroDivisionError):
-        rename = Disk.rename
+        rename = FileSystem.rename
         patched.setattr(
-            Disk,
+            FileSystem,
             "rename",
             lambda self, old, new: fail(ZeroDivisionError()) if new.name == IDENTITY else rename(self, old, new),
         )
@@ -121,9 +121,9 @@ def test_no_room_for_what_transformers_writes_of_a_finished_run(size, more, what
 
 def test_what_a_killed_run_leaves_is_swept_and_nothing_else(tmp_path, monkeypatch):
     """Every stage that a run makes is known by its name; a person's own files keep theirs."""
-    staged, write, make = set(), Disk.write, Disk.make_directory
-    monkeypatch.setattr(Disk, "write", lambda self, path, content: (staged.add(path), write(self, path, content)))
-    monkeypatch.setattr(Disk, "make_directory", lambda self, path: (staged.add(path), make(self, path)))
+    staged, write, make = set(), FileSystem.write, FileSystem.make_directory
+    monkeypatch.setattr(FileSystem, "write", lambda self, path, content: (staged.add(path), write(self, path, content)))
+    monkeypatch.setattr(FileSystem, "make_directory", lambda self, path: (staged.add(path), make(self, path)))
     with pytest.raises(ZeroDivisionError):
         runs.run(tmp_path, during=lambda step: step == 4 and fail(ZeroDivisionError()), **SMALL)
     monkeypatch.undo()

@@ -12,8 +12,8 @@ import torch
 
 import anyqlora.on_torch.assembly.build as building
 import anyqlora.runs.checkpoints as checkpoint
-from anyqlora.core.files import Disk, pieces
-from anyqlora.training.session import Run
+from anyqlora.core.files import FileSystem, chunks
+from anyqlora.training.session import TrainingSession
 
 CALLS = ("make_directory", "write", "rename", "sync_directory", "remove")
 CRASHED = 86
@@ -29,13 +29,13 @@ def each_call(act) -> None:
     def wrapped(name, method):
         def call(self, *arguments):
             paths = [a for a in arguments if not isinstance(a, (bytes, list))]
-            content = next((b"".join(pieces(a)) for a in arguments if isinstance(a, (bytes, list))), None)
+            content = next((b"".join(chunks(a)) for a in arguments if isinstance(a, (bytes, list))), None)
             return act(next(number), name, paths, content, lambda: method(self, *arguments))
 
         return call
 
     for name in CALLS:
-        setattr(Disk, name, wrapped(name, getattr(Disk, name)))
+        setattr(FileSystem, name, wrapped(name, getattr(FileSystem, name)))
 
 
 def record_calls(path: str) -> None:
@@ -152,13 +152,13 @@ def fill_disk(path: str, first: int, last: int, left: int) -> None:
 
 def at_step(act) -> None:
     """`act(step)` (from 0) when the loop asks for the step's batches."""
-    batches = Run.batches
+    batches = TrainingSession.batches
 
     def called(self, step):
         act(step)
         return batches(self, step)
 
-    Run.batches = called
+    TrainingSession.batches = called
 
 
 def signal_at(step: int, number: int, times: int = 1) -> None:
@@ -168,14 +168,14 @@ def signal_at(step: int, number: int, times: int = 1) -> None:
 
 def resize_at(step: int, size: int) -> None:
     """Be told to go on with micro-batches of `size` rows."""
-    batches = Run.batches
+    batches = TrainingSession.batches
 
     def called(self, now):
         if now == step:
             self.stream.resize(size)
         return batches(self, now)
 
-    Run.batches = called
+    TrainingSession.batches = called
 
 
 def with_model(act) -> None:
@@ -298,13 +298,13 @@ def signal_before(moment: str, number: int) -> None:
     if moment == "while data is read":
         from anyqlora.data import dataset
 
-        prepare = dataset.prepare
+        prepare = dataset.load_data
 
         def interrupted(*arguments):
             os.kill(os.getpid(), number)
             return prepare(*arguments)
 
-        dataset.prepare = interrupted
+        dataset.load_data = interrupted
     else:
         os.kill(os.getpid(), number)
 

@@ -61,8 +61,8 @@ class Started:
         self.config = config = self.plan.config
         set_deterministic(True)
         seed_everything(config.seed)
-        words = tokenizer.load(config.model_name)
-        self.rows = dataset.prepare(config, words).train
+        words = tokenizer.load_tokenizer(config.model_name)
+        self.rows = dataset.load_data(config, words).train
         self.runtime = Runtime(self.plan)
         self.strategy = self.runtime.strategy
         self.built = build(config, self.runtime)
@@ -78,8 +78,8 @@ class Started:
         )
         first = 20 * step
         whole = [self.rows[first + ROWS * i : first + ROWS * (i + 1)] for i in range(count)]
-        trained = sum(stream.padded([[e] for e in rows], 0).trained for rows in whole)
-        return [stream.padded([[e] for e in rows[share]], 0) for rows in whole], trained
+        trained = sum(stream.collate([[e] for e in rows], 0).trained for rows in whole)
+        return [stream.collate([[e] for e in rows[share]], 0) for rows in whole], trained
 
     def step(self, number, count=1, max_norm=1.0):
         """One optimizer step of `count` micro-batches. Returns (this process's part of the loss, gradient norm)."""

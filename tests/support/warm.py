@@ -15,6 +15,6 @@ from anyqlora.reporting import select, trackers  # noqa: F401
 torch.set_num_threads(1)
 plan = BackendManager("cpu").plan(resolve({"backend": "cpu", "precision": "fp32"}, environ={}, said="warm"))
 build(plan.config, Runtime(plan))  # transformers makes tables of names and compiled patterns that are kept
-dataset.prepare(plan.config, tokenizer.load("demo"))
+dataset.load_data(plan.config, tokenizer.load_tokenizer("demo"))
 gc.collect()
 gc.freeze()  # else a collection in a child visits all of this, and copies each page it marks: 0.4 s

@@ -6,12 +6,12 @@ import shutil
 import pytest
 
 from anyqlora.core.errors import DiskFull, NoCheckpoint, UsageError
-from anyqlora.core.files import Disk
+from anyqlora.core.files import FileSystem
 from anyqlora.data.readers.sources import DEMO
 from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.runs.directory import IDENTITY
-from anyqlora.runs.finished import read
-from anyqlora.training.session import Run
+from anyqlora.runs.finished import read_run
+from anyqlora.training.session import TrainingSession
 from tests.support import runs
 from tests.training.test_session import SMALL, adapter_bytes, fail
 
@@ -45,7 +45,7 @@ def test_a_finished_run_is_trained_further_to_the_bytes_of_the_longer_run(finish
     before = (finished / "result.json").read_bytes()
     longer(finished, resume="force")
     assert [line["step"] for line in runs.metrics(finished)] == [1, 2, 3, 4, 5, 6]
-    assert runs.result(finished)["steps"] == 6 and read(finished).config.max_steps == 6
+    assert runs.result(finished)["steps"] == 6 and read_run(finished).config.max_steps == 6
     assert (finished / "result-000003.json").read_bytes() == before
     assert adapter_bytes(finished) == adapter_bytes(runs.run(tmp_path, "whole", **{**CONSTANT, "max_steps": 6}))
     longer(finished)  # is finished now, and is left
@@ -77,9 +77,9 @@ def test_what_is_cut_off_goes_on_with_the_same_command(step, finished):
 def test_a_kill_before_the_new_identity_leaves_the_old_run(finished, monkeypatch):
     """It has its last checkpoint, and the old command ends it again with the same bytes."""
     before = adapter_bytes(finished)
-    write = Disk.write
+    write = FileSystem.write
     monkeypatch.setattr(
-        Disk,
+        FileSystem,
         "write",
         lambda self, path, content: (
             fail(OSError(28, "No space left")) if IDENTITY in path.name else write(self, path, content)
@@ -104,7 +104,7 @@ def test_without_a_usable_checkpoint_it_is_refused_and_stays_finished(is_there, 
         NoCheckpoint, match="step-000003: manifest.json" if is_there else "no checkpoint of it left to go on from"
     ):
         longer(finished, resume="force")
-    assert read(finished).result["steps"] == 3
+    assert read_run(finished).result["steps"] == 3
 
 
 def test_the_end_of_a_run_that_goes_on_may_stay_its_best_step(tmp_path):
@@ -150,7 +150,7 @@ def test_a_forced_run_is_evaluated_on_its_own_rows(tmp_path, monkeypatch):
         "max_steps": 8,
     }
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Run, "write_finished", lambda *_: 1 / 0)
+        patch.setattr(TrainingSession, "write_finished", lambda *_: 1 / 0)
         runs.run(tmp_path, **settings)
     others = tmp_path / "others.jsonl"
     others.write_text("".join((DEMO / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))

@@ -8,13 +8,13 @@ import math
 import pytest
 from rich.console import Console
 
-from anyqlora.core.files import Disk, to_json
+from anyqlora.core.files import FileSystem, to_json
 from anyqlora.data.readers.sources import DEMO
 from anyqlora.reporting.summary import show
 from anyqlora.runs.checkpoints import ADAPTER, Checkpoints
-from anyqlora.training.session import Run
+from anyqlora.training.session import TrainingSession
 from anyqlora.training.signals import Interrupted
-from anyqlora.training.state import Progress
+from anyqlora.training.state import TrainState
 from tests.support import runs
 from tests.training.test_session import HELD_OUT, fail
 
@@ -94,9 +94,9 @@ def test_a_best_step_that_could_not_be_saved_leaves_the_best_before_it(wrecked, 
     best = min(seen, key=seen.get)
     second = min(seen.keys() - {best}, key=seen.get)
     assert second < best <= 5, "else nothing would have pruned it"
-    write = Disk.write
+    write = FileSystem.write
     monkeypatch.setattr(
-        Disk,
+        FileSystem,
         "write",
         lambda self, path, content: (
             fail(OSError(errno.ENOSPC, "No space left"))
@@ -140,13 +140,13 @@ def test_a_best_step_that_cannot_be_read_in_the_end_leaves_the_last_one(wrecked,
 
 def test_an_evaluation_that_is_pending_may_be_the_best(wrecked, tmp_path, monkeypatch):
     """A signal drops the evaluation of the best step, whose checkpoint is there: it is made first by the run that goes on."""
-    evaluate, interrupted = Run.evaluate, []
+    evaluate, interrupted = TrainingSession.evaluate, []
 
     def dropped(self, step, evaluation):
         interrupted.extend([step] * (step == 2))
         evaluate(self, step, lambda: fail(Interrupted()) if step == 2 else evaluation())
 
-    monkeypatch.setattr(Run, "evaluate", dropped)
+    monkeypatch.setattr(TrainingSession, "evaluate", dropped)
     with pytest.raises(ZeroDivisionError):
         runs.run(tmp_path, during=lambda step: interrupted and fail(ZeroDivisionError()), **wrecked)
     monkeypatch.undo()
@@ -156,7 +156,7 @@ def test_an_evaluation_that_is_pending_may_be_the_best(wrecked, tmp_path, monkey
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_never_the_best(value):
-    progress = Progress()
+    progress = TrainState()
     for step, loss in ((1, value), (2, 3.0), (3, value)):
         progress.evaluated({"step": step, "loss": loss})
     assert progress.best == {"step": 2, "loss": 3.0} and progress.without_improvement == 1
@@ -167,7 +167,7 @@ def test_numbers_that_are_not_finite_come_back_from_a_checkpoint():
     state = json.loads(
         to_json({"step": 2, "before": {"loss": 3.0, "perplexity": math.inf}, "best": {"step": 2, "loss": math.nan}})
     )
-    progress = Progress.from_state(state)
+    progress = TrainState.from_state(state)
     assert (
         progress.before == {"loss": 3.0, "perplexity": math.inf}
         and math.isnan(progress.best["loss"])

@@ -80,7 +80,7 @@ def test_what_says_that_memory_ran_out():
     [(8, 1, (4, 2)), (9, 1, (3, 3)), (5, 1, (1, 5)), (10, 1, (5, 2)), (5, 2, (2, 5)), (6, 3, (3, 6))],
 )
 def test_any_micro_batch_is_halved_to_whole_ones(batch, steps, halved):
-    assert fitting.halved(batch, steps) == halved
+    assert fitting.halve(batch, steps) == halved
 
 
 def test_a_micro_batch_of_five_rows_is_done_one_by_one(tmp_path, capfd):

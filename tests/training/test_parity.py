@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from anyqlora.config.resolve import resolve
 from anyqlora.data import dataset, tokenizer
-from anyqlora.data.stream import Stream
+from anyqlora.data.stream import BatchStream
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.on_torch.quantizers.bnb import Nf4
 from tests.support import reference_loop, runs
@@ -33,7 +33,7 @@ def base(tmp_path_factory):
     """A random Llama with the embedded base's tokenizer, grouped queries, untied head."""
     directory = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    words = tokenizer.load("demo")
+    words = tokenizer.load_tokenizer("demo")
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=64,
@@ -52,9 +52,9 @@ def base(tmp_path_factory):
 def reference(base, settings, *, packing, weights=None):
     """The reference's losses, norms, adapter and start on the rows of each step of our stream."""
     config = resolve({**settings, "model_name": str(base)}, environ={}, said="test")
-    words = tokenizer.load(str(base))
-    stream = Stream(
-        dataset.prepare(config, words).train,
+    words = tokenizer.load_tokenizer(str(base))
+    stream = BatchStream(
+        dataset.load_data(config, words).train,
         batch_size=config.batch_size,
         num_epochs=1,
         max_steps=STEPS,
@@ -64,7 +64,7 @@ def reference(base, settings, *, packing, weights=None):
         context_length=128,
         pad_id=0,
     )
-    by_name = {e.where: (e.ids, e.trained) for e in dataset.prepare(config, words).train}
+    by_name = {e.where: (e.ids, e.trained) for e in dataset.load_data(config, words).train}
     steps = [[by_name[row] for batch in stream[step] for row in batch.rows] for step in range(STEPS)]
     model = reference_loop.peft_model(base, rank=8, alpha=16, seed=config.seed, weights=weights)
     start = reference_loop.adapter(model)
@@ -122,8 +122,8 @@ def test_the_reference_would_see_a_wrong_normalisation(tmp_path):
     }
     ours = runs.metrics(runs.run(tmp_path, **settings))
     config = resolve(settings, environ={}, said="test")
-    rows = dataset.prepare(config, tokenizer.load("demo")).train
-    stream = Stream(
+    rows = dataset.load_data(config, tokenizer.load_tokenizer("demo")).train
+    stream = BatchStream(
         rows,
         batch_size=1,
         gradient_accumulation_steps=4,
@@ -184,8 +184,8 @@ def against_trainer(tmp_path, precision) -> tuple[np.ndarray, np.ndarray]:
     }
     ours = np.array([m["loss"] for m in runs.metrics(runs.run(tmp_path, **settings))])
     config = resolve(settings, environ={}, said="test")
-    rows = dataset.prepare(config, tokenizer.load("demo")).train
-    stream = Stream(
+    rows = dataset.load_data(config, tokenizer.load_tokenizer("demo")).train
+    stream = BatchStream(
         rows,
         batch_size=batch,
         gradient_accumulation_steps=2,

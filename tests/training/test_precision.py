@@ -10,7 +10,7 @@ import transformers
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.data import stream
 from anyqlora.on_torch.assembly.build import build
 from anyqlora.on_torch.parallel.base import Strategy
@@ -134,9 +134,9 @@ def test_packing_changes_only_rounding(tmp_path):
 
     plan = planned(precision="fp32")
     built = build(plan.config, Runtime(plan))
-    rows = dataset.prepare(plan.config, tokenizer.load("demo")).train[:4]
+    rows = dataset.load_data(plan.config, tokenizer.load_tokenizer("demo")).train[:4]
     found = []
-    for batch in (stream.padded([rows], 0), stream.padded([[row] for row in rows], 0)):
+    for batch in (stream.collate([rows], 0), stream.collate([[row] for row in rows], 0)):
         loss = token_loss(built.model, batch, torch.device("cpu"))
         loss.backward()
         found.append(
@@ -218,7 +218,7 @@ def test_optimizers_are_torchs_with_our_settings(name):
 
 @pytest.mark.parametrize("name", ["paged_adamw", "paged_adamw_8bit"])
 def test_optimizers_without_a_cpu_form_are_refused(name):
-    with pytest.raises((NotBuilt, UsageError), match=name):
+    with pytest.raises((NotSupported, UsageError), match=name):
         planned(optimizer=name)
 
 

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import DiskFull, NoCheckpoint, NonFinite, RunError, Stopped, UsageError
-from anyqlora.core.files import Disk, tensors_to_bytes
+from anyqlora.core.files import FileSystem, tensors_to_bytes
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.recipes import sft
 from anyqlora.runs import directory as run_directory
 from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.runs.directory import IDENTITY
-from anyqlora.training.session import Run
+from anyqlora.training.session import TrainingSession
 from tests.support import runs
 
 SMALL = {
@@ -112,7 +112,7 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bytes(whole, tmp_path):
 @pytest.mark.parametrize(("method", "left"), [("due", [3, 5]), ("save", [3])])
 def test_a_stop_loses_no_step_whenever_it_comes(method, left, tmp_path, monkeypatch):
     """One that comes when it is decided not to save step 4 waits for step 5, one that comes while step 3 is saved for nothing."""
-    original, at = getattr(Run, method), {"due": ("save", 3), "save": (3,)}[method]
+    original, at = getattr(TrainingSession, method), {"due": ("save", 3), "save": (3,)}[method]
 
     def signalled(self, *asked):
         found = original(self, *asked)
@@ -120,7 +120,7 @@ def test_a_stop_loses_no_step_whenever_it_comes(method, left, tmp_path, monkeypa
             os.kill(os.getpid(), signal.SIGTERM)
         return found
 
-    monkeypatch.setattr(Run, method, signalled)
+    monkeypatch.setattr(TrainingSession, method, signalled)
     with pytest.raises(Stopped, match=f"step {left[-1]} is saved\n"):
         runs.run(tmp_path, **SMALL)
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == left
@@ -166,9 +166,9 @@ def test_what_fails_before_its_first_step_leaves_no_directory(error, tmp_path, m
 
 
 def test_a_directory_that_cannot_be_described_is_not_left_half_written(tmp_path, monkeypatch):
-    write = Disk.write
+    write = FileSystem.write
     monkeypatch.setattr(
-        Disk,
+        FileSystem,
         "write",
         lambda self, path, content: (
             fail(OSError(28, "No space left")) if IDENTITY in path.name else write(self, path, content)
@@ -191,14 +191,14 @@ def test_runs_that_start_in_the_same_second_have_directories_of_their_own(tmp_pa
     monkeypatch.setattr(run_directory, "datetime", Now)
     configs = [resolve({**SMALL, "output_dir": str(tmp_path), "lr": rate}, environ={}) for rate in (1e-3, 2e-3, 3e-3)]
     with contextlib.ExitStack() as opened:
-        directories = [opened.enter_context(run_directory.find(config)).directory for config in configs]
+        directories = [opened.enter_context(run_directory.locate_run(config)).directory for config in configs]
         assert [directory.name for directory in directories] == [
             f"20260102-030405-demo{end}" for end in ("", "-1", "-2")
         ]
         assert all(directory.is_dir() for directory in directories)  # each is taken
     for directory in directories:
         directory.rmdir()
-    with pytest.raises(ZeroDivisionError), run_directory.find(configs[0]):
+    with pytest.raises(ZeroDivisionError), run_directory.locate_run(configs[0]):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
 
@@ -291,7 +291,7 @@ def test_evaluation_equals_a_plain_forward_over_each_row(tmp_path):
 
     directory = runs.run(tmp_path, **{**HELD_OUT, "train_type": "lora", "eval_steps": 8})
     config = resolve(HELD_OUT, environ={}, said="test")
-    rows = [(e.ids, e.trained) for e in dataset.prepare(config, tokenizer.load("demo")).held_out]
+    rows = [(e.ids, e.trained) for e in dataset.load_data(config, tokenizer.load_tokenizer("demo")).held_out]
     model = reference_loop.peft_model(DEMO_BASE, rank=4, alpha=32, seed=42).eval()
     losses, _ = reference_loop.train(model, [rows], lr=0.0, total_steps=1, warmup=0, clip=1.0, weight_decay=0.0)
     assert runs.evaluations(directory)[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
@@ -343,7 +343,7 @@ def test_a_run_that_stopped_early_and_died_before_it_was_written_ends_as_one_tha
     settings = misled(tmp_path, early_stopping=1)
     whole = runs.run(tmp_path, "whole", **settings)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Run, "write_finished", lambda *_: 1 / 0)
+        patch.setattr(TrainingSession, "write_finished", lambda *_: 1 / 0)
         runs.run(tmp_path, **settings)
     directory = runs.run(tmp_path, **settings)
     assert runs.result(whole)["steps"] < 40 and runs.result(directory)["eval"] == runs.result(whole)["eval"]

@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.files import to_json
 from anyqlora.export import tensor_moves
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import SINGLE, weight_files
 from anyqlora.models.prequantized import quantized_as
 from anyqlora.on_mlx._compat import model_classes
-from anyqlora.on_mlx.mlx_lm_bridge.config_translation import translated
+from anyqlora.on_mlx.mlx_lm_bridge.config_translation import translate_config
 
 SHARD = 4 << 30  # bytes of one file at most
 ADDED = "added"  # key of the record: what config.json got beside Hugging Face's own words
@@ -27,33 +27,33 @@ def to_mlx(source: Path, out: Path, shard: int = SHARD) -> int:
     described = read_config(source)
     kind = quantized_as(described)
     if kind and "quantization" not in described:
-        raise NotBuilt(
+        raise NotSupported(
             f"mlx-lm reads no {kind} weights, and another form would not be the same",
             where=str(source),
             cure="the full-precision model, or python -m anyqlora quantize of it --to affine4",
         )
-    added = translated(described, source, longest=0)
+    added = translate_config(described, source, longest=0)
     given = _tensors(source)
     model_class, args_class = model_classes(described)
     try:
         model = model_class(args_class.from_dict({**described, **added}))
         made = model.sanitize(dict(given)) if hasattr(model, "sanitize") else dict(given)
     except (TypeError, KeyError, ValueError) as error:
-        raise NotBuilt(
+        raise NotSupported(
             f"mlx-lm's {described['model_type']} cannot take this model: {error}",
             where=str(source),
             cure="another --backend",
         ) from None
     if kind is None:
         _refuse_others(dict(tree_flatten(model.parameters())), made, source)
-    found = tensor_moves.moves(
+    found = tensor_moves.tensor_moves(
         given,
         made,
         _digest,
         lambda value: [value[number] for number in range(value.shape[0])] if value.ndim > 2 else [],
     )
     record = {"moves": found, ADDED: sorted(added.keys() - described.keys())}
-    tensor_moves.write(
+    tensor_moves.write_record(
         out,
         source,
         {**described, **added},
@@ -66,7 +66,7 @@ def to_mlx(source: Path, out: Path, shard: int = SHARD) -> int:
 def to_hf(source: Path, out: Path, shard: int = SHARD) -> int:
     """Write mlx-lm's directory `source` as Hugging Face's `out`: by the record that `to_mlx` left, or as it is where the names are the same.
     Returns how many tensors. Raises UsageError, NotBuilt, DiskFull."""
-    described, record, given = read_config(source), tensor_moves.recorded(source), _tensors(source)
+    described, record, given = read_config(source), tensor_moves.read_record(source), _tensors(source)
     if record is None:
         _refuse_unknown_names(described, given, source)
         made = given
@@ -83,7 +83,7 @@ def to_hf(source: Path, out: Path, shard: int = SHARD) -> int:
                 where=str(source / tensor_moves.RECORD),
                 cure="convert the original again",
             ) from None
-    tensor_moves.write(out, source, described, lambda place: _write(place, made, "pt", shard), {})
+    tensor_moves.write_record(out, source, described, lambda place: _write(place, made, "pt", shard), {})
     return len(made)
 
 
@@ -125,7 +125,7 @@ def _refuse_unknown_names(described: dict, given: Mapping[str, mx.array], source
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     missing = sorted(known - given.keys() - tied)
     if strange or missing:
-        raise NotBuilt(
+        raise NotSupported(
             f"{len(strange) + len(missing)} tensors are called otherwise here than by Hugging Face, {(strange + missing)[0]} is the first, and no "
             f"{tensor_moves.RECORD} says how",
             where=str(source),

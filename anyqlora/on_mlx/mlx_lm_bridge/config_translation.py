@@ -6,11 +6,11 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_mlx._compat import model_classes
 
 
-def translated(described: dict, directory: Path, longest: int) -> dict:
+def translate_config(described: dict, directory: Path, longest: int) -> dict:
     """What to add to a parsed config.json for mlx-lm. `longest` is how many tokens a row may have.
 
     Raises NotBuilt for an architecture that mlx-lm lacks, or has without what makes this model different.
@@ -21,7 +21,7 @@ def translated(described: dict, directory: Path, longest: int) -> dict:
     try:
         known = set(inspect.signature(model_classes(described)[1]).parameters)
     except (ValueError, KeyError) as error:
-        raise NotBuilt(
+        raise NotSupported(
             f"mlx-lm has no model of type {kind!r}: {error}", where=where, cure="another --backend"
         ) from None
     added = _positions(described, known) | _pattern(described, known)
@@ -34,7 +34,7 @@ def translated(described: dict, directory: Path, longest: int) -> dict:
         if key in described and key not in known and not harmless(whole, longest)
     ]
     if lost:
-        raise NotBuilt(
+        raise NotSupported(
             f"mlx-lm's {kind} passes over {', '.join(lost)}: it would compute another model",
             where=where,
             cure="another --backend",
@@ -49,7 +49,7 @@ def refuse_mixtures(described: dict, directory: Path) -> None:
     """Raises NotBuilt for a mixture of experts."""
     experts = next((key for key in EXPERTS if described.get(key)), None)
     if experts:
-        raise NotBuilt(
+        raise NotSupported(
             f"mixture-of-experts models ({experts} = {described[experts]}) are not trained on MLX",
             where=f"{directory}/config.json",
             cure="another --backend",

@@ -13,14 +13,14 @@ from anyqlora.core.terminal import printable
 from anyqlora.models import nf4
 from anyqlora.models.architectures import read_config
 from anyqlora.on_mlx._compat import model_classes
-from anyqlora.on_mlx.mlx_lm_bridge.config_translation import refuse_mixtures, translated
+from anyqlora.on_mlx.mlx_lm_bridge.config_translation import refuse_mixtures, translate_config
 from anyqlora.on_mlx.nn.layers import replace
 from anyqlora.on_mlx.nn.quantizers import Nf4Linear
 
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 
 
-def read(directory: Path, longest: int, trust_remote_code: bool = False) -> nn.Module:
+def load_model(directory: Path, longest: int, trust_remote_code: bool = False) -> nn.Module:
     """The causal LM of a directory of Hugging Face's or mlx-lm's form, for rows of up to `longest` tokens. Raises NotBuilt for an architecture
     that mlx-lm does not have, UsageError for files that are not this model's."""
     from mlx_lm.utils import load_model
@@ -33,7 +33,7 @@ def read(directory: Path, longest: int, trust_remote_code: bool = False) -> nn.M
             where=f"{directory}/config.json",
             cure=f"read {printable(str(described['model_file']))}, then --trust_remote_code true",
         )
-    added = translated(described, directory, longest)
+    added = translate_config(described, directory, longest)
     try:
         model, _ = load_model(
             directory,

@@ -10,44 +10,44 @@ from mlx.utils import tree_flatten
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.errors import UsageError
-from anyqlora.models.lora_targets import PREFIX, chosen, last, plain, shortest, whole
+from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, last, select_targets, shortest
 from anyqlora.models.prequantized import loadable
 from anyqlora.on_mlx.nn.layers import linears, replace
-from anyqlora.on_mlx.nn.quantizers import product
+from anyqlora.on_mlx.nn.quantizers import unpacked_matmul
 from anyqlora.training.schedule import uniform_start
 
 ROWS = 1024  # tokens
 
 
 @mx.custom_function
-def narrow(x: mx.array, factor: mx.array) -> mx.array:
+def low_rank_input(x: mx.array, factor: mx.array) -> mx.array:
     """x F^T in x's dtype of a float32 factor F [out, in], whose gradient is summed in float32: autograd's own is rounded to x's dtype."""
     return x @ factor.astype(x.dtype).T
 
 
-@narrow.vjp
-def _of_narrow(primals, cotangent, output):
+@low_rank_input.vjp
+def _low_rank_input_grad(primals, cotangent, output):
     return gradients(*primals, cotangent)
 
 
 @mx.custom_function
-def added(base: mx.array, x: mx.array, factor: mx.array) -> mx.array:
+def add_low_rank(base: mx.array, x: mx.array, factor: mx.array) -> mx.array:
     """base + x F^T in one product: see `narrow`."""
     return mx.addmm(base, x, factor.astype(x.dtype).T)
 
 
-@added.vjp
-def _of_added(primals, cotangent, output):
+@add_low_rank.vjp
+def _add_low_rank_grad(primals, cotangent, output):
     return cotangent, *gradients(*primals[1:], cotangent)
 
 
 def gradients(x: mx.array, factor: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
     """Of x F^T: those by x, in x's dtype, and by F, in float32."""
-    of_factor = summed(cotangent, x)
+    of_factor = sum_gradients(cotangent, x)
     return mx.depends([cotangent @ factor.astype(x.dtype)], [of_factor])[0], of_factor
 
 
-def summed(gradient: mx.array, x: mx.array) -> mx.array:
+def sum_gradients(gradient: mx.array, x: mx.array) -> mx.array:
     """gradient^T x [out, in] of [..., out] and [..., in], float32, in parts of ROWS tokens: neither is whole in float32."""
     total = mx.zeros((gradient.shape[-1], x.shape[-1]))
     gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
@@ -76,8 +76,8 @@ class LoraLinear(nn.Module):
         return 1 - self.dropout if self.training else 1.0
 
     def __call__(self, x: mx.array) -> mx.array:
-        middle = narrow(self.dropped(x), self.lora_A) * (self.scale / self.kept)
-        return added(self.base_layer(x), middle, self.lora_B)
+        middle = low_rank_input(self.dropped(x), self.lora_A) * (self.scale / self.kept)
+        return add_low_rank(self.base_layer(x), middle, self.lora_B)
 
 
 class DoraLinear(LoraLinear):
@@ -96,7 +96,7 @@ class DoraLinear(LoraLinear):
         out, dropped = self.base_layer(x), self.dropped(x.astype(mx.float32)) / self.kept
         bias = self.base_layer.get("bias", 0)
         # Under dropout the frozen part of the difference sees the same dropped input as the adapter.
-        frozen = product(dropped, self._weight) if self.training and self.dropout else out - bias
+        frozen = unpacked_matmul(dropped, self._weight) if self.training and self.dropout else out - bias
         norm = mx.stop_gradient(mx.linalg.norm(self._weight(x) + self.scale * (self.lora_B @ self.lora_A), axis=1))
         share = self.lora_magnitude_vector / norm
         delta = (dropped @ self.lora_A.T) @ self.lora_B.T
@@ -123,7 +123,7 @@ class Lora:
         """Put adapters on the chosen layers. Returns {file name: path of the parameter}, sorted. Raises UsageError."""
         config, layers = self.config, linears(model)
         where = config.sources.get("lora_target_modules", "")
-        self.chosen = chosen(config.lora_target_modules, model_type, layers, where)
+        self.chosen = select_targets(config.lora_target_modules, model_type, layers, where)
         if not self.chosen:
             raise UsageError(
                 f"lora_target_modules: {config.lora_target_modules!r} matches no linear layer of this {model_type} model",
@@ -151,14 +151,16 @@ class Lora:
 
         made = LoraConfig(
             r=self.config.lora_rank,
-            lora_alpha=whole(self.config.lora_alpha),
+            lora_alpha=is_whole_regex(self.config.lora_alpha),
             lora_dropout=self.config.lora_dropout,
             target_modules=shortest(self.chosen, self.modules),
             bias="none",
             task_type="CAUSAL_LM",
             **self.variant,
         )
-        return plain({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)})
+        return is_plain_name(
+            {**made.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
+        )
 
 
 class RankStabilisedLora(Lora):

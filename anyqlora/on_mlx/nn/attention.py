@@ -19,7 +19,7 @@ own = mx.fast.scaled_dot_product_attention
 
 
 @contextlib.contextmanager
-def scores_made_again() -> Iterator[None]:
+def recomputed_attention() -> Iterator[None]:
     """While it lasts, models that call mx.fast.scaled_dot_product_attention, as mlx-lm's do, get `attention` instead."""
     before = mx.fast.scaled_dot_product_attention
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from anyqlora.on_mlx.nn.attention import scores_made_again
+from anyqlora.on_mlx.nn.attention import recomputed_attention
 from anyqlora.on_mlx.nn.quantizers import Nf4Linear, UnpackedLinear
 
 
@@ -47,7 +47,7 @@ def recompute(block: nn.Module) -> None:
         def __call__(self, x, *others, **named):
             def forward(trained, x):
                 self.update(trained)
-                with scores_made_again():  # here too, as this runs again when the loss has long returned
+                with recomputed_attention():  # here too, as this runs again when the loss has long returned
                     return kind.__call__(self, x, *others, **named)
 
             return mx.checkpoint(forward)(self.trainable_parameters(), x)

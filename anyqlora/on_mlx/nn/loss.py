@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from anyqlora.data.stream import IGNORE, Batch
-from anyqlora.on_mlx.nn.attention import scores_made_again
+from anyqlora.on_mlx.nn.attention import recomputed_attention
 
 SHARES = 8  # of a padded micro-batch's tokens: those that are trained are counted in whole ones, so that there are few shapes
 NEAR, NEAR_IN_16_BITS = 1e-4, 0.03  # of the largest logit: how near those of some tokens are to the model's own
@@ -48,15 +48,15 @@ def inputs(batch: Batch, multiple: int = 1) -> Inputs:
 
 
 @mx.custom_function
-def nll(logits: mx.array, labels: mx.array) -> mx.array:
+def token_nll(logits: mx.array, labels: mx.array) -> mx.array:
     """Sum over the labels [N] that are not IGNORE of -log softmax(logits [N, V]), float32."""
     logits = logits.astype(mx.float32)
     chosen = mx.take_along_axis(logits, mx.maximum(labels, 0)[:, None], axis=-1).squeeze(-1)
     return mx.where(labels != IGNORE, mx.logsumexp(logits, axis=-1) - chosen, 0).sum()
 
 
-@nll.vjp
-def _of_logits(primals, cotangent, output):
+@token_nll.vjp
+def _nll_of_logits(primals, cotangent, output):
     """The softmax, less 1 at the label; autograd's own takes three more arrays of [N, V]."""
     logits, labels = primals
     factors = mx.where(labels != IGNORE, cotangent, 0)[:, None]
@@ -66,7 +66,7 @@ def _of_logits(primals, cotangent, output):
     )
 
 
-class WholeLoss:
+class FullLogitsLoss:
     """By logits of all tokens."""
 
     def __init__(self, model: nn.Module):
@@ -74,7 +74,7 @@ class WholeLoss:
 
     def __call__(self, given: Inputs, factor: float | mx.array = 1.0) -> tuple[mx.array, mx.array]:
         """(`factor` times the loss, the loss), float32."""
-        total = nll(self.run(given).flatten(0, 1)[given.kept], given.labels)
+        total = token_nll(self.run(given).flatten(0, 1)[given.kept], given.labels)
         return total * factor, total
 
     def total(self, given: Inputs) -> float:
@@ -83,12 +83,12 @@ class WholeLoss:
 
     def run(self, given: Inputs) -> mx.array:
         """The model's logits [B, T, V]. Rows are padded on the right, so under causal attention padding reaches no trained token."""
-        cache = None if given.segments is None else [Documents(given.segments)] * len(self.model.layers)
-        with scores_made_again():
+        cache = None if given.segments is None else [DocumentMaskCache(given.segments)] * len(self.model.layers)
+        with recomputed_attention():
             return self.model(given.ids, cache=cache)
 
 
-class TrainedTokenLoss(WholeLoss):
+class TrainedTokenLoss(FullLogitsLoss):
     """By logits of `rows` trained tokens at a time, whose gradient is made as soon as they are.
 
     The model's own forward is run: once with its backbone's output caught on the way, then with some of that output in its place. What
@@ -115,12 +115,12 @@ class TrainedTokenLoss(WholeLoss):
 
     def total(self, given: Inputs) -> float:
         hidden = self.hidden(given)
-        return sum(float(nll(self.logits(hidden[part]), given.labels[part])) for part in self._parts(len(hidden)))
+        return sum(float(token_nll(self.logits(hidden[part]), given.labels[part])) for part in self._parts(len(hidden)))
 
     def hidden(self, given: Inputs) -> mx.array:
         """The head's input for the trained tokens, [N, H]."""
         seen = []
-        with instead(
+        with use_chunked_loss(
             self.owner, self.name, lambda inside, *others, **named: seen.append(inside(*others, **named)) or seen[0]
         ):
             self.run(given)
@@ -128,7 +128,7 @@ class TrainedTokenLoss(WholeLoss):
 
     def logits(self, hidden: mx.array) -> mx.array:
         """[N, V] of [N, H], by the model's own head."""
-        with instead(self.owner, self.name, lambda *_, **__: hidden[None]):
+        with use_chunked_loss(self.owner, self.name, lambda *_, **__: hidden[None]):
             return self.model(mx.zeros((1, len(hidden)), mx.int32))[0]
 
     def _parts(self, count: int) -> list[slice]:
@@ -140,7 +140,7 @@ class TrainedTokenLoss(WholeLoss):
         def scaled(values, labels, factor):
             hidden, *learned = values
             self.model.update(tree_unflatten(list(zip(self.learned, learned, strict=True))))
-            part = nll(self.logits(hidden), labels)
+            part = token_nll(self.logits(hidden), labels)
             return part * factor, part
 
         @mx.custom_function
@@ -170,7 +170,7 @@ class TrainedTokenLoss(WholeLoss):
 
 
 @contextlib.contextmanager
-def instead(owner: nn.Module, name: str, call: Callable) -> Iterator[None]:
+def use_chunked_loss(owner: nn.Module, name: str, call: Callable) -> Iterator[None]:
     """While it lasts, `call(module, ...)` answers for the module `name` of `owner`. The tree of modules stays as it is: the stand-in is
     an attribute, which Python finds before the module's item."""
     object.__setattr__(owner, name, StandIn(owner[name], call))
@@ -204,26 +204,26 @@ def backbone(model: nn.Module) -> tuple[nn.Module, str, str]:
     raise ValueError("its blocks are in no module apart from its head")
 
 
-def loss_for(model: nn.Module, rows: int) -> tuple[WholeLoss, str]:
+def loss_for(model: nn.Module, rows: int) -> tuple[FullLogitsLoss, str]:
     """(the loss, why it is not the one by `rows` tokens, or ""). The model is run on some tokens, and what the two make of them compared."""
     if not rows:
-        return WholeLoss(model), ""
+        return FullLogitsLoss(model), ""
     given = Inputs(mx.arange(3, 15)[None], None, mx.array([1, 4, 9]), mx.array([5, 6, 7]))
     try:
         found = TrainedTokenLoss(model, rows)
         some, whole = found.logits(found.hidden(given)).astype(mx.float32), found.run(given)[0, given.kept]
         far, largest = float(mx.abs(some - whole).max()), float(mx.abs(whole).max())
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        return WholeLoss(model), str(error)
+        return FullLogitsLoss(model), str(error)
     is_same = far <= largest * (NEAR if whole.dtype == mx.float32 else NEAR_IN_16_BITS)
     return (
         (found, "")
         if is_same
-        else (WholeLoss(model), "its head does not make of some tokens what it makes of them among all")
+        else (FullLogitsLoss(model), "its head does not make of some tokens what it makes of them among all")
     )
 
 
-class Documents:
+class DocumentMaskCache:
     """Stands where mlx-lm expects a cache of keys and values: it keeps none, and its mask keeps the documents of a row apart.
 
     Positions go on from document to document: mlx-lm's models take no positions. Rotary embeddings see differences of positions only;

@@ -36,7 +36,7 @@ class Unquantized:
         return linear
 
     def dequantize(self, module: nn.Module, after: mx.array | None = None) -> mx.array:
-        return following(module.weight, after)
+        return follow_config(module.weight, after)
 
 
 class Affine(Unquantized):
@@ -62,7 +62,7 @@ class Affine(Unquantized):
         return packed
 
     def dequantize(self, module: nn.QuantizedLinear, after: mx.array | None = None) -> mx.array:
-        return unpacked(module, after)
+        return unpack_weights(module, after)
 
 
 class Affine2(Affine):
@@ -101,7 +101,7 @@ class Nvfp4(Affine):
     bits, mode, group = 4, "nvfp4", 16
 
 
-def following(value: mx.array, after: mx.array | None) -> mx.array:
+def follow_config(value: mx.array, after: mx.array | None) -> mx.array:
     """`value`, and what is made of it is made when `after` is there.
 
     Weights are constants of a step: else all of them may be unpacked before the first product, and a compiled step, which joins equal
@@ -110,14 +110,14 @@ def following(value: mx.array, after: mx.array | None) -> mx.array:
     return value if after is None else mx.depends([value], [after])[0]
 
 
-def unpacked(module: nn.QuantizedLinear, after: mx.array | None = None) -> mx.array:
+def unpack_weights(module: nn.QuantizedLinear, after: mx.array | None = None) -> mx.array:
     """Its weight, float32 [out, in]."""
     scales, biases = (
         part if part is None or part.dtype == mx.uint8 else part.astype(mx.float32)
         for part in (module.scales, module.get("biases"))
     )
     return mx.dequantize(
-        following(module.weight, after),
+        follow_config(module.weight, after),
         scales,
         biases,
         group_size=module.group_size,
@@ -126,7 +126,7 @@ def unpacked(module: nn.QuantizedLinear, after: mx.array | None = None) -> mx.ar
     )
 
 
-def product(x: mx.array, weight: Callable[[mx.array], mx.array]) -> mx.array:
+def unpacked_matmul(x: mx.array, weight: Callable[[mx.array], mx.array]) -> mx.array:
     """x W^T in x's dtype, with W = weight(after) [out, in] made in forward after x and again in backward after the gradient, and not kept.
 
     A processor multiplies in float32, and neither matrix transposed: MLX's 16 bits and its BLAS's other order take longer there.
@@ -150,7 +150,7 @@ class UnpackedLinear(nn.QuantizedLinear):
     """The same, its weight unpacked for each product: MLX's product with packed weights takes a processor up to twenty times as long."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        out = product(x, partial(unpacked, self))
+        out = unpacked_matmul(x, partial(unpack_weights, self))
         return out + self.bias if "bias" in self else out
 
 
@@ -168,13 +168,13 @@ class Nf4Linear(nn.Module):
             self.bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        out = product(x, self.dequantize)
+        out = unpacked_matmul(x, self.dequantize)
         return out + self.bias if "bias" in self else out
 
     def dequantize(self, after: mx.array | None = None) -> mx.array:
         """float32 [out, in]."""
         count, room = self.shape[0] * self.shape[1], self._absmax.size * nf4.BLOCK
-        values = mx.array(PAIRS)[following(self._codes, after).reshape(-1)].reshape(-1)
+        values = mx.array(PAIRS)[follow_config(self._codes, after).reshape(-1)].reshape(-1)
         if values.size != room:  # the last block is not full, or the last byte is
             values = mx.concatenate([values[:count], mx.zeros(room - count)])
         return (values.reshape(-1, nf4.BLOCK) * self._absmax[:, None]).reshape(-1)[:count].reshape(self.shape)

@@ -9,7 +9,7 @@ import torch
 from peft.tuners import lora
 from torch import nn
 
-from anyqlora.models.architectures import sharing
+from anyqlora.models.architectures import shared_input_groups
 from anyqlora.on_torch.kernels.frozen_matmul import Products
 from anyqlora.on_torch.kernels.fused_lora import WHOLE, Linear, linears
 from anyqlora.on_torch.linears import is_linear
@@ -21,10 +21,10 @@ PLAIN = tuple(
 )  # the latter where bitsandbytes is
 
 
-class _Fused:
+class FusedLoraLinear:
     """Stands before a class of PEFT's LoRA layers. What is not plain training of the one adapter goes PEFT's own way."""
 
-    group: Group
+    group: SharedInputGroup
 
     def forward(self, x: torch.Tensor, *arguments, **options) -> torch.Tensor:
         if arguments or options or self.disable_adapters or self.merged or self.active_adapters != DEFAULT:
@@ -32,7 +32,7 @@ class _Fused:
         return self.group.output(self, x)
 
 
-class Group:
+class SharedInputGroup:
     """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
 
     def __init__(
@@ -105,10 +105,10 @@ class Group:
 
 @functools.cache
 def _class_of(kind: type) -> type:
-    return type(f"Fused{kind.__name__}", (_Fused, kind), {})
+    return type(f"Fused{kind.__name__}", (FusedLoraLinear, kind), {})
 
 
-def fuse(model: nn.Module, quantizer, cached: int = 0, product=linears, whole: Products = WHOLE) -> list[str]:
+def fuse_layers(model: nn.Module, quantizer, cached: int = 0, product=linears, whole: Products = WHOLE) -> list[str]:
     """Put a fused layer, computed by `product` and `whole`, in the place of each of PEFT's LoRA layers in `model`; the first `cached`
     layers of it keep their dequantized weights. Returns the names of those that stay as they are, since they do more than add B A x: DoRA, int8's rounded activations."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
@@ -118,10 +118,10 @@ def fuse(model: nn.Module, quantizer, cached: int = 0, product=linears, whole: P
             fused[name] = _class_of(type(module)).__new__(_class_of(type(module)))
             fused[name].__dict__ = module.__dict__  # the same parts: parameters, hooks, settings
             model.set_submodule(name, fused[name])
-    for names in sharing(fused):
+    for names in shared_input_groups(fused):
         number = re.search(r"\.(\d+)\.", names[0])  # of the layer
         keeps = number is not None and int(number[1]) < cached
-        group = Group({name: fused[name] for name in names}, quantizer, keeps, product, whole)
+        group = SharedInputGroup({name: fused[name] for name in names}, quantizer, keeps, product, whole)
         for layer in group.layers:
             layer.group = group
     return sorted(layers.keys() - fused.keys())
@@ -144,10 +144,10 @@ def _is_plain(module: lora.LoraLayer, quantizer) -> bool:
 
 
 def fused_layers(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, _Fused)]
+    return [module for module in model.modules() if isinstance(module, FusedLoraLinear)]
 
 
-def all_fused(model: nn.Module, held: type) -> bool:
+def are_all_fused(model: nn.Module, held: type) -> bool:
     """Whether each frozen linear layer, `held` by a quantizer or plain, is in a fused one, of an even rank as products.c has it."""
     layers = fused_layers(model)
     inside = {id(layer.base_layer) for layer in layers}

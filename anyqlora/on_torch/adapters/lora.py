@@ -11,11 +11,11 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from anyqlora.config.resolve import TrainConfig
-from anyqlora.core.errors import NotBuilt, RunError, UsageError
-from anyqlora.models.lora_targets import ALL, PREFIX, chosen, last, plain, shortest, whole
+from anyqlora.core.errors import NotSupported, RunError, UsageError
+from anyqlora.models.lora_targets import ALL, PREFIX, is_plain_name, is_whole_regex, last, select_targets, shortest
 from anyqlora.models.prequantized import loadable
 from anyqlora.on_torch._compat import refused_targets, rerouted_targets
-from anyqlora.on_torch.linears import inputs, text_linears
+from anyqlora.on_torch.linears import linear_inputs, text_linears
 from anyqlora.planning.memory.weights import BLOCK
 from anyqlora.training.schedule import uniform_start
 
@@ -37,7 +37,7 @@ class Lora:
         layers = text_linears(model, held)
         lasts = {last(name) for name in layers}
         barred = rerouted_targets(model) | refused_targets(model, lasts)
-        self.chosen = chosen(stated, model.config.model_type, layers, where)
+        self.chosen = select_targets(stated, model.config.model_type, layers, where)
         wrong = {name for name in self.chosen if last(name) in barred}
         if stated in ALL:
             self.chosen -= wrong
@@ -61,7 +61,7 @@ class Lora:
     def attach(self, model: nn.Module) -> nn.Module:
         self.peft_config = LoraConfig(
             r=self.config.lora_rank,
-            lora_alpha=whole(self.config.lora_alpha),
+            lora_alpha=is_whole_regex(self.config.lora_alpha),
             lora_dropout=self.config.lora_dropout,
             target_modules=shortest(self.chosen, (name for name, _ in model.named_modules())),
             bias="none",
@@ -93,7 +93,7 @@ class Lora:
         return trainable
 
     def describe(self) -> dict:
-        return plain(
+        return is_plain_name(
             {**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
         )
 
@@ -112,9 +112,9 @@ class Dora(Lora):
     def choose(self, model: nn.Module, held: type = nn.Linear) -> None:
         super().choose(model, held)
         # PEFT takes a row's norm from bitsandbytes' own dequantization, which is wrong there (see quantizers/bnb.py).
-        across = sorted(name for name in self.chosen if inputs(model.get_submodule(name)) % BLOCK)
+        across = sorted(name for name in self.chosen if linear_inputs(model.get_submodule(name)) % BLOCK)
         if across and self.config.quantizer in ("nf4", "fp4") and self.device.type == "cpu":
-            raise NotBuilt(
+            raise NotSupported(
                 f"DoRA on {self.config.quantizer} weights of {across[0]}, whose inputs are no multiple of {BLOCK}, on a CPU",
                 cure="--adapter lora, or --quantizer none",
             )

@@ -13,7 +13,7 @@ ITERATIONS = 16  # of the subspace: what PiSSA's authors take for a result that 
 SPARE = 8  # columns beyond the rank, which make the leading ones settle
 
 
-def factors(matrix: torch.Tensor, rank: int, name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def svd_factors(matrix: torch.Tensor, rank: int, name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """B [out, rank] and A [rank, in], float32, whose product is nearly the best approximation of `matrix` [out, in] of that rank.
 
     Subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4) from a start drawn by name: a full decomposition of one
@@ -35,14 +35,14 @@ def factors(matrix: torch.Tensor, rank: int, name: str, seed: int) -> tuple[torc
     return nn.functional.pad(b, (0, missing)), nn.functional.pad(a, (0, 0, 0, missing))
 
 
-class _Factored(Lora):
+class _SvdInitialized(Lora):
     def __init__(self, config, device):
         super().__init__(config, device)
         self.scale = config.lora_alpha / config.lora_rank
         self.starts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self, name: str, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        b, a = factors(matrix.float() / self.scale, self.config.lora_rank, name, self.config.seed)
+        b, a = svd_factors(matrix.float() / self.scale, self.config.lora_rank, name, self.config.seed)
         self.starts[name] = b, a
         return b, a
 
@@ -61,7 +61,7 @@ class _Factored(Lora):
         module.lora_B["default"].weight.copy_(b)
 
 
-class Pissa(_Factored):
+class Pissa(_SvdInitialized):
     """The frozen weight is W - scale B0 A0, with B0 A0 the leading singular part of W (Meng et al. 2024).
 
     The file must act on the original base, so it holds the difference: rank 2 r, [A; A0] and [B, -B0], alpha doubled.
@@ -85,7 +85,7 @@ class Pissa(_Factored):
         return plain({**about, "r": 2 * about["r"], "lora_alpha": 2 * about["lora_alpha"]})
 
 
-class Loftq(_Factored):
+class Loftq(_SvdInitialized):
     """A and B start from what quantization lost, W - dequantize(quantize(W)) (Li et al. 2023, one iteration).
 
     The base stays the plain quantized one, so the adapter works on it wherever it is loaded.

@@ -16,27 +16,27 @@ from anyqlora.models.hub import base_directory
 from anyqlora.models.prequantized import quantized_as
 from anyqlora.on_torch import unpadded
 from anyqlora.on_torch._compat import quietly
-from anyqlora.on_torch.assembly.checks import Built, assert_in_effect, try_out
+from anyqlora.on_torch.assembly.checks import BuiltModel, assert_in_effect, try_out
 from anyqlora.on_torch.assembly.fast_paths import (
-    fused,
-    loss_for,
-    recompute,
+    calibrate_int8,
+    checkpoint_layers,
+    fuse_lora,
+    install_kernels,
+    make_loss,
     remove_padding,
-    round_products,
     usable_kernels,
-    with_kernels,
 )
 from anyqlora.on_torch.device import room_for
 from anyqlora.on_torch.loading import stream
 from anyqlora.on_torch.loading.quantized_cache import QuantizedCache
-from anyqlora.on_torch.loss import TrainedTokenLoss, last_mlp
-from anyqlora.on_torch.memory.malloc import unmapping
+from anyqlora.on_torch.loss import TrainedTokenLoss, last_mlp_chunked
+from anyqlora.on_torch.memory.malloc import return_freed_pages
 from anyqlora.on_torch.precision import COMPUTE, STORED
 from anyqlora.on_torch.runtime import Runtime
 
 
 @dataclass
-class Base:
+class BaseModelLoader:
     """The base model of a run. Called, it reads it; a process that is to receive it from another makes the `outlined` one."""
 
     directory: str
@@ -56,18 +56,20 @@ class Base:
         if kept:
             options["made_in"] = stream.exact_dtype(self.directory, self.dtype)  # as without the cache
         if self.is_quantized or kept:
-            reading = stream.read_packed if self.kind in registry.AFFINE else stream.read_quantized
+            reading = stream.load_packed if self.kind in registry.AFFINE else stream.load_quantized
             model = reading(str(kept or self.directory), self.quantizer, **options)
             model.name_or_path = self.directory
             self.adapter.choose(model, self.quantizer.module_type)
             return model
-        return stream.read(self.directory, stream.Placing(self.quantizer, quantise, self.adapter.choose), **options)
+        return stream.load_streamed(
+            self.directory, stream.LoadPolicy(self.quantizer, quantise, self.adapter.choose), **options
+        )
 
     def outline(self, model: nn.Module) -> dict:
-        return stream.outline(model, self.quantizer)
+        return stream.meta_model(model, self.quantizer)
 
     def outlined(self, about: dict) -> nn.Module:
-        return stream.outlined(
+        return stream.meta_model_with_shapes(
             self.directory,
             self.quantizer,
             self.adapter.choose,
@@ -79,14 +81,14 @@ class Base:
 
 @quietly()
 @room_for("reading the model", "--quantizer nf4, a smaller model, or --strategy fsdp on several GPUs")
-def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -> Built:
+def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -> BuiltModel:
     """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect.
 
     `sample`: rows of the run, on which products in 8 bits prove themselves; without any they are not used.
     """
     plan, directory = runtime.plan, base_directory(config)
-    adapter = registry.load(registry.choose("adapter", plan.adapter, registry.ADAPTERS))(config, runtime.device)
-    quantizer = registry.load(registry.choose("quantizer", plan.quantizer, registry.QUANTIZERS))(
+    adapter = registry.load(registry.lookup("adapter", plan.adapter, registry.ADAPTERS))(config, runtime.device)
+    quantizer = registry.load(registry.lookup("quantizer", plan.quantizer, registry.QUANTIZERS))(
         COMPUTE[plan.precision], config.double_quant
     )
     if plan.quantizer in registry.AFFINE:
@@ -106,7 +108,7 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
 
     news: list[str] = []
     cache = QuantizedCache(config, directory, runtime.device, news, notes) if config.quantized_cache else None
-    base = Base(
+    base = BaseModelLoader(
         str(directory),
         quantizer,
         adapter,
@@ -118,25 +120,25 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
         cache,
     )
     runtime.memory.start()
-    with unmapping():
+    with return_freed_pages():
         model = runtime.strategy.materialise(base, fill)
         model.requires_grad_(False)
         model = runtime.strategy.adapt(adapter.attach(model))
-        notes += fused(model, quantizer, config, kernels) if config.fused else []
+        notes += fuse_lora(model, quantizer, config, kernels) if config.fused else []
         if plan.use_gradient_checkpointing:
-            recompute(model, config)
-        notes += with_kernels(model, kernels, runtime)
+            checkpoint_layers(model, config)
+        notes += install_kernels(model, kernels, runtime)
         model.train()
-        built = Built(model, adapter.trainable(model), adapter, quantizer, notes, news)
+        built = BuiltModel(model, adapter.trainable(model), adapter, quantizer, notes, news)
         assert_in_effect(built, whole=not already)
         if not any(p.is_meta for p in model.parameters()):
             with runtime.autocast():
                 try_out(model, next(model.parameters()).device, plan.packing)
         if config.loss_rows:
             with runtime.autocast():
-                runtime.loss, why = loss_for(model, config, runtime.strategy, kernels)
+                runtime.loss, why = make_loss(model, config, runtime.strategy, kernels)
                 if plan.strategy in registry.FUSED_STRATEGIES and isinstance(runtime.loss, TrainedTokenLoss):
-                    runtime.loss.last_mlp = last_mlp(model, runtime.loss.head)
+                    runtime.loss.last_mlp = last_mlp_chunked(model, runtime.loss.head)
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
         if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
             with runtime.autocast():
@@ -144,7 +146,7 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
         if config.deterministic and runtime.device.type == "cuda":
             unpadded.make_deterministic(model)
     if config.frozen_products != "full" and sample:
-        news += round_products(model, runtime, sample, kernels)
+        news += calibrate_int8(model, runtime, sample, kernels)
     return built
 
 

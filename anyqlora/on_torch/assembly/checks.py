@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from anyqlora.core.errors import NotBuilt, RunError
+from anyqlora.core.errors import NotSupported, RunError
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.linears import linears
 from anyqlora.on_torch.quantizers.experts import PackedExperts, expert_parameters
@@ -16,7 +16,7 @@ LEAK = 0.05  # of a document's influence on the next: far above 16-bit rounding,
 
 
 @dataclass
-class Built:
+class BuiltModel:
     """model: with its adapter. trainable: {file name: Parameter}. adapter, quantizer: see their packages. notes: fast paths that the
     plan names and this model cannot take, and why. news: what else is worth a line."""
 
@@ -28,7 +28,7 @@ class Built:
     news: list[str] = field(default_factory=list)
 
 
-def assert_in_effect(built: Built, whole: bool = True) -> None:
+def assert_in_effect(built: BuiltModel, whole: bool = True) -> None:
     """Raises RunError when the quantizer or the adapter that the plan names is not really on the model: on all linear layers, or on
     some of them where not `whole` (whoever quantized the checkpoint may have left layers out)."""
     model, kind = built.model, built.quantizer.module_type
@@ -72,7 +72,7 @@ def try_out(model: nn.Module, device: torch.device, packing: bool) -> None:
             )
         except (AttributeError, TypeError, RuntimeError) as error:
             if mixture:
-                raise NotBuilt(
+                raise NotSupported(
                     f"this architecture cannot run with quantized experts: {error}", cure="--quantizer none"
                 ) from error
             raise RunError(f"this architecture cannot run packed rows: {error}", cure="--packing false") from error

@@ -9,26 +9,26 @@ from torch import nn
 
 from anyqlora.config.resolve import AUTO, TrainConfig
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, RunError
+from anyqlora.core.errors import NotSupported, RunError
 from anyqlora.data.stream import Batch
 from anyqlora.on_torch import unpadded
-from anyqlora.on_torch.adapters.fused_layers import all_fused, fuse
+from anyqlora.on_torch.adapters.fused_layers import are_all_fused, fuse_layers
 from anyqlora.on_torch.assembly import int8_calibration
-from anyqlora.on_torch.assembly.checks import Built
+from anyqlora.on_torch.assembly.checks import BuiltModel
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import After
 from anyqlora.on_torch.kernels.frozen_matmul import EachWay, Float8, Int8, NativeInt8, NativeWhole, Whole
 from anyqlora.on_torch.kernels.self_check import broken
 from anyqlora.on_torch.linears import blocks
-from anyqlora.on_torch.loss import TrainedTokenLoss, loss_of, token_loss
+from anyqlora.on_torch.loss import TrainedTokenLoss, loss_from_model, token_loss
 from anyqlora.on_torch.precision import COMPUTE, STORED
 from anyqlora.on_torch.quantizers.experts import PackedExperts, expert_parameters
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.planning import memory
 
 
-def recompute(model: nn.Module, config: TrainConfig) -> None:
+def checkpoint_layers(model: nn.Module, config: TrainConfig) -> None:
     """Let the first `recomputed_layers` of the model keep their input only, and be run again in backward: by then the others, which come
     after them, have let go of what they kept."""
     model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
@@ -39,11 +39,11 @@ def recompute(model: nn.Module, config: TrainConfig) -> None:
         model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
 
 
-def loss_for(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> tuple[Callable, str]:
+def make_loss(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> tuple[Callable, str]:
     """loss_of the process that has read the model, on all. (the loss, why it is not the fast one or "")."""
     if strategy.needs_logits:
         return token_loss, strategy.needs_logits
-    loss, why = (None, "") if any(p.is_meta for p in model.parameters()) else loss_of(model, config.loss_rows)
+    loss, why = (None, "") if any(p.is_meta for p in model.parameters()) else loss_from_model(model, config.loss_rows)
     said = strategy.told({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
     if said["after"] is None:
         return token_loss, said["why"]
@@ -56,22 +56,22 @@ def loss_for(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> t
     return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows, in_c, is_fused), ""
 
 
-def remove_padding(built: Built, runtime: Runtime, kernels: str) -> list[str]:
+def remove_padding(built: BuiltModel, runtime: Runtime, kernels: str) -> list[str]:
     """Give the model rows without padding, all documents in one launch of attention where that is among the kernels. Returns why not."""
     in_one = kernels == "triton" and COMPUTE[runtime.plan.precision] != torch.float32
-    slow = unpadded.use(built.model, unpadded.VARLEN) if in_one else ""
+    slow = unpadded.remove_padding_from(built.model, unpadded.VARLEN) if in_one else ""
     why = (
-        unpadded.use(built.model, unpadded.NATIVE if kernels == "native" else unpadded.NAME)
+        unpadded.remove_padding_from(built.model, unpadded.NATIVE if kernels == "native" else unpadded.NAME)
         if slow or not in_one
         else ""
     )
     in_c = (
         kernels == "native"
         and bindings.has("product")
-        and all_fused(built.model, built.quantizer.module_type)
+        and are_all_fused(built.model, built.quantizer.module_type)
         and not is_mixture(built.model)
     )
-    runtime.loss.inputs = unpadded.padded if why else unpadded.flat_in_c if in_c else unpadded.flat
+    runtime.loss.inputs = unpadded.padded if why else unpadded.flat_batch_native if in_c else unpadded.flat_batch
     return [f"attention runs a document at a time: {slow}"] * bool(slow) + [f"rows are padded: {why}"] * bool(why)
 
 
@@ -80,7 +80,7 @@ def is_mixture(model: nn.Module) -> bool:
     return any(isinstance(module, PackedExperts) for module in model.modules()) or bool(expert_parameters(model))
 
 
-def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "portable") -> list[str]:
+def fuse_lora(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "portable") -> list[str]:
     """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
     cached = config.weight_cache if isinstance(config.weight_cache, int) else 0
     linears_of = (
@@ -88,9 +88,11 @@ def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "port
         if kernels == "triton"
         else "anyqlora.on_torch.kernels.fused_lora:linears"
     )
-    left = fuse(model, quantizer, cached, registry.load(linears_of), NativeWhole() if kernels == "native" else Whole())
+    left = fuse_layers(
+        model, quantizer, cached, registry.load(linears_of), NativeWhole() if kernels == "native" else Whole()
+    )
     if left and config.sources.get("fused") not in (None, "default", "plan"):
-        raise NotBuilt(
+        raise NotSupported(
             f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first",
             cure="--fused auto",
         )
@@ -103,7 +105,7 @@ def fused(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "port
     )
 
 
-def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], kernels: str) -> list[str]:
+def calibrate_int8(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], kernels: str) -> list[str]:
     """Products of frozen weights in 8 bits, where they are near. Returns what there is to say of it."""
 
     def losses() -> Iterator[torch.Tensor]:
@@ -121,9 +123,9 @@ def round_products(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
     rounded = {"int8": int8, "int8_backward": EachWay(whole, int8), "fp8": Float8(kernels in ("exact", "triton"))}[
         runtime.plan.config.frozen_products
     ]
-    said = int8_calibration.use(model, rounded, losses, runtime.strategy.told)
+    said = int8_calibration.calibrate(model, rounded, losses, runtime.strategy.told)
     return said + (
-        int8_calibration.use_head(runtime.loss, seen, runtime.strategy.told)
+        int8_calibration.calibrate_head(runtime.loss, seen, runtime.strategy.told)
         if isinstance(runtime.loss, TrainedTokenLoss)
         else []
     )
@@ -138,7 +140,7 @@ def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:
     return ("portable", [f"portable kernels instead of {plan.kernels} ones: {why}"]) if why else (plan.kernels, [])
 
 
-def with_kernels(model: nn.Module, kernels: str, runtime: Runtime) -> list[str]:
+def install_kernels(model: nn.Module, kernels: str, runtime: Runtime) -> list[str]:
     """Put modules that run on our kernels in the place of the model's. Returns what stays as it is, and why."""
     if kernels == "portable":
         return []

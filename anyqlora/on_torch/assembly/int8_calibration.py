@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from anyqlora.core.errors import RunError
-from anyqlora.on_torch.adapters.fused_layers import Group, fused_layers
+from anyqlora.on_torch.adapters.fused_layers import SharedInputGroup, fused_layers
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.frozen_matmul import Products, Whole, widened
 from anyqlora.on_torch.loss import TrainedTokenLoss
-from anyqlora.on_torch.memory.malloc import unmapping
+from anyqlora.on_torch.memory.malloc import return_freed_pages
 
 NEAR = 0.08  # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
 TINY = 1e-30
 LOSS = 0.005  # how far the loss of those rows may move
 
 
-class _Compared(Whole):
+class _ComparedProducts(Whole):
     """Whole products beside which the rounded ones are made, too.
 
     How far these are `off` is a part of what tells tokens apart: of the norm of the whole ones without their mean over a row's tokens, since
@@ -63,7 +63,7 @@ class _Compared(Whole):
         noted[1] += float(apart.square().sum())
 
 
-def use(
+def calibrate(
     model: nn.Module,
     rounded: Products,
     losses: Callable[[], Iterable[torch.Tensor]],
@@ -93,7 +93,7 @@ def use(
             cure="--frozen_products full",
         )
     with (
-        unmapping()
+        return_freed_pages()
     ):  # in a forward pass they would lie among what passes, beside holes as large as what they are made from
         for group in groups:
             group.make()
@@ -113,7 +113,7 @@ def use(
     ]
 
 
-def use_head(
+def calibrate_head(
     loss: TrainedTokenLoss,
     seen: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]],
     told: Callable = lambda chosen: chosen,
@@ -122,7 +122,7 @@ def use_head(
 
     `seen` gives the head's inputs [N, H] and the targets [N] of some rows. The loss itself stays as it is. Only where the head is C's.
     """
-    with unmapping():
+    with return_freed_pages():
         rounded = bindings.rounded_head(loss.head.weight.detach()) if loss.is_fused and loss.after.cap is None else None
     if rounded is None:
         return []
@@ -149,10 +149,10 @@ def _gradient(
     return torch.autograd.grad(loss.of(hidden, targets), hidden)[0].float()
 
 
-def _compared(groups: list[Group], rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> float:
+def _compared(groups: list[SharedInputGroup], rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> float:
     """The loss on whole products; each group's `products` know how far rounded ones are off."""
     for group in groups:
-        group.multiply_by(_Compared(rounded), keeps=False)
+        group.multiply_by(_ComparedProducts(rounded), keeps=False)
     return _total(losses, is_back=True)
 
 

@@ -18,8 +18,8 @@ import torch
 from anyqlora import __version__
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core import hashing
-from anyqlora.core.errors import DiskFull, NotBuilt
-from anyqlora.core.files import MANIFEST, REMOVED, STAGED, Disk, sealed
+from anyqlora.core.errors import DiskFull, NotSupported
+from anyqlora.core.files import MANIFEST, REMOVED, STAGED, FileSystem, sealed_manifest
 from anyqlora.core.registry import PACKED
 from anyqlora.core.terminal import format_bytes
 from anyqlora.models.hub import weight_files
@@ -46,16 +46,16 @@ class QuantizedCache:
     device: torch.device
     news: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    disk: Disk = field(default_factory=Disk)
+    disk: FileSystem = field(default_factory=FileSystem)
 
     @cached_property
     def made_of(self) -> dict:
         """All that the bytes of an entry depend on."""
-        files = [*(self.source / name for name in weight_files(self.source)), *writer.copied(self.source)]
+        files = [*(self.source / name for name in weight_files(self.source)), *writer.copied_files(self.source)]
         is_host = self.device.type in ("cpu", "mps")
         return {
             "format": FORMAT,
-            "files": hashing.of_named(files),
+            "files": hashing.hash_named(files),
             **{name: getattr(self.config, name) for name in ("quantizer", "double_quant", "affine_group_size")},
             "device": processor() if is_host else getattr(torch, self.device.type).get_device_name(self.device),
             "threads": torch.get_num_threads(),  # each adds up a part of the scales, whose mean is taken
@@ -65,10 +65,8 @@ class QuantizedCache:
 
     @cached_property
     def path(self) -> Path:
-        asked, key = self.config.quantized_cache, hashing.of_text(json.dumps(self.made_of, sort_keys=True))
-        root = (
-            Path(os.path.expanduser(asked)) if isinstance(asked, str) else hashing.memory_file().with_name("quantized")
-        )
+        asked, key = self.config.quantized_cache, hashing.hash_text(json.dumps(self.made_of, sort_keys=True))
+        root = Path(os.path.expanduser(asked)) if isinstance(asked, str) else hashing.memo_file().with_name("quantized")
         name = re.sub(r"[^\w.-]+", "-", Path(self.config.model_name).name) or "model"
         return root / f"{name}-{self.config.quantizer}-{key[:16]}"
 
@@ -91,7 +89,7 @@ class QuantizedCache:
                 self.make()
                 if wrong := self.damage():
                     raise DiskFull(wrong)
-        except NotBuilt:
+        except NotSupported:
             if self.config.asked("quantized_cache"):
                 raise
             return None
@@ -110,7 +108,7 @@ class QuantizedCache:
 
     def make(self) -> None:
         """Write the entry and its manifest beside its place and put it there. Raises NotBuilt, DiskFull, OSError."""
-        quantizer = writer.packing(self.config, self.device)
+        quantizer = writer.packed_config(self.config, self.device)
         needed = writer.size(self.source, quantizer)
         if needed > self.limit:
             raise DiskFull(f"they take {format_bytes(needed)}, and quantized_cache_limit is {format_bytes(self.limit)}")
@@ -122,9 +120,9 @@ class QuantizedCache:
             )
         staged = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
         try:
-            writer.write(self.source, staged, quantizer, device=self.device, disk=self.disk)
-            files = {path.name: hashing.of_file(path) for path in sorted(staged.iterdir())}
-            self.disk.write(staged / MANIFEST, sealed({"made_of": self.made_of, "files": files}))
+            writer.write_model(self.source, staged, quantizer, device=self.device, disk=self.disk)
+            files = {path.name: hashing.hash_file(path) for path in sorted(staged.iterdir())}
+            self.disk.write(staged / MANIFEST, sealed_manifest({"made_of": self.made_of, "files": files}))
             self.disk.sync_directory(staged)
             try:
                 self.disk.rename(staged, self.path)
@@ -139,7 +137,7 @@ class QuantizedCache:
         try:
             content = (self.path / MANIFEST).read_bytes()
             manifest = json.loads(content)
-            if sealed({key: value for key, value in manifest.items() if key != "self"}) != content:
+            if sealed_manifest({key: value for key, value in manifest.items() if key != "self"}) != content:
                 return f"{MANIFEST}: its own hash is not the one that was written"
             if manifest["made_of"] != self.made_of:
                 return f"{MANIFEST}: of other weights"
@@ -149,7 +147,7 @@ class QuantizedCache:
                 return f"{min(other)}: missing, or not of it"
             changed = [
                 path.name
-                for path, digest in zip(paths, hashing.of_files(paths), strict=True)
+                for path, digest in zip(paths, hashing.hash_files(paths), strict=True)
                 if digest != manifest["files"][path.name]
             ]
             return f"{changed[0]}: its sha256 is not the one that was written" if changed else ""

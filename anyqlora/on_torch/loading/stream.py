@@ -22,10 +22,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.terminal import printable
 from anyqlora.models.hub import check_safetensors
-from anyqlora.on_torch.linears import kept_in_float32, linears
+from anyqlora.on_torch.linears import float32_modules, linears
 from anyqlora.on_torch.quantizers.experts import PackedExperts, expert_parameters
 
 METHOD = "anyqlora"
@@ -35,7 +35,7 @@ LEFT_OUT = (
 
 
 @dataclass
-class Placing:
+class LoadPolicy:
     """What happens to each weight on its way in.
 
     `choose(model)` sees the model before any weight is read; `fill(name, module, weight) -> Parameter` packs a weight [out, in]
@@ -51,7 +51,7 @@ class Placing:
 class _StreamConfig(QuantizationConfigMixin):
     """Carries a Placing through `from_pretrained`; it is never written to disk."""
 
-    def __init__(self, placing: Placing | None = None, dtype: torch.dtype = torch.float32, **ignored):
+    def __init__(self, placing: LoadPolicy | None = None, dtype: torch.dtype = torch.float32, **ignored):
         self.quant_method, self.placing, self.dtype = METHOD, placing, dtype
         self.failure: Exception | None = None
 
@@ -60,7 +60,7 @@ class _StreamConfig(QuantizationConfigMixin):
 
 
 @register_quantizer(METHOD)
-class _Stream(HfQuantizer):
+class StreamingQuantizer(HfQuantizer):
     """transformers' hook: it asks which parameters to quantize and passes each one as soon as it is read."""
 
     is_trainable = True
@@ -90,7 +90,7 @@ class _Stream(HfQuantizer):
         for name, parameter in model.named_parameters():
             if (
                 parameter.is_floating_point()
-                and not kept_in_float32(model, name)
+                and not float32_modules(model, name)
                 and not (quantized and self.param_needs_quantization(model, name))
             ):
                 parameter.data = parameter.data.to(self.quantization_config.dtype)
@@ -105,7 +105,7 @@ class _Stream(HfQuantizer):
         return self.quantization_config.placing.quantizer.bits / 8 if packed else param.element_size()
 
     def get_quantize_ops(self):
-        return _Fill(self)
+        return QuantizeOp(self)
 
     def _process_model_after_weight_loading(self, model, **_):
         for name, packed in self.experts.items():
@@ -118,10 +118,10 @@ class _Stream(HfQuantizer):
         return False
 
 
-class _Fill(ConversionOps):
+class QuantizeOp(ConversionOps):
     """The last step of a weight's conversion: it becomes what the quantizer makes of it."""
 
-    def __init__(self, stream: _Stream):
+    def __init__(self, stream: StreamingQuantizer):
         self.stream = stream
 
     def convert(self, input_dict, **_):
@@ -170,15 +170,15 @@ def refuse_what_stays(model: nn.Module, packed: set[str]) -> None:
     share = sum(left.values()) / max(1, sum(sizes.values()))
     if share > LEFT_OUT:
         name = max(left, key=left.get)
-        raise NotBuilt(
+        raise NotSupported(
             f"{name} {list(model.get_parameter(name).shape)} and others like it, {share:.0%} of the weights of a "
             f"{model.config.model_type} model, are in no linear layer and would stay unquantized",
             cure="--quantizer none",
         )
 
 
-def read(
-    directory: str, placing: Placing, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+def load_streamed(
+    directory: str, placing: LoadPolicy, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
 ) -> nn.Module:
     """The causal LM of `directory`, its linear and expert weights through `placing`, everything else in `dtype`.
 
@@ -189,7 +189,7 @@ def read(
         {"experts_implementation": "eager"} if placing.quantizer.bits < 16 else {}
     )  # the one that takes an expert at a time
     try:
-        model = _loaded(
+        model = _from_pretrained(
             directory,
             trust_remote_code,
             dtype=exact_dtype(directory, dtype),
@@ -199,7 +199,7 @@ def read(
         )
     except RuntimeError as error:
         raise (stream.failure or error) from None
-    own(model)
+    owned_weights(model)
     model.hf_quantizer.remove_quantization_config(model)
     model.config.dtype = AutoConfig.from_pretrained(
         directory, trust_remote_code=trust_remote_code
@@ -207,7 +207,7 @@ def read(
     return model
 
 
-def outline(model: nn.Module, quantizer) -> dict:
+def meta_model(model: nn.Module, quantizer) -> dict:
     """What another process must know of a model that was read to make the same without its values, JSON-able: which layers the quantizer
     holds, and which experts."""
     return {
@@ -222,7 +222,7 @@ def outline(model: nn.Module, quantizer) -> dict:
     }
 
 
-def outlined(
+def meta_model_with_shapes(
     directory: str,
     quantizer,
     choose: Callable[[nn.Module], None],
@@ -270,7 +270,7 @@ def exact_dtype(directory: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and kinds <= {"BF16"} else torch.float32
 
 
-def read_quantized(
+def load_quantized(
     directory: str,
     quantizer,
     *,
@@ -285,7 +285,7 @@ def read_quantized(
     `made_in` is the dtype of what the model makes itself, its buffers, where that is another. Raises UsageError for files that are not
     this model's.
     """
-    model = _loaded(directory, trust_remote_code, dtype=made_in or dtype, device_map={"": device})
+    model = _from_pretrained(directory, trust_remote_code, dtype=made_in or dtype, device_map={"": device})
     for name, module in list(model.named_modules()):
         if isinstance(module, quantizer.module_type):
             made = quantizer.empty(module)
@@ -296,18 +296,18 @@ def read_quantized(
             model.set_submodule(name, made)
     model.hf_quantizer.remove_quantization_config(model)
     give_dtype(model, dtype)
-    own(model)
+    owned_weights(model)
     return model
 
 
 def give_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """What is not packed in `dtype`: transformers leaves a quantized checkpoint's other weights as they are in the files."""
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not kept_in_float32(model, name):
+        if parameter.is_floating_point() and not float32_modules(model, name):
             parameter.data = parameter.data.to(dtype)
 
 
-def read_packed(
+def load_packed(
     directory: str,
     quantizer,
     *,
@@ -328,7 +328,7 @@ def read_packed(
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # mlx-lm's words, which transformers does not know
     stream = _PackedConfig(quantizer, there, dtype)
-    model = _loaded(
+    model = _from_pretrained(
         directory,
         trust_remote_code,
         dtype=made_in or dtype,
@@ -345,7 +345,7 @@ def read_packed(
             del module.scales, module.biases
             module.scales, module.biases = scales.clone(), biases.clone()
     give_dtype(model, dtype)
-    own(model)
+    owned_weights(model)
     return model
 
 
@@ -373,7 +373,7 @@ class _Packed(HfQuantizer):
         layers = linears(model)
         others = sorted(packed - layers.keys())
         if others:
-            raise NotBuilt(
+            raise NotSupported(
                 f"{len(others)} parts of the checkpoint are packed that are no frozen linear layers here, {others[0]} is the first",
                 where=model.name_or_path,
                 cure="python -m anyqlora quantize of the full-precision model: it packs linear layers only",
@@ -389,7 +389,7 @@ class _Packed(HfQuantizer):
         return False
 
 
-def _loaded(directory: str, trust_remote_code: bool, **options) -> nn.Module:
+def _from_pretrained(directory: str, trust_remote_code: bool, **options) -> nn.Module:
     """The causal LM of `directory` as transformers reads it; what it would only report is refused, or said in a line."""
     _check_config(directory, trust_remote_code)
     with _without_reports():
@@ -448,7 +448,7 @@ def _without_reports():
         logging.set_verbosity(before)
 
 
-def own(model: nn.Module) -> None:
+def owned_weights(model: nn.Module) -> None:
     """Copy parameters in host memory: those that were not converted still lie in the files' pages, where a file that is written to
     would change them, and which no measurement of the process's memory would count."""
     for parameter in model.parameters():

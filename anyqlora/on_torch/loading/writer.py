@@ -15,8 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core import registry
-from anyqlora.core.errors import DiskFull, NotBuilt, UsageError
-from anyqlora.core.files import STAGED, Disk, tensors_to_bytes, to_json
+from anyqlora.core.errors import DiskFull, NotSupported, UsageError
+from anyqlora.core.files import STAGED, FileSystem, tensors_to_bytes, to_json
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import INDEX, SINGLE, check_safetensors, weight_files
 from anyqlora.models.prequantized import FROM, quantized_as
@@ -34,7 +34,7 @@ DTYPES = {
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
-def packing(config: TrainConfig, device: torch.device | str = "cpu"):
+def packed_config(config: TrainConfig, device: torch.device | str = "cpu"):
     """The quantizer of `config` that writes files on `device`: what they say of arithmetic is float32, whatever they are read for."""
     quantizer = registry.load(registry.QUANTIZERS[config.quantizer])(torch.float32, config.double_quant)
     if config.quantizer in registry.AFFINE:
@@ -49,7 +49,7 @@ def packing(config: TrainConfig, device: torch.device | str = "cpu"):
     return quantizer
 
 
-def write(
+def write_model(
     source: Path,
     out: Path,
     quantizer,
@@ -57,7 +57,7 @@ def write(
     base: str = "",
     device: torch.device | str = "cpu",
     shard: int = SHARD,
-    disk: Disk | None = None,
+    disk: FileSystem | None = None,
 ) -> dict[str, int]:
     """Write the model of directory `source` to the new directory `out`, its linear weights as `quantizer` (an object of on_torch/quantizers
     with `files` and `stated`) packs them on `device`, all else as it is. Complete or absent; one tensor and one shard are in memory at a time.
@@ -74,13 +74,13 @@ def write(
     if out.exists():
         raise UsageError("it is there already", where=str(out), cure="another --out")
     packed = linear_weights(source)
-    refuse_widths(source, packed, quantizer)
-    disk, staged = disk or Disk(), out.with_name(out.name + STAGED)
+    check_widths(source, packed, quantizer)
+    disk, staged = disk or FileSystem(), out.with_name(out.name + STAGED)
     try:
         shutil.rmtree(staged, ignore_errors=True)
         disk.make_directory(staged)
         index, total = {}, 0
-        for number, tensors in enumerate(shards(pieces(source, packed, quantizer, device), shard), 1):
+        for number, tensors in enumerate(shard_files(weight_chunks(source, packed, quantizer, device), shard), 1):
             name = f"model-{number:05d}.safetensors"
             total += sum(value.nbytes for value in tensors.values())
             disk.write(staged / name, file_of(tensors))
@@ -89,7 +89,7 @@ def write(
             disk.rename(staged / "model-00001.safetensors", staged / SINGLE)
         else:
             disk.write(staged / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": index}))
-        for path in sorted(set(copied(source)) - {source / "config.json", source / INDEX}):
+        for path in sorted(set(copied_files(source)) - {source / "config.json", source / INDEX}):
             disk.write(staged / path.name, path.read_bytes())
         disk.write(
             staged / "config.json",
@@ -108,7 +108,7 @@ def write(
     return {"packed": len(packed), "kept": len(_names(source) - packed), "bytes": total}
 
 
-def copied(source: Path) -> list[Path]:
+def copied_files(source: Path) -> list[Path]:
     """The files beside the weights that belong to a model."""
     return [path for pattern in COPIED for path in source.glob(pattern)]
 
@@ -138,7 +138,7 @@ def linear_weights(source: Path) -> set[str]:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     experts = expert_parameters(model)
     if experts:
-        raise NotBuilt(
+        raise NotSupported(
             f"{experts[0]}: packed files of a mixture of experts, which no library would read",
             where=str(source),
             cure="--quantizer nf4 when training",
@@ -146,7 +146,7 @@ def linear_weights(source: Path) -> set[str]:
     layers = linears(model)
     transposed = [name for name, module in layers.items() if isinstance(module, Conv1D)]
     if transposed:
-        raise NotBuilt(
+        raise NotSupported(
             f"{transposed[0]}: packed files of weights that the checkpoint has transposed",
             where=str(source),
             cure="--quantizer nf4 when training",
@@ -155,7 +155,7 @@ def linear_weights(source: Path) -> set[str]:
     refuse_what_stays(model, names)
     missing = sorted(names - _names(source))
     if missing:
-        raise NotBuilt(
+        raise NotSupported(
             f"{len(missing)} linear layers have other names in the checkpoint than in the model, {missing[0]} is the first",
             where=str(source),
             cure="--quantizer nf4 when training",
@@ -163,7 +163,7 @@ def linear_weights(source: Path) -> set[str]:
     return names
 
 
-def refuse_widths(source: Path, packed: set[str], quantizer) -> None:
+def check_widths(source: Path, packed: set[str], quantizer) -> None:
     """Raises UsageError naming every weight whose rows are no whole groups."""
     group = getattr(quantizer, "group", 1)
     wrong = []
@@ -179,7 +179,9 @@ def refuse_widths(source: Path, packed: set[str], quantizer) -> None:
         )
 
 
-def pieces(source: Path, packed: set[str], quantizer, device: torch.device | str) -> Iterator[dict[str, torch.Tensor]]:
+def weight_chunks(
+    source: Path, packed: set[str], quantizer, device: torch.device | str
+) -> Iterator[dict[str, torch.Tensor]]:
     """What becomes of each tensor of the files, one after the other."""
     for file in weight_files(source):
         with safe_open(source / file, "pt") as tensors:
@@ -192,7 +194,7 @@ def pieces(source: Path, packed: set[str], quantizer, device: torch.device | str
                 )
 
 
-def shards(found: Iterator[dict[str, torch.Tensor]], most: int) -> Iterator[dict[str, torch.Tensor]]:
+def shard_files(found: Iterator[dict[str, torch.Tensor]], most: int) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors that belong together in one file, files of about `most` bytes."""
     held: dict[str, torch.Tensor] = {}
     for tensors in found:

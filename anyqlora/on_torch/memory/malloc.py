@@ -41,7 +41,7 @@ def trim() -> None:
 
 
 @contextlib.contextmanager
-def unmapping():
+def return_freed_pages():
     """While it lasts, a freed tensor's pages leave the process (glibc; elsewhere nothing changes).
 
     glibc raises its threshold to the size of each large block that is freed, so that the weights of a shard come to lie in one heap
@@ -75,7 +75,7 @@ class _Info(ctypes.Structure):
     ]
 
 
-class Heap:
+class MallocTuner:
     """Keeps a process's pages while it trains, and the process within the memory that was planned for it.
 
     Training frees and takes the same sizes again and again. Blocks of 32 MiB or more would have their pages cleared anew each time, which
@@ -98,7 +98,7 @@ class Heap:
         self.planned, self.hoard = planned, max(SMALLEST_HOARD, WORTH * planned)
         self.before, self.is_keeping = self._alive(), self.can_tell and planned > 0
         if self.is_keeping:
-            Heap.keeping += 1
+            MallocTuner.keeping += 1
             _set(TRAINING)
 
     def _alive(self) -> int:
@@ -117,13 +117,13 @@ class Heap:
         """Let pages go again, as glibc does by itself, where no other heap keeps them."""
         if self.is_keeping:
             self.is_keeping = False
-            Heap.keeping -= 1
-            if not Heap.keeping:
+            MallocTuner.keeping -= 1
+            if not MallocTuner.keeping:
                 _set(RESTING)
                 trim()
 
 
-def keep_products(number: int) -> None:
+def set_primitive_cache(number: int) -> None:
     """Let oneDNN, and torch's bridge to it, each keep so many compiled products, unless the environment says otherwise.
 
     They keep 1024 by themselves, one for each shape, 0.6 MB each in 16 bits: 620-720 MB where lengths vary. Both ask before their first one.

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from anyqlora.config.strategy_options import AcceleratePlugin
-from anyqlora.core.errors import NotBuilt, RunError, UsageError
+from anyqlora.config.strategy_options import AccelerateOptions
+from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.on_torch.parallel.base import Prepared
 from anyqlora.on_torch.parallel.ddp import Ddp
 
@@ -28,7 +28,7 @@ class Accelerate(Ddp):
     """
 
     name = "accelerate"
-    plugin_cls = AcceleratePlugin
+    plugin_cls = AccelerateOptions
 
     def setup(self) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -44,7 +44,7 @@ class Accelerate(Ddp):
             )
         super().setup()
         if self.world_size == 1:
-            raise NotBuilt(
+            raise NotSupported(
                 "strategy accelerate in one process: Accelerate wraps nothing there", cure="--strategy single"
             )
         options = {

@@ -180,7 +180,7 @@ class Strategy:
         return {
             f"{name}|{key}": value.detach().cpu()
             for name, p in self.trainable.items()
-            for key, value in kept_of(self.optimizer.state.get(p, {}))
+            for key, value in saved_state(self.optimizer.state.get(p, {}))
         }
 
     def load_trainable(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -191,7 +191,7 @@ class Strategy:
 
     def load_moments(self, tensors: dict[str, torch.Tensor]) -> None:
         """Full moments back, which all ranks have."""
-        for name, state in by_name(tensors).items():
+        for name, state in by_parameter_name(tensors).items():
             p = self.trainable[name]
             self.optimizer.state[p] = {
                 key: self.count(value, p.device) if key == "step" else self.part(p, value).to(p.device, copy=True)
@@ -222,7 +222,7 @@ class Strategy:
         """After the last step: let go of what `setup` has made."""
 
 
-def kept_of(state: dict) -> list[tuple[str, torch.Tensor]]:
+def saved_state(state: dict) -> list[tuple[str, torch.Tensor]]:
     """(key, tensor) of what an optimizer keeps of a parameter; of its numbers, tensors without dimensions."""
     return [
         (key, value if torch.is_tensor(value) else torch.tensor(value))
@@ -231,7 +231,7 @@ def kept_of(state: dict) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def by_name(moments: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+def by_parameter_name(moments: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """{name: {key: tensor}} of {"name|key": tensor}."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for joined, value in moments.items():

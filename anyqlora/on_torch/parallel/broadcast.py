@@ -12,7 +12,7 @@ from torch import nn
 from anyqlora.on_torch.quantizers.experts import PackedExperts
 
 
-class Link:
+class Broadcaster:
     """Rank 0 tells, the others hear. Small things go through host memory and wait as long as rank 0 takes; tensors go by `device`."""
 
     def __init__(self, rank: int, device: torch.device, patient: dist.ProcessGroup | None = None):
@@ -40,8 +40,12 @@ class Link:
         return here
 
 
-def share(
-    module: nn.Module, quantizer, link: Link, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True
+def broadcast_model(
+    module: nn.Module,
+    quantizer,
+    link: Broadcaster,
+    done: Callable[[nn.Module], bool] = lambda part: False,
+    keeps: bool = True,
 ) -> None:
     """Everything that `module` holds, apart from what lies in modules that are `done`, is what rank 0 holds, on the device. A process that
     does not keep it takes part only because all must.
@@ -74,7 +78,7 @@ def share(
         heard.setdefault(name, {})[key] = value
     tied: dict[int, nn.Parameter] = {}
     for name, tensors in heard.items() if keeps else ():
-        adopt(owners[name], tensors, quantizer, tied)
+        adopt_tensor(owners[name], tensors, quantizer, tied)
 
 
 def _parts(module: nn.Module, name: str, done: Callable) -> Iterator[tuple[str, nn.Module]]:
@@ -96,7 +100,7 @@ def contents(owner: nn.Module, quantizer) -> dict[str, torch.Tensor]:
     return found
 
 
-def adopt(owner: nn.Module, tensors: dict[str, torch.Tensor], quantizer, tied: dict[int, nn.Parameter]) -> None:
+def adopt_tensor(owner: nn.Module, tensors: dict[str, torch.Tensor], quantizer, tied: dict[int, nn.Parameter]) -> None:
     """Put the tensors in their places. `tied` has the parameters that were made of a tensor so far."""
     if isinstance(owner, PackedExperts):
         owner.adopt(tensors)
@@ -115,10 +119,10 @@ def adopt(owner: nn.Module, tensors: dict[str, torch.Tensor], quantizer, tied: d
                     )
                     setattr(owner, key, new)
             elif key in owner._parameters:
-                move(owner, key, value)
+                move_to_device(owner, key, value)
 
 
-def move(owner: nn.Module, key: str, value: torch.Tensor) -> None:
+def move_to_device(owner: nn.Module, key: str, value: torch.Tensor) -> None:
     """`value` in the parameter that is there, which keeps its type and what hangs on it."""
     there = owner._parameters[key]
     if there.device == value.device:

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anyqlora.config.strategy_options import DdpPlugin
+from anyqlora.config.strategy_options import DdpOptions
 from anyqlora.core.errors import RunError
 from anyqlora.on_torch._compat import without_buffers
 from anyqlora.on_torch.parallel.base import Prepared
-from anyqlora.on_torch.parallel.group import Group
+from anyqlora.on_torch.parallel.group import MultiProcessStrategy
 
 MANY = 10**8  # trained numbers: their gradients are worth sending while others are still computed
 
 
-class Ddp(Group):
+class Ddp(MultiProcessStrategy):
     """torch's DistributedDataParallel, whose mean over the ranks is left out: gradients are sums.
 
     Adapters are small: their gradients go in one collective in `step`, so that until then a process that runs out of memory can
@@ -28,7 +28,7 @@ class Ddp(Group):
     """
 
     name = "ddp"
-    plugin_cls = DdpPlugin
+    plugin_cls = DdpOptions
     is_whole = False  # whether all ranks have what rank 0 has read
 
     def adapt(self, model: nn.Module) -> nn.Module:

@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from anyqlora.config.strategy_options import DeepSpeedPlugin
-from anyqlora.core.errors import NotBuilt, RunError, UsageError
+from anyqlora.config.strategy_options import DeepSpeedOptions
+from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.on_torch._compat import link_moments, without_shared_memory_operation
-from anyqlora.on_torch.memory.malloc import unmapping
-from anyqlora.on_torch.parallel.base import Prepared, StepResult, Strategy, by_name
+from anyqlora.on_torch.memory.malloc import return_freed_pages
+from anyqlora.on_torch.parallel.base import Prepared, StepResult, Strategy, by_parameter_name
 from anyqlora.on_torch.parallel.fsdp import blocks
-from anyqlora.on_torch.parallel.group import Group
+from anyqlora.on_torch.parallel.group import MultiProcessStrategy
 from anyqlora.on_torch.quantizers.experts import PackedExperts
 
 BUCKET = 1 << 26  # gradients that are reduced together at most; DeepSpeed's own 5e8 take 2 GB however small the adapter
@@ -35,7 +35,7 @@ class Autocasting(nn.Module):
             return self.module(*inputs, **named)
 
 
-class DeepSpeed(Group):
+class DeepSpeed(MultiProcessStrategy):
     """The caller owns the boundary (DeepSpeed's unmanaged accumulation): gradients accumulate until `step`.
 
     Stages 0 and 1 communicate gradients in `step` alone; 2 and 3 reduce in every backward, which is what sharding them means.
@@ -44,7 +44,7 @@ class DeepSpeed(Group):
     """
 
     name = "deepspeed"
-    plugin_cls = DeepSpeedPlugin
+    plugin_cls = DeepSpeedOptions
 
     @classmethod
     def unavailable_reason(cls, env: dict) -> str | None:
@@ -136,22 +136,22 @@ class DeepSpeed(Group):
     def _refuse(self, model: nn.Module) -> None:
         config = self.plan.config
         if self.stage == 3 and self.plan.quantizer == "int8":
-            raise NotBuilt(
+            raise NotSupported(
                 "int8 weights cannot be sharded: their scales are not with them",
                 cure="--quantizer nf4, or --deepspeed_zero_stage 2",
             )
         if self.stage == 3 and any(isinstance(module, PackedExperts) for module in model.modules()):
-            raise NotBuilt(
+            raise NotSupported(
                 "quantized experts cannot be sharded yet: every process would hold all of them",
                 cure="--deepspeed_zero_stage 2",
             )
         if self.stage and ("8bit" in config.optimizer or "paged" in config.optimizer):
-            raise NotBuilt(f"optimizer {config.optimizer} does not know sharded moments", cure="--optimizer adamw")
+            raise NotSupported(f"optimizer {config.optimizer} does not know sharded moments", cure="--optimizer adamw")
 
     def _shard(self, root: nn.Module) -> None:
         """One layer at a time, so that no rank but the one that reads holds more than its shards and a layer."""
         done: set[int] = set()
-        with unmapping():
+        with return_freed_pages():
             for part in [*blocks(root), root]:
                 self.share(part, done=lambda module: id(module) in done)
                 self.library.zero.Init(module=part, config_dict_or_path=self.config(), dtype=torch.float32)
@@ -291,7 +291,7 @@ class DeepSpeed(Group):
         if self.stage == 0:
             super().load_moments(tensors)
             return
-        states = by_name(tensors)
+        states = by_parameter_name(tensors)
         for name, state in states.items():
             p = self.trainable[name]
             flat, shape = self._flat(p), self.shape(p)

@@ -13,16 +13,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from anyqlora.config.strategy_options import FsdpPlugin
-from anyqlora.core.errors import NotBuilt, RunError, UsageError
-from anyqlora.on_torch.device import exactest
-from anyqlora.on_torch.memory.malloc import unmapping
+from anyqlora.config.strategy_options import FsdpOptions
+from anyqlora.core.errors import NotSupported, RunError, UsageError
+from anyqlora.on_torch.device import highest_precision
+from anyqlora.on_torch.memory.malloc import return_freed_pages
 from anyqlora.on_torch.parallel.base import Prepared, Strategy
-from anyqlora.on_torch.parallel.group import Sharded
+from anyqlora.on_torch.parallel.group import ShardedStrategy
 from anyqlora.on_torch.quantizers.experts import PackedExperts
 
 
-class Fsdp(Sharded):
+class Fsdp(ShardedStrategy):
     """torch's FSDP2, `fully_shard` on every block and on the model; 4-bit codes are sharded and sent as the bytes they are.
 
     Layers reach the other ranks one at a time and are sharded at once, so no rank but the one that reads holds more than its shards
@@ -30,7 +30,7 @@ class Fsdp(Sharded):
     """
 
     name = "fsdp"
-    plugin_cls = FsdpPlugin
+    plugin_cls = FsdpOptions
     keeps_whole = False
 
     def setup(self) -> None:
@@ -65,7 +65,7 @@ class Fsdp(Sharded):
         )
         options = {"mesh": self.mesh, "offload_policy": offload}
         keep = self.options.sharding_strategy.endswith("shard_grad_op")
-        with unmapping():
+        with return_freed_pages():
             for block in blocks(root):
                 self.share(block)
                 fully_shard(block, reshard_after_forward=not keep, **options)
@@ -83,17 +83,17 @@ class Fsdp(Sharded):
 
     def _refuse(self, model: nn.Module) -> None:
         if self.plan.quantizer == "int8":
-            raise NotBuilt(
+            raise NotSupported(
                 "int8 weights cannot be sharded: their scales are not with them",
                 cure="--quantizer nf4, or --strategy ddp",
             )
         if any(isinstance(module, PackedExperts) for module in model.modules()):
-            raise NotBuilt(
+            raise NotSupported(
                 "quantized experts cannot be sharded yet: every process would hold all of them",
                 cure="--strategy ddp, or --quantizer none",
             )
         if "8bit" in self.plan.config.optimizer or "paged" in self.plan.config.optimizer:
-            raise NotBuilt(
+            raise NotSupported(
                 f"optimizer {self.plan.config.optimizer} does not know sharded parameters", cure="--optimizer adamw"
             )
 
@@ -116,7 +116,7 @@ class Fsdp(Sharded):
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Shards are squared and summed along the axis that splits them; copies along the other axis count once."""
-        exact = exactest(self.device)
+        exact = highest_precision(self.device)
         square = (
             torch.stack([g.to(exact).square().sum() for g in gradients]).sum()
             if gradients
@@ -153,7 +153,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
         return [block for one in lists for block in one]
     found = [module for module in model.modules() if type(module).__name__ in set(names)]
     if not found:
-        raise NotBuilt(
+        raise NotSupported(
             f"{type(model).__name__} has no blocks that transformers names, so it cannot be sharded",
             cure="--strategy ddp",
         )

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from anyqlora.core.errors import PeerLost, UsageError
 from anyqlora.on_torch.parallel.base import Strategy
-from anyqlora.on_torch.parallel.broadcast import Link, share
-from anyqlora.processes.environment import COLLECTIVES, LONG, OF_TORCHRUN, collectives, device_of
+from anyqlora.on_torch.parallel.broadcast import Broadcaster, broadcast_model
+from anyqlora.processes.environment import COLLECTIVES, LONG, OF_TORCHRUN, collective_backends, device_index
 
 
-def join(device: torch.device) -> bool:
+def join_group(device: torch.device) -> bool:
     """Form the process group that the launcher's environment describes, unless this process is in one. Returns whether it was formed.
     Raises UsageError for half of an environment."""
     if dist.is_initialized():
@@ -28,17 +28,17 @@ def join(device: torch.device) -> bool:
             where="environment",
             cure="start with torchrun, or --strategy single",
         )
-    dist.init_process_group(collectives(device.type))
+    dist.init_process_group(collective_backends(device.type))
     return True
 
 
-class Group(Strategy):
+class MultiProcessStrategy(Strategy):
     """Several processes, each with a device of its own."""
 
     def __init__(self, plan, options=None):
         super().__init__(plan, options)
         if self.device.type in ("cuda", "xpu"):
-            own = device_of(int(os.environ.get("LOCAL_RANK", 0)), getattr(torch, self.device.type).device_count())
+            own = device_index(int(os.environ.get("LOCAL_RANK", 0)), getattr(torch, self.device.type).device_count())
             self.device = torch.device(self.device.type, own)
         self.quantizer = None
 
@@ -52,7 +52,7 @@ class Group(Strategy):
                 f"strategy {self.name!r}: {self.device.type} devices have no way to talk to each other",
                 cure="--strategy single",
             )
-        self.has_formed = join(self.device)
+        self.has_formed = join_group(self.device)
         if self.device.type in ("cuda", "xpu"):
             getattr(torch, self.device.type).set_device(self.device)
             if "LOCAL_RANK" in os.environ:  # by which DeepSpeed and Accelerate choose theirs
@@ -64,7 +64,7 @@ class Group(Strategy):
                 cure="leave out world_size",
             )
         self.patient = dist.new_group(backend="gloo", timeout=LONG)
-        self.link = Link(self.rank, self.device, self.patient)
+        self.link = Broadcaster(self.rank, self.device, self.patient)
 
     # --------------------------------------------------------------------------------------------------- the model
 
@@ -98,7 +98,7 @@ class Group(Strategy):
         self, module: nn.Module, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True
     ) -> None:
         """`module` with what rank 0 holds of it, on the device; unless this process only passes it on."""
-        share(module, self.quantizer, self.link, done, keeps)
+        broadcast_model(module, self.quantizer, self.link, done, keeps)
 
     def owners(self, trainable: dict[str, nn.Parameter], model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         """{name: (module, attribute)} of what is trained, so that it is found again when parameters are replaced."""
@@ -144,7 +144,7 @@ class Group(Strategy):
             dist.destroy_process_group()
 
 
-class Sharded(Group):
+class ShardedStrategy(MultiProcessStrategy):
     """What is trained lies in parts, DTensors, on several ranks; what no mesh splits lies on each of them."""
 
     def without_gradient(self) -> dict[str, bool]:

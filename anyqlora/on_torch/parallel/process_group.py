@@ -15,22 +15,22 @@ import torch.distributed as dist
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.errors import PeerLost, UsageError
-from anyqlora.processes.environment import LONG, World, collectives, environment
-from anyqlora.processes.group import Several
+from anyqlora.processes.environment import LONG, ProcessContext, collective_backends, environment_variables
+from anyqlora.processes.group import ProcessGroup
 
 MEETING = timedelta(hours=2)  # that processes wait for one another to start: the first may be downloading a model
 POLLED = 0.1  # seconds between two looks at the store: one long wait in it would keep signals out
 
 
-class Ranks(Several):
+class TorchProcessGroup(ProcessGroup):
     """torch.distributed's default group; what is told here goes through host memory."""
 
-    def __init__(self, plan, world: World):
+    def __init__(self, plan, world: ProcessContext):
         """Meet the others. `plan.config.dist_timeout` seconds is how long anybody waits for them afterwards. Raises PeerLost."""
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
         self.environment = contextlib.ExitStack()
         self.environment.enter_context(
-            environment(  # DeepSpeed reads it
+            environment_variables(  # DeepSpeed reads it
                 RANK=str(world.rank),
                 WORLD_SIZE=str(world.size),
                 LOCAL_RANK=str(world.local_rank),
@@ -44,11 +44,11 @@ class Ranks(Several):
                 self._form(plan, world)
             self.patient = dist.new_group(backend="gloo", timeout=LONG)
 
-    def _form(self, plan, world: World) -> None:
-        store = dist.PrefixStore("anyqlora", meeting_place(plan.config, world))
-        store = dist.PrefixStore(meet(store, world), store)  # from here on the short timeout holds: all are there
+    def _form(self, plan, world: ProcessContext) -> None:
+        store = dist.PrefixStore("anyqlora", rendezvous_address(plan.config, world))
+        store = dist.PrefixStore(rendezvous(store, world), store)  # from here on the short timeout holds: all are there
         dist.init_process_group(
-            collectives(torch.device(plan.device).type),
+            collective_backends(torch.device(plan.device).type),
             store=store,
             rank=world.rank,
             world_size=world.size,
@@ -91,7 +91,7 @@ class Ranks(Several):
 
     def noticing(self):
         """A context in which an error of the group becomes a PeerLost, after the stacks are written."""
-        return _Noticing(self)
+        return _PeerErrors(self)
 
     def close(self) -> None:
         """Leave the group that was formed here, and the environment as it was: the next run of this process may be of another size.
@@ -103,7 +103,7 @@ class Ranks(Several):
         self.environment.close()
 
 
-def meeting_place(config: TrainConfig, world: World) -> dist.Store:
+def rendezvous_address(config: TrainConfig, world: ProcessContext) -> dist.Store:
     """The store at the first process's address. Raises UsageError when something else listens there."""
     try:
         return next(dist.rendezvous("env://", timeout=MEETING))[0]
@@ -117,7 +117,7 @@ def meeting_place(config: TrainConfig, world: World) -> dist.Store:
         ) from None
 
 
-def meet(store: dist.Store, world: World) -> str:
+def rendezvous(store: dist.Store, world: ProcessContext) -> str:
     """Wait until all processes are there. Returns a name for their meeting.
 
     torchrun keeps one store when it starts processes again, with all that those before them wrote. So each greets with a token of its
@@ -147,7 +147,7 @@ def meet(store: dist.Store, world: World) -> str:
     return token
 
 
-class _Noticing:
+class _PeerErrors:
     """What gloo and NCCL raise has no type of its own on every version, so its words decide."""
 
     WORDS = (
@@ -164,7 +164,7 @@ class _Noticing:
         "wait timeout",
     )
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: TorchProcessGroup):
         self.ranks = ranks
 
     def __enter__(self):

@@ -17,24 +17,24 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from anyqlora.core.errors import NotBuilt, RunError
+from anyqlora.core.errors import NotSupported, RunError
 from anyqlora.models.architectures import COLUMNS
 from anyqlora.on_torch.adapters.lora import PREFIX
 from anyqlora.on_torch.parallel.base import Prepared
 from anyqlora.on_torch.parallel.fsdp import blocks
-from anyqlora.on_torch.parallel.group import Sharded, local
-from anyqlora.on_torch.parallel.tp_layers import Copier, Split, join, split_adapter, split_frozen
+from anyqlora.on_torch.parallel.group import ShardedStrategy, local
+from anyqlora.on_torch.parallel.tp_layers import Copier, Split, replace_linears, split_adapter, split_frozen
 from anyqlora.on_torch.parallel.tp_plan import own_splits, planned_splits
-from anyqlora.planning.mesh import BATCH, MODEL, axes
+from anyqlora.planning.mesh import BATCH, MODEL, mesh_axes
 
 
-class TensorParallel(Sharded):
+class TensorParallel(ShardedStrategy):
     """`--mesh batch=2,model=2 --layout default|FILE`. Neighbours in rank are along the model axis and see the same rows."""
 
     name = "tp"
 
     def setup(self) -> None:
-        shape = axes(self.plan.config.mesh)
+        shape = mesh_axes(self.plan.config.mesh)
         self.splits: dict[str, Split] | None = None
         super().setup()
         self.mesh = init_device_mesh(self.device.type, (shape[BATCH], shape[MODEL]), mesh_dim_names=(BATCH, MODEL))
@@ -93,7 +93,7 @@ class TensorParallel(Sharded):
             if isinstance(module, LoraLayer):
                 split_adapter(module, self.splits.get(name.removeprefix(PREFIX)), self.along)
         for name, split in self.splits.items():
-            join(model.get_submodule(PREFIX + name), split, self.along)
+            replace_linears(model.get_submodule(PREFIX + name), split, self.along)
         return model
 
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:
@@ -120,7 +120,7 @@ class TensorParallel(Sharded):
         for name, split in self.splits.items():
             module = model.get_submodule(name)
             if any(id(p) in learned for p in module.parameters(recurse=False)):
-                raise NotBuilt(
+                raise NotSupported(
                     f"strategy tp splits frozen layers, and {name} is trained",
                     where=self.plan.config.layout,
                     cure="take it out of the layout",
@@ -129,7 +129,7 @@ class TensorParallel(Sharded):
                 split.slice(module.weight.detach(), self.along.get_local_rank(), self.along.size()), requires_grad=False
             )
             split_frozen(module, split, self.along, Copier(self.along))
-            join(module, split, self.along)
+            replace_linears(module, split, self.along)
 
     def assert_in_effect(self, model: nn.Module, trainable: dict[str, nn.Parameter]) -> None:
         """Raises RunError when a trained tensor is not split, or not sharded, as planned."""

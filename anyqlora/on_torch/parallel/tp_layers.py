@@ -33,17 +33,17 @@ class Split:
 # ---------------------------------------------------------------------- what travels: [..., features] on each process
 
 
-def copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def copy_to_slices(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """x, the same on all; backward sums what each process's slice has to say of it."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def summed(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def all_reduce_in_backward(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of all processes' y; backward hands the gradient on."""
     return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
-def gathered(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def gather_slices(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """All processes' features side by side; backward takes the own ones."""
     return (
         DTensor.from_local(y, mesh, [Shard(y.ndim - 1)], run_check=False)
@@ -52,7 +52,7 @@ def gathered(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     )
 
 
-def sliced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def slice_for_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """This process's features of x; backward puts them side by side."""
     return (
         DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -69,7 +69,7 @@ class Copier:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.read is None or self.read() is not x:
-            self.read, self.copy = weakref.ref(x), copied(x, self.mesh)
+            self.read, self.copy = weakref.ref(x), copy_to_slices(x, self.mesh)
         return self.copy
 
     def forget(self, *_) -> None:
@@ -117,7 +117,9 @@ def split_frozen(module: nn.Module, split: Split, mesh: DeviceMesh, copier: Copi
     else:
         module.bias = None  # added once, to the sum
         module.register_forward_hook(
-            lambda _, args, y: summed(y, mesh) if bias is None else summed(y, mesh) + bias.to(y.dtype)
+            lambda _, args, y: (
+                all_reduce_in_backward(y, mesh) if bias is None else all_reduce_in_backward(y, mesh) + bias.to(y.dtype)
+            )
         )
 
 
@@ -131,15 +133,15 @@ def split_adapter(layer: LoraLayer, split: Split | None, mesh: DeviceMesh) -> No
             weight = distribute_tensor(factors[name].weight.detach(), mesh, [placement], src_data_rank=None)
             factors[name] = OwnSlice(nn.Parameter(weight))
         if along == COLUMNS:
-            layer.lora_B[name].register_forward_pre_hook(lambda _, args: (copied(args[0], mesh),))
+            layer.lora_B[name].register_forward_pre_hook(lambda _, args: (copy_to_slices(args[0], mesh),))
         elif along == ROWS:
-            layer.lora_A[name].register_forward_hook(lambda _, args, y: summed(y, mesh))
+            layer.lora_A[name].register_forward_hook(lambda _, args, y: all_reduce_in_backward(y, mesh))
             layer.lora_dropout[name] = SliceDropout(getattr(layer.lora_dropout[name], "p", 0.0), mesh)
 
 
-def join(layer: nn.Module, split: Split, mesh: DeviceMesh) -> None:
+def replace_linears(layer: nn.Module, split: Split, mesh: DeviceMesh) -> None:
     """Give a layer that is split alone whole inputs and outputs."""
     if split.alone and split.along == COLUMNS:
-        layer.register_forward_hook(lambda _, args, y: gathered(y, mesh))
+        layer.register_forward_hook(lambda _, args, y: gather_slices(y, mesh))
     elif split.alone:
-        layer.register_forward_pre_hook(lambda _, args: (sliced(args[0], mesh), *args[1:]))
+        layer.register_forward_pre_hook(lambda _, args: (slice_for_rank(args[0], mesh), *args[1:]))

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anyqlora.config.resolve import TrainConfig
-from anyqlora.core.errors import NotBuilt
-from anyqlora.models.architectures import COLUMNS, ROWS, WHOLE, Linear
+from anyqlora.core.errors import NotSupported
+from anyqlora.models.architectures import COLUMNS, ROWS, WHOLE, LinearShape
 from anyqlora.models.hub import base_directory
-from anyqlora.on_torch.linears import inputs, linears
+from anyqlora.on_torch.linears import linear_inputs, linears
 from anyqlora.on_torch.parallel.tp_layers import Split
-from anyqlora.planning.mesh import DEFAULT, ByName, LayoutError, check_heads, check_split, from_file
+from anyqlora.planning.mesh import DEFAULT, LayoutError, RegexMap, check_heads, check_split, from_file
 
 STYLES = {  # transformers' words in a configuration's base_model_tp_plan; `_rep` are those of versions before 5.20
     "colwise": Split(COLUMNS, alone=False),
@@ -39,14 +39,14 @@ def planned_splits(config: TrainConfig, ways: int) -> dict[str, Split]:
     """
     described = AutoConfig.from_pretrained(base_directory(config), trust_remote_code=config.trust_remote_code)
     if getattr(described, "quantization_config", None):
-        raise NotBuilt(
+        raise NotSupported(
             "strategy tp with weights that are quantized in the files: they are sliced before they are quantized",
             where=config.model_name,
             cure="--model_name with the unquantized checkpoint, or --strategy fsdp",
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
-    found = chosen(linears(model), default_layout(described, config), config, ways)
+    found = select_layout(linears(model), default_layout(described, config), config, ways)
     text = described.get_text_config()
     if any(
         not style.alone and name.rpartition(".")[0].endswith(("attn", "attention")) for name, style in found.items()
@@ -64,23 +64,27 @@ def own_splits(model: nn.Module, config: TrainConfig, ways: int) -> dict[str, Sp
             where=config.sources.get("strategy", ""),
             cure="--layout FILE",
         )
-    return chosen(
-        {name: module for name, module in model.named_modules() if type(module) is nn.Linear}, ByName(), config, ways
+    return select_layout(
+        {name: module for name, module in model.named_modules() if type(module) is nn.Linear}, RegexMap(), config, ways
     )
 
 
-def chosen(layers: dict[str, nn.Module], default: ByName, config: TrainConfig, ways: int) -> dict[str, Split]:
+def select_layout(layers: dict[str, nn.Module], default: RegexMap, config: TrainConfig, ways: int) -> dict[str, Split]:
     """{name: Split} of those of `layers` that the plan's layout splits."""
     stated = from_file(config.layout) if config.layout != DEFAULT else None
     found: dict[str, Split] = {}
     for name, layer in layers.items():
         style, where = default[f"{name}.weight"], config.sources.get("mesh", "")
         if stated is not None:
-            style = agreed(name, stated, default, layers)
+            style = check_agreement(name, stated, default, layers)
             where = stated[f"{name}.weight"].where if style else ""
         if style is not None:
             check_split(
-                Linear(name, getattr(layer, "out_features", 0), inputs(layer)), style.along, ways, config, where
+                LinearShape(name, getattr(layer, "out_features", 0), linear_inputs(layer)),
+                style.along,
+                ways,
+                config,
+                where,
             )
             found[name] = style
     for key, said in (stated or {}).items():
@@ -99,25 +103,25 @@ def chosen(layers: dict[str, nn.Module], default: ByName, config: TrainConfig, w
     return found
 
 
-def default_layout(described, config: TrainConfig) -> ByName:
+def default_layout(described, config: TrainConfig) -> RegexMap:
     """{regex of a weight's name: Split, or None for whole} of the architecture's base_model_tp_plan. Raises NotBuilt."""
     said = getattr(described.get_text_config(), "base_model_tp_plan", None)
     where = config.sources.get("layout", "") or config.sources.get("mesh", "")
     if not said:
-        raise NotBuilt(
+        raise NotSupported(
             f"transformers has no tensor parallel plan for {described.model_type} models, so there is no default layout",
             where=where,
             cure="--strategy fsdp",
         )
     unknown = sorted({style for style in said.values() if style not in STYLES and style not in WHOLE_STYLES})
     if unknown:
-        raise NotBuilt(
+        raise NotSupported(
             f"strategy tp with {described.model_type} models: their plan has parts that are split as {', '.join(unknown)}, which is not "
             "built",
             where=where,
             cure="--strategy fsdp",
         )
-    return ByName(
+    return RegexMap(
         {
             rf"(?:.+\.)?{re.escape(name)}\.weight".replace(r"\*", r"\d+"): STYLES.get(style)
             for name, style in said.items()
@@ -125,7 +129,7 @@ def default_layout(described, config: TrainConfig) -> ByName:
     )
 
 
-def agreed(name: str, stated: ByName, default: ByName, layers: Iterable[str]) -> Split | None:
+def check_agreement(name: str, stated: RegexMap, default: RegexMap, layers: Iterable[str]) -> Split | None:
     """How a file's layout splits a layer. Where it splits all that the default splits beside this layer, and alike, they hand slices
     to one another as there; else each is joined, so that any layout is correct."""
     said = stated[f"{name}.weight"]

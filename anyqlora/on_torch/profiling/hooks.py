@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 
-class Unwatched:
+class NullHooks:
     """Nothing is watched."""
 
     def phase(self, name: str, is_final: bool = True):
@@ -28,10 +28,10 @@ class Unwatched:
         """Write what is left to write. Called on every way out of the run."""
 
 
-class Watches(Unwatched):
+class HookList(NullHooks):
     """Several at once."""
 
-    def __init__(self, watches: list[Unwatched]):
+    def __init__(self, watches: list[NullHooks]):
         self.watches = watches
 
     @contextlib.contextmanager

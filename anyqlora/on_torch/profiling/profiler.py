@@ -15,32 +15,32 @@ import torch
 from torch.profiler import ProfilerAction
 
 from anyqlora.config.resolve import TrainConfig
-from anyqlora.on_torch.device import Memory
-from anyqlora.on_torch.profiling.hooks import Unwatched, Watches
+from anyqlora.on_torch.device import MemoryMonitor
+from anyqlora.on_torch.profiling.hooks import HookList, NullHooks
 from anyqlora.on_torch.profiling.timeline import Timeline
 
 ROWS = 40  # operators in a profile's table
 CATEGORIES = 9  # of a memory timeline, torch's
 
 
-def watch(run, memory: Memory) -> Unwatched:
+def make_hooks(run, memory: MemoryMonitor) -> NullHooks:
     """What watches `run`: nothing, unless its settings ask for it."""
     watches = [] if not run.config.profile_memory else [MemoryWatch(run, memory)]
     if run.config.profile:
         watches += profiler(run)
     if run.config.timeline:
         watches.append(Timeline(run))
-    return Watches(watches) if watches else Unwatched()
+    return HookList(watches) if watches else NullHooks()
 
 
-class MemoryWatch(Unwatched):
+class MemoryWatch(NullHooks):
     """memory.json: a list of {step, phase, bytes}, where bytes are those in use when the phase ends, once for each micro-batch.
     In host memory pages are in use that are kept for the next step.
 
     `step` counts from 1 as in metrics.jsonl; what is loaded or evaluated before the first step has 0.
     """
 
-    def __init__(self, run, memory: Memory):
+    def __init__(self, run, memory: MemoryMonitor):
         self.run, self.memory, self.path = run, memory, run.directory / "memory.json"
         before = json.loads(self.path.read_text()) if self.path.exists() else []
         self.entries = [entry for entry in before if entry["step"] <= run.first_step]  # later ones are done again
@@ -55,7 +55,7 @@ class MemoryWatch(Unwatched):
         self.path.write_text("[\n" + ",\n".join(json.dumps(entry) for entry in self.entries) + "\n]\n")
 
 
-def profiler(run) -> list[Unwatched]:
+def profiler(run) -> list[NullHooks]:
     """The profiler of a run; none where profiles already are and are not to be overwritten."""
     output = run.directory / run.config.profiling_output
     if output.exists() and not run.config.overwrite_profiling_output:
@@ -66,7 +66,7 @@ def profiler(run) -> list[Unwatched]:
     return [Profiler(run, output)]
 
 
-class Profiler(Unwatched):
+class Profiler(NullHooks):
     """torch.profiler over cycles of steps. Each cycle writes step-<its last step>/: a table of operators, a trace, a memory timeline."""
 
     def __init__(self, run, output: Path):

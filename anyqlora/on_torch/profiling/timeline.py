@@ -8,8 +8,8 @@ from collections import Counter
 
 import torch
 
-from anyqlora.core.files import Disk, replace
-from anyqlora.on_torch.profiling.hooks import Unwatched
+from anyqlora.core.files import FileSystem, replace_file
+from anyqlora.on_torch.profiling.hooks import NullHooks
 
 STEPS = 10  # that are recorded: a profile of a whole run would not fit in memory
 PHASE, COLLECTIVES = "anyqlora::", ("c10d::", "_c10d_functional::")
@@ -17,7 +17,7 @@ NO_COLLECTIVES = ("wait_tensor", "monitored_barrier_", "barrier")
 BETWEEN = "between"  # the phases: what all processes agree on
 
 
-class Timeline(Unwatched):
+class Timeline(NullHooks):
     """A Chrome trace (chrome://tracing, ui.perfetto.dev) with a process for each rank: its phases - data, forward, accumulate (a backward
     before the step's last), backward (the last one), reduce, clip, update, zero - and the collectives that begin in each.
 
@@ -58,7 +58,7 @@ class Timeline(Unwatched):
                 "displayTimeUnit": "ms",
                 "otherData": {"collectives": counted(found, self.run.ranks.rank)},
             }
-            replace(self.path, json.dumps(trace).encode(), Disk())
+            replace_file(self.path, json.dumps(trace).encode(), FileSystem())
 
 
 def events(recorded, rank: int) -> list[dict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from anyqlora.on_torch.quantizers.dequant_matmul import product
+from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
 
 SMALLEST = 1e-7  # of a scale: what MLX divides by where a group is constant
 
@@ -49,7 +49,7 @@ class AffineLinear(nn.Linear):
         return unpack(self.weight.data.view(torch.int32), self.scales.data, self.biases.data, self.bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = product(x, self.dequantize)
+        out = dequant_matmul(x, self.dequantize)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from anyqlora.on_torch._compat import keep_weights_as_packed
 from anyqlora.on_torch.kernels.cpu.nf4_quantize import BLOCK, quantize_4bit
-from anyqlora.on_torch.quantizers.dequant_matmul import product
+from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
 
 MANY = 1537  # tokens from which bitsandbytes 0.50 unpacks the whole weight on CUDA; for fewer it has kernels that multiply by the codes
 CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times their float32 size while it works
@@ -22,7 +22,7 @@ CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times the
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
-def unpacked(codes: torch.Tensor, state: F.QuantState) -> torch.Tensor:
+def unpacked_linear(codes: torch.Tensor, state: F.QuantState) -> torch.Tensor:
     """The weight, of the shape that was packed, in the state's dtype."""
     if state.shape[-1] % BLOCK == 0:
         return F.dequantize_4bit(codes, state)
@@ -35,7 +35,7 @@ class _FourBit:
     bits = 4
     module_type = bnb.nn.Linear4bit
     kind: str
-    unpack = staticmethod(unpacked)
+    unpack = staticmethod(unpacked_linear)
     layer = bnb.nn.Linear4bit  # where rows end where blocks end
     is_native = False  # whether codes are found by native.c
 
@@ -43,7 +43,7 @@ class _FourBit:
         self.compute_dtype, self.double_quant = compute_dtype, double_quant
 
     def empty(self, linear: nn.Linear) -> bnb.nn.Linear4bit:
-        kind = self.layer if linear.in_features % BLOCK == 0 else _RowsAcrossBlocks
+        kind = self.layer if linear.in_features % BLOCK == 0 else UnalignedLinear4bit
         with torch.device("meta"):
             module = kind(
                 linear.in_features,
@@ -64,7 +64,7 @@ class _FourBit:
         from anyqlora.on_torch.kernels.gpu.dequantize import dequantize
 
         sample = self.quantize(torch.linspace(-1, 1, 96 * 192, device=device).view(96, 192))
-        if not torch.equal(dequantize(*sample), unpacked(*sample)):
+        if not torch.equal(dequantize(*sample), unpacked_linear(*sample)):
             return ["bitsandbytes unpacks the weights: the kernel for it gives something else on this device"]
         self.unpack, self.layer = dequantize, _Unpacking
         return []
@@ -161,12 +161,12 @@ class _Unpacking(bnb.nn.Linear4bit):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return product(x.to(self.compute_dtype), lambda: self.unpack(self.weight.data, self.quant_state), bias=bias).to(
-            x.dtype
-        )
+        return dequant_matmul(
+            x.to(self.compute_dtype), lambda: self.unpack(self.weight.data, self.quant_state), bias=bias
+        ).to(x.dtype)
 
 
-class _RowsAcrossBlocks(_Unpacking):
+class UnalignedLinear4bit(_Unpacking):
     """A Linear4bit whose rows do not end where blocks end.
 
     bitsandbytes' AVX-512 kernel gives such weights wrong values (25 % off at 96 inputs): it counts blocks from each row's start,
@@ -186,7 +186,7 @@ class Fp4(_FourBit):
     kind = "fp4"
 
 
-class _KeepsScales(bnb.nn.Linear8bitLt):
+class _KeepScales(bnb.nn.Linear8bitLt):
     """A Linear8bitLt that does not forget its scales when its weight is moved from the CPU to the CPU.
 
     PEFT does that at every forward of a DoRA layer (peft 0.21.2, bitsandbytes 0.50.2), and the next one finds none.
@@ -211,7 +211,7 @@ class Int8:
 
     def empty(self, linear: nn.Linear) -> bnb.nn.Linear8bitLt:
         with torch.device("meta"):
-            return _KeepsScales(
+            return _KeepScales(
                 linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False, threshold=6.0
             )
 

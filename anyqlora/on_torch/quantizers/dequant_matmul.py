@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 
-def product(
+def dequant_matmul(
     x: torch.Tensor,
     dequantize: Callable[[], torch.Tensor],
     *,

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anyqlora.core.errors import NotBuilt
-from anyqlora.on_torch.quantizers.dequant_matmul import product
+from anyqlora.core.errors import NotSupported
+from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
 
 PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 
@@ -79,7 +79,7 @@ class _ExpertWeight:
 
     def product(self, x: torch.Tensor, transposed: bool) -> torch.Tensor:
         """x W^T, or x W."""
-        return product(x, lambda: self.experts.dequantize(self.expert), transposed=transposed != self.transposed)
+        return dequant_matmul(x, lambda: self.experts.dequantize(self.expert), transposed=transposed != self.transposed)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -92,8 +92,8 @@ class _ExpertWeight:
         raise _unknown(next(a for a in args if isinstance(a, cls)).experts, function)
 
 
-def _unknown(experts: PackedExperts, use) -> NotBuilt:
-    return NotBuilt(
+def _unknown(experts: PackedExperts, use) -> NotSupported:
+    return NotSupported(
         f"{experts.name}: this architecture uses its experts' weights in a way that is not built for quantized ones "
         f"({getattr(use, '__name__', use)})",
         cure="--quantizer none",

@@ -1,13 +1,13 @@
 """The memory that a run takes, predicted part by part from the shapes of its model."""
 
 from anyqlora.planning.memory.activations import SCORES_ON_MLX, activation_bytes, head_room, loss_rows
-from anyqlora.planning.memory.estimate import COMPILED, HOLES, LIBRARIES, OF_PRODUCT, Estimate, estimate, products
+from anyqlora.planning.memory.estimate import COMPILED, HOLES, LIBRARIES, OF_PRODUCT, MemoryEstimate, estimate, products
 from anyqlora.planning.memory.weights import cache_bytes, group_size, quantized_bytes, targets, weight_bytes
 from anyqlora.planning.memory.widths import is_fused
 
 __all__ = [
     "COMPILED",
-    "Estimate",
+    "MemoryEstimate",
     "HOLES",
     "LIBRARIES",
     "OF_PRODUCT",

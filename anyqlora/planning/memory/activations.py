@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.registry import FUSED_ADAPTERS
-from anyqlora.models.architectures import Shapes, source_of
+from anyqlora.models.architectures import ModelShape, source_of
 from anyqlora.planning.memory.weights import HEAD_PARTS, HEAD_ROWS, HEAD_WORDS, adapter_parameters, targets
-from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, Widths, is_fused, recomputed
+from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, DtypeSizes, is_fused, recomputed
 
 LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = (
     64 << 20,
@@ -29,7 +29,7 @@ TAKE_ATTENTION = (
 ROWS = 512  # tokens whose sums in int32 are there at a time: they stay in a processor's caches
 
 
-def activation_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def activation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What autograd keeps from forward to backward: all that layers need, or what enters those that are recomputed, and the last norm.
 
     Offloaded activations leave the device, except those of one layer on their way.
@@ -45,10 +45,10 @@ def activation_bytes(shapes: Shapes, config: TrainConfig) -> int:
     return kept + hidden * FULL * (2 if config.adapter == "full" else shapes.post_norm) + head_bytes(shapes, config)
 
 
-def recomputing_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def recomputing_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What is there when the first layer is recomputed that is: what enters each of them and the last norm. The others, which come after
     them, have had their turn in backward."""
-    hidden, width = config.batch_size * config.context_length * shapes.hidden, Widths.of(config)
+    hidden, width = config.batch_size * config.context_length * shapes.hidden, DtypeSizes.of(config)
     layers = 1 if config.use_activation_cpu_offload else recomputed(shapes, config)
     return (
         layers * hidden * width.stored
@@ -57,7 +57,7 @@ def recomputing_bytes(shapes: Shapes, config: TrainConfig) -> int:
     )
 
 
-def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def layer_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What one layer keeps for backward without checkpointing."""
     per_token = (
         norm_bytes(shapes, config)
@@ -72,26 +72,26 @@ def layer_bytes(shapes: Shapes, config: TrainConfig) -> int:
     )
 
 
-def scores_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def scores_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What eager attention keeps of each pair of tokens, [B, heads, T, T]: capped, softmax, and in 16 bits its copy."""
     return config.batch_size * shapes.heads * config.context_length**2 * 2 * FULL if shapes.eager_attention else 0
 
 
-def norm_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def norm_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Per token and layer: each norm's input in float32 (native, MLX: as it is), and the normalized values where the norm's own weight learns."""
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     normed = (1 if shapes.parallel else shapes.norms) * shapes.hidden + (queries + keys if shapes.qk_norm else 0)
     as_it_is = shapes.norm_bias or config.kernels == "native" or config.backend == "mlx"
-    return normed * (Widths.of(config).stored if as_it_is else FULL) * (2 if config.adapter == "full" else 1)
+    return normed * (DtypeSizes.of(config).stored if as_it_is else FULL) * (2 if config.adapter == "full" else 1)
 
 
-def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def attention_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Per token and layer: q, k, v, and from torch's kernels and attention.c the output and one log-sum-exp per head; the eager form keeps
     k and v repeated for all heads.
 
     Where one linear makes q, k and v, v is a view that keeps all of them, unless autocast or attention.c copies it.
     """
-    width = Widths.of(config)
+    width = DtypeSizes.of(config)
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     if shapes.eager_attention:
         return width.computed * 3 * queries
@@ -100,7 +100,7 @@ def attention_bytes(shapes: Shapes, config: TrainConfig) -> int:
     return width.computed * (queries + 2 * keys + (queries + keys if is_view else 0)) + output
 
 
-def in_blocks(shapes: Shapes, config: TrainConfig) -> bool:
+def in_blocks(shapes: ModelShape, config: TrainConfig) -> bool:
     """Whether attention is by blocks (kernels/attention.py), which keeps no output of its own: bf16 on a CPU, without padding."""
     is_ours = (
         config.flat is True
@@ -111,20 +111,20 @@ def in_blocks(shapes: Shapes, config: TrainConfig) -> bool:
     return is_ours and not in_c(shapes, config)
 
 
-def in_c(shapes: Shapes, config: TrainConfig) -> bool:
+def in_c(shapes: ModelShape, config: TrainConfig) -> bool:
     """Whether attention is by attention.c, which takes heads of whole registers."""
     return (
         config.flat is True and config.kernels == "native" and not shapes.eager_attention and shapes.head_dim % 16 == 0
     )
 
 
-def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def mlp_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Per token and layer: gate, act(gate) and up, or the one that act takes (their product is down_proj's input); native: gate and up;
     MLX, which makes act of several operations: silu's sigmoid, or three steps of gelu, too.
 
     Experts keep their outputs before and after weighting too; they are not linear modules, so autocast makes them 16 bits.
     """
-    width, values = Widths.of(config), 3 if shapes.gated else 1
+    width, values = DtypeSizes.of(config), 3 if shapes.gated else 1
     if config.backend == "mlx":
         values += 1 if shapes.silu_gate or (shapes.fused_qkv and shapes.gated) else 3
     if not shapes.experts:
@@ -136,13 +136,13 @@ def mlp_bytes(shapes: Shapes, config: TrainConfig) -> int:
     return routed + width.inner * values * shapes.shared_intermediate
 
 
-def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def input_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Per token and layer: what linears keep because something in them learns: inputs, dropout's masks, the adapters' middles.
 
     Fused, or without dropout in the input's own dtype, linears of one input share it (and a mask), and o_proj's is attention's output,
     which is there already; otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
     """
-    width = Widths.of(config)
+    width = DtypeSizes.of(config)
     is_full, fused = config.adapter == "full", is_fused(config)
     narrow = fused or (
         config.backend == "mlx" and config.adapter in FUSED_ADAPTERS
@@ -172,9 +172,9 @@ def input_bytes(shapes: Shapes, config: TrainConfig) -> int:
     return kept
 
 
-def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def cast_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """16-bit copies of a layer's float32 weights, which autocast makes for forward and autograd keeps for backward (fused: neither)."""
-    width = Widths.of(config)
+    width = DtypeSizes.of(config)
     if not width.autocast or is_fused(config):
         return 0
     adapters = 0 if config.adapter == "full" else adapter_parameters(shapes, config) // shapes.layers
@@ -186,17 +186,17 @@ def cast_bytes(shapes: Shapes, config: TrainConfig) -> int:
     return (adapters + frozen) * width.computed
 
 
-def head_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What the loss leaves for backward: the gradient of the head's input; with whole logits the head's cast weight and, where it
     learns, its input."""
-    width, hidden = Widths.of(config), config.batch_size * config.context_length * shapes.hidden
+    width, hidden = DtypeSizes.of(config), config.batch_size * config.context_length * shapes.hidden
     if loss_rows(shapes, config):
         return hidden * (FULL if config.precision == "fp16_autocast" else width.computed)
     cast = shapes.vocab * shapes.hidden * width.computed if width.autocast and width.stored == FULL else 0
     return cast + (hidden * (width.computed + FULL) if config.adapter == "full" else 0)
 
 
-def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
+def loss_rows(shapes: ModelShape | None, config: TrainConfig) -> int:
     """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a cache's size on a
     CPU, and keep a GPU busy. 0: all of a micro-batch."""
     if config.loss_rows != "auto":
@@ -216,14 +216,14 @@ def loss_rows(shapes: Shapes | None, config: TrainConfig) -> int:
     return 1 << min(max(rows, 16), 4096).bit_length() - 1
 
 
-def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def logit_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Of the tokens that are looked at together, [N, V]: their logits, the float32 softmax and, in 16 bits, the gradient; all tokens'
     inputs of the head, its weight where that is cast, and the weight's gradient where it learns.
 
     With whole logits, of float32 [B * T, V]: the log-softmax that autograd keeps, and in backward its gradient and the gradient of
     the logits. Every token is taken to be trained.
     """
-    width, tokens, rows = Widths.of(config), config.batch_size * config.context_length, loss_rows(shapes, config)
+    width, tokens, rows = DtypeSizes.of(config), config.batch_size * config.context_length, loss_rows(shapes, config)
     if not rows:
         return tokens * shapes.vocab * (3 * FULL + (width.computed if shapes.capped_logits else 0))
     weight = (
@@ -236,7 +236,7 @@ def logit_bytes(shapes: Shapes, config: TrainConfig) -> int:
     )
 
 
-def head_room(shapes: Shapes, config: TrainConfig, rows: int, is_learned: bool) -> int:
+def head_room(shapes: ModelShape, config: TrainConfig, rows: int, is_learned: bool) -> int:
     """Of so many tokens that are looked at together: their logits; by kernels/head.c a copy of the head's inputs, for some parts of the words
     float32 sums of its gradient, and each thread's packed weights."""
     if config.fused_head is not True:
@@ -250,19 +250,19 @@ def head_room(shapes: Shapes, config: TrainConfig, rows: int, is_learned: bool) 
     return rows * (parts * (sums if is_learned else 64) + 2 * shapes.hidden) + packed
 
 
-def chunk_width(shapes: Shapes, config: TrainConfig) -> int:
+def chunk_width(shapes: ModelShape, config: TrainConfig) -> int:
     """Bytes per logit of the tokens that are looked at together; native: the gradient takes the logit's place."""
-    width = Widths.of(config)
+    width = DtypeSizes.of(config)
     if config.kernels == "native" and not shapes.capped_logits:
         return width.computed
     return FULL + width.computed * (1 if width.computed == FULL else 2) + (2 * FULL if shapes.capped_logits else 0)
 
 
-def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def work_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Backward of one layer: its largest weight dequantized, the MLP's gradients; MLX, which has up to ten operations under way, of those
     four times as much, or where that is more, of the pairs of tokens the scores, their softmax and the gradients of both, or twice as much
     of those that attention looks at together (eager: of all)."""
-    width, tokens = Widths.of(config), config.batch_size * config.context_length
+    width, tokens = DtypeSizes.of(config), config.batch_size * config.context_length
     weight = (
         max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed
         if config.quantizer != "none"
@@ -278,7 +278,7 @@ def work_bytes(shapes: Shapes, config: TrainConfig) -> int:
     return weight + gradients + rounding_bytes(shapes, config)
 
 
-def rounding_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def rounding_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Of a product in 8 bits: a token's codes, and on a CPU the int32 sums of so many tokens."""
     if config.frozen_products == "full":
         return 0
@@ -289,10 +289,14 @@ def rounding_bytes(shapes: Shapes, config: TrainConfig) -> int:
     return widest * (tokens + (0 if config.frozen_products == "fp8" else FULL * min(ROWS, tokens)))
 
 
-def evaluation_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def evaluation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Of eval_batch_size rows: one layer's MLP, and the logits of the tokens that are looked at together; with whole logits those of
     all trained tokens in float32, and their log-softmax."""
-    width, tokens, rows = Widths.of(config), config.eval_batch_size * config.context_length, loss_rows(shapes, config)
+    width, tokens, rows = (
+        DtypeSizes.of(config),
+        config.eval_batch_size * config.context_length,
+        loss_rows(shapes, config),
+    )
     if not rows:
         return tokens * shapes.vocab * 2 * FULL
     layer = tokens * (3 * shapes.intermediate * width.inner + 2 * shapes.hidden * FULL)

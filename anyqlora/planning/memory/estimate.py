@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyqlora.config.resolve import TrainConfig
-from anyqlora.models.architectures import Shapes
+from anyqlora.models.architectures import ModelShape
 from anyqlora.planning.memory.activations import (
     activation_bytes,
     evaluation_bytes,
@@ -17,7 +17,7 @@ from anyqlora.planning.memory.activations import (
 )
 from anyqlora.planning.memory.weights import (
     MOMENTS,
-    Shards,
+    ShardFactors,
     largest_tensor,
     targets,
     together_bytes,
@@ -38,7 +38,7 @@ COMPILED, OF_PRODUCT = (
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Predicted bytes at each moment of a run when memory may peak: {moment: {part: bytes}}."""
 
     moments: Mapping[str, Mapping[str, int]]
@@ -69,12 +69,12 @@ class Estimate:
         }
 
 
-def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
+def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
     """Predicted bytes on the device for a config whose every auto is resolved. Rows are taken to be context_length long.
 
     Gradients are made in backward and cleared after the update, so they are there during the loss only when accumulating.
     """
-    shards = Shards.of(config)
+    shards = ShardFactors.of(config)
     weights = {part: -(-count // shards.weights) for part, count in weight_bytes(shapes, config).items()}
     trained = trained_parameters(shapes, config)
     optimizer = {"optimizer": round(trained * MOMENTS[config.optimizer] / shards.optimizer)}
@@ -118,10 +118,10 @@ def estimate(shapes: Shapes, config: TrainConfig) -> Estimate:
         libraries = LIBRARIES if config.precision == "fp32" or is_in_c else products(shapes) * OF_PRODUCT
         for parts in moments.values():
             parts["heap and libraries"] = libraries + round(HOLES * sum(parts.values()))
-    return Estimate(moments, products(shapes))
+    return MemoryEstimate(moments, products(shapes))
 
 
-def products(shapes: Shapes) -> int:
+def products(shapes: ModelShape) -> int:
     """How many compiled products oneDNN may keep: more for a mixture, since each expert has tokens of its own number."""
     return COMPILED * (4 if shapes.experts else 1)
 

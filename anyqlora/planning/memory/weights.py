@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.registry import AFFINE, BITS
-from anyqlora.models.architectures import Linear, Shapes
-from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, STORED, Widths, stored_bytes
+from anyqlora.models.architectures import LinearShape, ModelShape
+from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, STORED, DtypeSizes, stored_bytes
 
 MOMENTS = {
     "adamw": 8,
@@ -42,7 +42,7 @@ def group_size(config: TrainConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardFactors:
     """Into how many parts a strategy splits what a process would else hold whole."""
 
     weights: int = 1
@@ -50,7 +50,7 @@ class Shards:
     optimizer: int = 1
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Shards:
+    def of(cls, config: TrainConfig) -> ShardFactors:
         n = max(config.world_size, 1)
         if config.strategy == "fsdp":
             return cls(1 if config.sharding_strategy.endswith("shard_grad_op") else n, n, n)
@@ -60,14 +60,14 @@ class Shards:
         return cls()
 
 
-def together_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def together_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What a sharded model holds whole while it works: two layers, as the next one is fetched meanwhile, and what is in no layer."""
     whole = weight_bytes(shapes, config)
     outside = shapes.other_parameters * (FULL if config.adapter == "full" else STORED[config.precision])
     return outside + 2 * max(sum(whole.values()) - outside, 0) // shapes.layers
 
 
-def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
+def weight_bytes(shapes: ModelShape, config: TrainConfig) -> dict[str, int]:
     """What stays: the frozen weights and the adapter, or all weights in float32."""
     if config.adapter == "full":
         return {"weights": shapes.parameters * FULL}
@@ -81,18 +81,18 @@ def weight_bytes(shapes: Shapes, config: TrainConfig) -> dict[str, int]:
     }
 
 
-def cache_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def cache_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """The weights of so many layers as they are multiplied, beside their codes: float8 once for each direction, and int8_backward beside the
     dequantized ones, which without a quantizer are the model's own."""
     layers = 0 if config.weight_cache == "auto" else min(config.weight_cache, shapes.layers)
-    whole = Widths.of(config).computed
+    whole = DtypeSizes.of(config).computed
     width = {"int8": 1, "int8_backward": 1 + (0 if config.quantizer == "none" else whole), "fp8": 2}.get(
         config.frozen_products, whole
     )
     return layers * sum(linear.parameters for linear in targets(shapes, config)) * width
 
 
-def quantized_bytes(linear: Linear, config: TrainConfig) -> int:
+def quantized_bytes(linear: LinearShape, config: TrainConfig) -> int:
     """One linear: nf4 and fp4 half a byte per weight and a scale per 64 (float32; with double quantization one byte, and float32
     per 256 scales); int8 one byte per weight and a float32 scale per output; affine a scale and a bias per group of a row; none the
     precision's own dtype."""
@@ -114,12 +114,12 @@ def quantized_bytes(linear: Linear, config: TrainConfig) -> int:
     return -(-n // 2) + scale_bytes
 
 
-def largest_tensor(shapes: Shapes) -> int:
+def largest_tensor(shapes: ModelShape) -> int:
     """Elements of the largest tensor in the files: it is in memory in float32 while it is quantized."""
     return max(shapes.vocab * shapes.hidden, *(linear.outputs * linear.inputs for linear in shapes.linears))
 
 
-def targets(shapes: Shapes, config: TrainConfig) -> tuple[Linear, ...]:
+def targets(shapes: ModelShape, config: TrainConfig) -> tuple[LinearShape, ...]:
     """The linears of one layer that get an adapter, as lora_target_modules says: all, PEFT's default, a list or a regex."""
     wanted = config.lora_target_modules
     linears = tuple(
@@ -134,7 +134,7 @@ def targets(shapes: Shapes, config: TrainConfig) -> tuple[Linear, ...]:
     return listed or tuple(linear for linear in linears if _is_named(linear, wanted))
 
 
-def _is_named(linear: Linear, pattern: str) -> bool:
+def _is_named(linear: LinearShape, pattern: str) -> bool:
     """Whether a regex of module names takes this linear in some layer."""
     try:
         return any(
@@ -146,7 +146,7 @@ def _is_named(linear: Linear, pattern: str) -> bool:
         return False
 
 
-def adapter_parameters(shapes: Shapes, config: TrainConfig) -> int:
+def adapter_parameters(shapes: ModelShape, config: TrainConfig) -> int:
     """Rank x (inputs + outputs) per linear; DoRA adds one magnitude per output."""
     magnitude = 1 if config.adapter == "dora" else 0
     return shapes.layers * sum(
@@ -155,18 +155,18 @@ def adapter_parameters(shapes: Shapes, config: TrainConfig) -> int:
     )
 
 
-def trained_parameters(shapes: Shapes, config: TrainConfig) -> int:
+def trained_parameters(shapes: ModelShape, config: TrainConfig) -> int:
     return shapes.parameters if config.adapter == "full" else adapter_parameters(shapes, config)
 
 
-def update_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def update_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What the update of one tensor needs beside it (AdamW: the denominator); multi-tensor updates on a GPU do all at once."""
     if config.adapter != "full":
         return adapter_parameters(shapes, config) * FULL
     return (shapes.parameters if config.backend in FUSED_DROPOUT else largest_tensor(shapes)) * FULL
 
 
-def rounded_head_bytes(shapes: Shapes, config: TrainConfig) -> int:
+def rounded_head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """The head's weights as codes, by which its gradient is made (kernels/head.c), in whole blocks."""
     if config.fused_head is not True or config.frozen_products == "full":
         return 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.registry import FUSED_ADAPTERS, FUSED_QUANTIZERS, FUSED_STRATEGIES
-from anyqlora.models.architectures import Shapes
+from anyqlora.models.architectures import ModelShape
 
 FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
 
@@ -24,7 +24,7 @@ FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value,
 
 
 @dataclass(frozen=True)
-class Widths:
+class DtypeSizes:
     """Bytes per value, by precision. Full fine-tuning keeps float32 weights, and any other precision is autocast then."""
 
     stored: int  # unquantized frozen weights, and the residual stream, which starts as an embedding
@@ -33,7 +33,7 @@ class Widths:
     autocast: bool
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Widths:
+    def of(cls, config: TrainConfig) -> DtypeSizes:
         is_full = config.adapter == "full"
         stored = FULL if is_full else stored_bytes(config)
         computed = FULL if config.precision == "fp32" else 2
@@ -51,7 +51,7 @@ def stored_bytes(config: TrainConfig) -> int:
     return 2 if config.backend == "mlx" and config.precision != "fp32" else STORED[config.precision]
 
 
-def recomputed(shapes: Shapes, config: TrainConfig) -> int:
+def recomputed(shapes: ModelShape, config: TrainConfig) -> int:
     """The first layers, which keep their input only: as many as are stated, else with checkpointing all of them."""
     if not config.use_gradient_checkpointing:
         return 0

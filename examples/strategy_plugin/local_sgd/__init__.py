@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 import torch
 
-from anyqlora.config.strategy_options import StrategyPlugin, option
+from anyqlora.config.strategy_options import StrategyOptions, option
 from anyqlora.on_torch.parallel.base import Prepared, StepResult, Strategy
-from anyqlora.on_torch.parallel.group import Group
+from anyqlora.on_torch.parallel.group import MultiProcessStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSgdPlugin(StrategyPlugin):
+class LocalSgdPlugin(StrategyOptions):
     every: int = option(4, "steps between two averages", low=1)
 
 
-class LocalSgd(Group):
+class LocalSgd(MultiProcessStrategy):
     """One collective of two numbers per step, and one of the trained numbers every `every` steps."""
 
     name = "local-sgd"

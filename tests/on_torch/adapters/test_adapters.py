@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, RunError, UsageError
+from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.models.architectures import read_config
 from anyqlora.models.lora_targets import shortest
-from anyqlora.on_torch.adapters.svd_init import factors
+from anyqlora.on_torch.adapters.svd_init import svd_factors
 from anyqlora.on_torch.quantizers.bnb import Nf4
 from tests.support import runs, tiny_models
 from tests.support.paths import ROOT
@@ -111,7 +111,7 @@ def test_dora_learns_magnitudes(base, tmp_path):
 
 def test_dora_on_rows_that_end_inside_a_block_is_refused_on_a_cpu(tmp_path):
     directory = tiny_models.make(tmp_path / "base", "llama", intermediate_size=112)
-    with pytest.raises(NotBuilt, match="down_proj, whose inputs are no multiple of 64"):
+    with pytest.raises(NotSupported, match="down_proj, whose inputs are no multiple of 64"):
         tiny_models.Started(tmp_path, directory, adapter="dora")
 
 
@@ -181,12 +181,12 @@ def test_pissa_loses_less_to_quantization_than_plain_nf4(base, tmp_path):
 def test_factors_are_the_leading_singular_part(shape):
     """The reference is torch.linalg.svd."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    b, a = factors(matrix, 8, "name", 0)
+    b, a = svd_factors(matrix, 8, "name", 0)
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     assert b.shape == (shape[0], 8) and a.shape == (8, shape[1])
     best = (matrix - u[:, :8] * s[:8] @ vh[:8]).norm()
     assert (matrix - b @ a).norm() <= best + 0.002 * matrix.norm()
-    assert all(torch.equal(x, y) for x, y in zip((b, a), factors(matrix, 8, "name", 0), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip((b, a), svd_factors(matrix, 8, "name", 0), strict=True))
 
 
 @pytest.mark.parametrize(

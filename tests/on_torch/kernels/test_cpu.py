@@ -14,7 +14,7 @@ from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import RunError, UsageError
 from anyqlora.models import architectures
 from anyqlora.on_torch import loss, unpadded
-from anyqlora.on_torch.assembly.fast_paths import loss_for
+from anyqlora.on_torch.assembly.fast_paths import make_loss
 from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_modules
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy
@@ -361,7 +361,7 @@ def test_where_the_kernels_turn_out_not_to_run_logits_are_few_at_a_time(asked, t
         )
     )
     model, strategy = AutoModelForCausalLM.from_pretrained(tmp_path), Strategy(plan)
-    ours, left = (loss_for(model, plan.config, strategy, kernels)[0] for kernels in ("native", "portable"))
+    ours, left = (make_loss(model, plan.config, strategy, kernels)[0] for kernels in ("native", "portable"))
     assert ours.is_fused and not left.is_fused
     assert (ours.rows, left.rows) == ((40, 40) if asked else (512, 64))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anyqlora.config.resolve import resolve
-from anyqlora.core.errors import NotBuilt, RunError, UsageError
+from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.on_torch.adapters.fused_layers import fused_layers
 from anyqlora.on_torch.assembly import int8_calibration
 from anyqlora.on_torch.assembly.build import build
@@ -616,7 +616,7 @@ def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
 
     model, losses = started(tmp_path, stand_out)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    said = int8_calibration.use(model, Int8(), losses)
+    said = int8_calibration.calibrate(model, Int8(), losses)
     whole = [group.names[0] for group in groups_of(model) if group.products is group.whole]
     assert len(whole) == 1 and "layers.1.self_attn.q_proj" in whole[0]
     assert "1 of 8 groups" in said[0] and "layers.1.self_attn.q_proj" in said[0]
@@ -630,7 +630,7 @@ def test_codes_that_are_kept_are_made_once_and_not_among_what_is_passing(tmp_pat
     coded, products = [], Int8()
     before, weight = malloc._now, products.weight
     monkeypatch.setattr(products, "weight", lambda w: coded.append((malloc._now, w)) or weight(w), raising=False)
-    int8_calibration.use(model, products, losses)
+    int8_calibration.calibrate(model, products, losses)
     kept = [group for group in groups_of(model) if group.is_kept]
     made = [w for settings, w in coded if settings is malloc.LOADING]
     assert len(made) == sum(len(group.layers) for group in kept) == 7 and malloc._now is before
@@ -645,22 +645,22 @@ def test_rounding_that_moves_the_loss_is_refused(tmp_path, monkeypatch):
     model, losses = started(tmp_path)
     monkeypatch.setattr(int8_calibration, "LOSS", 1e-9)
     with pytest.raises(RunError, match="the rows' loss moves by 0"):
-        int8_calibration.use(model, Int8(), losses)
+        int8_calibration.calibrate(model, Int8(), losses)
     monkeypatch.setattr(int8_calibration, "NEAR", 1e-4)
     with pytest.raises(RunError, match=r"no layer's products are within 0% of whole ones, .*proj's are [1-3]% off"):
-        int8_calibration.use(model, Int8(), losses)
+        int8_calibration.calibrate(model, Int8(), losses)
 
 
 def test_a_model_without_fused_layers_is_refused(tmp_path):
     model, losses = started(tmp_path, fused=False)
     with pytest.raises(RunError, match="none of this model's LoRA layers is fused"):
-        int8_calibration.use(model, Int8(), losses)
+        int8_calibration.calibrate(model, Int8(), losses)
 
 
 @pytest.mark.parametrize("width", [128, 120])
 def test_float8_is_for_weights_whose_sides_are_multiples_of_16(width, tmp_path):
     model, losses = started(tmp_path, intermediate_size=width)
-    int8_calibration.use(model, Float8(), losses)
+    int8_calibration.calibrate(model, Float8(), losses)
     rounded = {
         group.names[0].rpartition("model.")[2] for group in groups_of(model) if isinstance(group.products, Float8)
     }
@@ -673,7 +673,7 @@ def test_a_finished_run_is_used_with_whole_products(tmp_path):
     from anyqlora.runs import finished
 
     trained(tmp_path, "run", max_steps=2, frozen_products="int8")
-    plan = finished.plan_here(finished.read(tmp_path / "run"), {})
+    plan = finished.plan_here(finished.read_run(tmp_path / "run"), {})
     assert plan.config.frozen_products == "full"
 
 
@@ -684,7 +684,7 @@ def test_a_finished_run_is_used_with_whole_products(tmp_path):
         ({"fused": False}, UsageError, "contradicts fused"),
         ({"adapter": "dora"}, UsageError, "contradicts adapter"),
         ({"quantizer": "affine4"}, UsageError, "contradicts quantizer"),
-        ({"strategy": "fsdp", "world_size": 2}, NotBuilt, "not built for strategy fsdp"),
+        ({"strategy": "fsdp", "world_size": 2}, NotSupported, "not built for strategy fsdp"),
         ({"frozen_products": "fp8"}, UsageError, "backend cpu has no fp8 products"),
         ({"frozen_products": "int4"}, UsageError, "unknown value"),
     ],

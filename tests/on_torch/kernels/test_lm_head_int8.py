@@ -159,7 +159,7 @@ def loss_of(words=1000, is_fused=True, after=After()):
 def test_it_is_taken_where_it_is_near(is_near):
     """All processes do as the first one says."""
     loss, hidden, targets = loss_of(), drawn(30, 64), torch.arange(30)
-    (said,) = int8_calibration.use_head(loss, lambda: [(hidden, targets)], told=lambda own: own and is_near)
+    (said,) = int8_calibration.calibrate_head(loss, lambda: [(hidden, targets)], told=lambda own: own and is_near)
     assert said.startswith(
         "the output head's gradient in 8 bits is 0." if is_near else "the output head's gradient is not rounded"
     )
@@ -175,7 +175,7 @@ def test_it_is_taken_where_it_is_near(is_near):
 def test_what_is_far_is_not_taken(monkeypatch):
     monkeypatch.setattr(int8_calibration, "NEAR", 1e-6)
     loss = loss_of()
-    (said,) = int8_calibration.use_head(loss, lambda: [(drawn(30, 64), torch.arange(30))])
+    (said,) = int8_calibration.calibrate_head(loss, lambda: [(drawn(30, 64), torch.arange(30))])
     assert loss.rounded is None and "not rounded" in said
 
 
@@ -183,7 +183,10 @@ def test_what_is_far_is_not_taken(monkeypatch):
 def test_heads_that_it_is_not_for(loss):
     """Logits are in memory, or something comes after them."""
     loss = loss_of(**loss)
-    assert int8_calibration.use_head(loss, lambda: [(drawn(30, 64), torch.arange(30))]) == [] and loss.rounded is None
+    assert (
+        int8_calibration.calibrate_head(loss, lambda: [(drawn(30, 64), torch.arange(30))]) == []
+        and loss.rounded is None
+    )
 
 
 @pytest.mark.parametrize(

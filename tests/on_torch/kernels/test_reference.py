@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from anyqlora.config.resolve import resolve
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.data import stream
 from anyqlora.on_torch import device, unpadded
 from anyqlora.on_torch import loss as losses
@@ -161,10 +161,10 @@ def test_the_last_mlp_is_not_narrowed_where_it_runs_again_or_draws(settings, ski
 def test_an_mlp_that_mixes_tokens_is_left_alone(tmp_path):
     model = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora").model
     head, block = model.get_output_embeddings(), model.get_submodule("base_model.model.model.layers")[-1]
-    assert losses.last_mlp(model, head) is block.mlp
+    assert losses.last_mlp_chunked(model, head) is block.mlp
     forward = block.mlp.forward
     block.mlp.forward = lambda x: forward(x + x.mean(1, keepdim=True))
-    assert losses.last_mlp(model, head) is None
+    assert losses.last_mlp_chunked(model, head) is None
 
 
 def test_what_follows_the_head_is_what_the_configuration_says(started):
@@ -176,7 +176,10 @@ def test_an_architecture_that_does_something_else_after_its_head_is_named(tmp_pa
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
     model = started.model
     model.register_forward_hook(lambda module, arguments, output: setattr(output, "logits", output.logits**3) or output)
-    assert losses.loss_of(model, 16) == (losses.token_loss, "what it does to logits after its head is not known here")
+    assert losses.loss_from_model(model, 16) == (
+        losses.token_loss,
+        "what it does to logits after its head is not known here",
+    )
 
 
 def test_float64_is_made_in_host_memory_only():
@@ -187,7 +190,7 @@ def test_float64_is_made_in_host_memory_only():
         == sum(source.count(".double()") for source in sources)
         > 0
     )
-    assert [device.exactest(torch.device(name)) for name in ("cpu", "cuda", "mps")] == [
+    assert [device.highest_precision(torch.device(name)) for name in ("cpu", "cuda", "mps")] == [
         torch.float64,
         torch.float64,
         torch.float32,
@@ -388,9 +391,9 @@ def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_
     dora = tiny_models.Started(tmp_path / "dora", llama, adapter="dora")
     assert not fused_layers(dora.model)
     demanded, planned = (dora.plan.config.with_(sources={"fused": source}) for source in ("command line", "plan"))
-    with pytest.raises(NotBuilt, match="14 LoRA layers"):
-        fast_paths.fused(dora.model, dora.built.quantizer, demanded)
-    assert "14 LoRA layers are not fused" in fast_paths.fused(dora.model, dora.built.quantizer, planned)[0]
+    with pytest.raises(NotSupported, match="14 LoRA layers"):
+        fast_paths.fuse_lora(dora.model, dora.built.quantizer, demanded)
+    assert "14 LoRA layers are not fused" in fast_paths.fuse_lora(dora.model, dora.built.quantizer, planned)[0]
     for name in ("custom_lora", "custom_qlora"):
         assert fused_layers(tiny_models.Started(tmp_path / name, llama, train_type=name).model)
 
@@ -498,11 +501,11 @@ def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, t
         else {}
     )
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
-    assert started.runtime.loss.inputs is unpadded.flat and started.built.notes == []
+    assert started.runtime.loss.inputs is unpadded.flat_batch and started.built.notes == []
     rows, device = started.run.data.train[:4], torch.device("cpu")
     trainable = list(started.built.trainable.values())
     found = []
-    for batches in ([stream.padded([rows[:2], rows[2:3], rows[3:]], 0)], [stream.padded([[row]], 0) for row in rows]):
+    for batches in ([stream.collate([rows[:2], rows[2:3], rows[3:]], 0)], [stream.collate([[row]], 0) for row in rows]):
         loss = sum(started.runtime.loss(started.model, batch, device) for batch in batches)
         found.append((loss.item(), torch.cat([g.flatten() for g in gradients(loss, *trainable)])))
     (ours, gradient), (theirs, expected) = found
@@ -512,36 +515,36 @@ def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, t
 def test_flat_rows_compute_nothing_for_padding(tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
     rows = sorted(started.run.data.train, key=lambda row: len(row.ids))
-    batch = stream.padded([[rows[0]], [rows[-1]]], 0)
+    batch = stream.collate([[rows[0]], [rows[-1]]], 0)
     seen = []
     started.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_pre_hook(
         lambda module, inputs: seen.append(inputs[0].shape[:-1].numel())
     )
     started.runtime.loss(started.model, batch, torch.device("cpu"))
-    assert seen == [batch.tokens + unpadded.filler(batch.tokens)] and seen[0] < batch.ids.size
+    assert seen == [batch.tokens + unpadded.padding_rows(batch.tokens)] and seen[0] < batch.ids.size
 
 
 def test_a_batch_asks_nothing_of_the_device(tmp_path):
     """What is trained is found in the host's numbers, and where documents lie is asked for once, not in every layer: a GPU would be waited for."""
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
     rows = started.run.data.train
-    batch = stream.padded([rows[:2], rows[2:3]], 0)
-    for inputs in (unpadded.padded, unpadded.flat):
+    batch = stream.collate([rows[:2], rows[2:3]], 0)
+    for inputs in (unpadded.padded, unpadded.flat_batch):
         given, targets = inputs(batch, torch.device("cpu"))
         assert (
-            torch.equal(unpadded.trained(targets), (targets != stream.IGNORE).nonzero().squeeze(1))
-            and len(unpadded.trained(targets)) == batch.trained
+            torch.equal(unpadded.trained_positions(targets), (targets != stream.IGNORE).nonzero().squeeze(1))
+            and len(unpadded.trained_positions(targets)) == batch.trained
         )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         started.runtime.loss(started.model, batch, torch.device("cpu"))
     assert not any(event.key == "aten::nonzero" for event in seen.key_averages())
-    documents = unpadded.numbers(given["attention_mask"])
-    assert attention._spans(documents) is attention._spans(unpadded.numbers(given["attention_mask"]))
+    documents = unpadded.document_lengths(given["attention_mask"])
+    assert attention._spans(documents) is attention._spans(unpadded.document_lengths(given["attention_mask"]))
 
 
 def test_flat_rows_have_few_lengths():
     """oneDNN compiles its products for each."""
-    lengths = [tokens + unpadded.filler(tokens) for tokens in range(1, 4097)]
+    lengths = [tokens + unpadded.padding_rows(tokens) for tokens in range(1, 4097)]
     assert all(tokens <= length < tokens + max(8, tokens / 16 + 1) for tokens, length in enumerate(lengths, 1))
     assert len({length for length in lengths if 1024 < length <= 2048}) == 16 and len(set(lengths)) < 120
 
@@ -558,11 +561,11 @@ def test_flat_rows_have_few_lengths():
 def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(settings, few, tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), precision="bf16", **settings)
     rows = started.run.data.train
-    batches = (stream.padded([[row] for row in rows[:count]], 0) for count in range(2, 30))
-    batch = next(batch for batch in batches if unpadded.filler(batch.tokens) >= 16)
+    batches = (stream.collate([[row] for row in rows[:count]], 0) for count in range(2, 30))
+    batch = next(batch for batch in batches if unpadded.padding_rows(batch.tokens) >= 16)
     given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
     assert given["input_ids"].numel() == batch.tokens + (
-        unpadded.filler(batch.tokens) if few or not bindings.has("product") else -batch.tokens % 16
+        unpadded.padding_rows(batch.tokens) if few or not bindings.has("product") else -batch.tokens % 16
     )
 
 
@@ -596,7 +599,7 @@ def test_attention_that_flat_rows_would_change_keeps_its_padding(architecture, o
 
 def test_a_process_without_rows_takes_part_in_a_flat_step(tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
-    loss = started.loss(stream.padded([], 0))
+    loss = started.loss(stream.collate([], 0))
     loss.backward()
     assert loss.item() == 0 and all(p.grad is not None and not p.grad.any() for p in started.built.trainable.values())
 

@@ -551,7 +551,9 @@ def test_a_layer_with_work_enough_unpacks_its_weight_by_the_kernel():
     layer.weight = quantizer.fill(layer, some(8, 64, seed=1))
     for rows, times in ((3, 0), (bnb.MANY, 1)):
         x = some(rows, 64, seed=2)
-        expected = torch.nn.functional.linear(x, bnb.unpacked(layer.weight.data, layer.weight.quant_state), layer.bias)
+        expected = torch.nn.functional.linear(
+            x, bnb.unpacked_linear(layer.weight.data, layer.weight.quant_state), layer.bias
+        )
         torch.testing.assert_close(layer(x), expected)
         assert len(asked) == times
 
@@ -628,4 +630,4 @@ def test_a_dequantization_that_gives_something_else_is_named_and_not_used(monkey
     assert quantizer.use("exact", torch.device(DEVICE)) == [
         "bitsandbytes unpacks the weights: the kernel for it gives something else on this device"
     ]
-    assert quantizer.unpack is bnb.unpacked
+    assert quantizer.unpack is bnb.unpacked_linear

@@ -35,17 +35,17 @@ def built_under(base, settings, loaded=lambda: None):
 
 def outputs(base, settings):
     """What each rank computes from the same ids, and how often it has read the model's files."""
-    times, read = [], stream.read
+    times, read = [], stream.load_streamed
 
     def counted(*given, **options):
         times.append(1)
         return read(*given, **options)
 
-    stream.read = counted
+    stream.load_streamed = counted
     try:
         _, runtime, built, model, _, _ = built_under(base, settings)
     finally:
-        stream.read = read
+        stream.load_streamed = read
     ids = torch.arange(3, 15)[None]
     with torch.no_grad(), runtime.autocast():
         model.eval()

@@ -13,7 +13,7 @@ from anyqlora.cli import strategies
 from anyqlora.config import strategy_options
 from anyqlora.config.resolve import resolve
 from anyqlora.core import registry
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.processes.environment import OF_TORCHRUN
 from tests.support import runs
 from tests.support.paths import ROOT
@@ -66,7 +66,7 @@ def test_it_is_listed_shown_and_planned(on_the_path, capsys):
     strategies.main(["show", "local-sgd"])
     assert "every (int, 4): steps between two averages" in capsys.readouterr().out
     config = resolve({**BASE, "strategy": "local-sgd", "strategy_opt": "every=7"}, environ={})
-    assert strategy_options.options(config).every == 7
+    assert strategy_options.strategy_options(config).every == 7
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_run_lets_go_of_all_it_took(is_member, tmp_path, monkeypatch):
 
 
 def options(environ=None, **given):
-    return strategy_options.options(resolve({**BASE, **given}, environ=environ or {}))
+    return strategy_options.strategy_options(resolve({**BASE, **given}, environ=environ or {}))
 
 
 def test_code_comes_before_environment_before_file_before_default(tmp_path):
@@ -289,7 +289,7 @@ def test_two_packages_with_one_name(name, tmp_path, monkeypatch):
 def test_every_strategy_of_the_table_is_refused_or_there():
     for name, target in registry.STRATEGIES.items():
         if target.startswith("!"):
-            with pytest.raises(NotBuilt):
+            with pytest.raises(NotSupported):
                 registry.strategy_target(name)
         elif importlib.util.find_spec("mlx") or ".on_mlx." not in target:
             assert registry.strategy(name).name == name

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.testing import world
 from tests.support.paths import ROOT
@@ -204,7 +204,7 @@ def test_a_stream_of_rows_is_refused():
         def __iter__(self):
             return iter(range(3))
 
-    with pytest.raises(NotBuilt, match="IterableDataset"):
+    with pytest.raises(NotSupported, match="IterableDataset"):
         alone().prepare(torch.nn.Linear(1, 1), DataLoader(Rows(), batch_size=1))
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import UsageError
-from anyqlora.models.architectures import COLUMNS, FAMILIES, ROWS, shapes
+from anyqlora.models.architectures import COLUMNS, FAMILIES, ROWS, model_shape
 from anyqlora.planning.backends import BackendManager
-from anyqlora.planning.mesh import axes, from_file
+from anyqlora.planning.mesh import from_file, mesh_axes
 from anyqlora.testing import world
 from tests.support import steps_on_ranks, tiny_models
 
@@ -333,7 +333,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(base, tmp_path):
 
 
 def test_axes_are_read_as_they_are_written():
-    assert axes("batch=2, model=4") == {"batch": 2, "model": 4}
+    assert mesh_axes("batch=2, model=4") == {"batch": 2, "model": 4}
 
 
 @pytest.mark.parametrize("architecture", [name for name in FAMILIES if FAMILIES[name].style != "experts"])
@@ -349,5 +349,7 @@ def test_what_the_plan_thinks_of_a_split_is_what_transformers_does(architecture)
         for name, style in config.base_model_tp_plan.items()
         if style in STYLES
     }
-    ours = {linear.name: linear.split for linear in shapes(config.to_dict()).linears if linear.split in (COLUMNS, ROWS)}
+    ours = {
+        linear.name: linear.split for linear in model_shape(config.to_dict()).linears if linear.split in (COLUMNS, ROWS)
+    }
     assert ours == theirs

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from anyqlora.__main__ import main
 from anyqlora.config.resolve import resolve
-from anyqlora.core.errors import NotBuilt, UsageError
+from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.on_torch._compat import keep_weights_as_packed
 from anyqlora.planning.backends import BackendManager
-from anyqlora.runs.finished import read
+from anyqlora.runs.finished import read_run
 from tests.support import runs, tiny_models
 
 OPTIONS = {
@@ -144,7 +144,7 @@ def test_other_methods_are_refused_by_name(method, checkpoints, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({**described, "quantization_config": {"quant_method": method, "bits": 4}})
     )
-    with pytest.raises(NotBuilt, match=f"quantized by {method}, which is not read"):
+    with pytest.raises(NotSupported, match=f"quantized by {method}, which is not read"):
         plan(tmp_path)
 
 
@@ -170,6 +170,6 @@ def test_an_adapter_of_a_base_in_mlxs_packing_is_loaded_on_the_model_that_it_was
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(directory / "adapter", dtype=torch.float32)
     weights = load_file(plain / "model.safetensors")
     assert torch.equal(loaded.get_input_embeddings().weight, weights["model.embed_tokens.weight"].float())
-    assert read(directory).config.model_name == str(
+    assert read_run(directory).config.model_name == str(
         tmp_path / "q4"
     )  # here it is the packed base that the run goes on with

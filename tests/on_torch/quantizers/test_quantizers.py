@@ -229,7 +229,7 @@ def test_who_runs_on_native_kernels_quantizes_by_them(monkeypatch):
         TrainConfig(model_name="m", dataset="d", quantizer="nf4"),
         TrainConfig(model_name="m", dataset="d", quantizer="nf4", kernels="portable"),
     ):
-        assert writer.packing(config).is_native == (config.kernels != "portable")
+        assert writer.packed_config(config).is_native == (config.kernels != "portable")
 
 
 @pytest.mark.parametrize("is_native", WAYS)

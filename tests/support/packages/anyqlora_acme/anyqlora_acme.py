@@ -1,7 +1,7 @@
 """A backend for Acme's accelerator, which torch sees as its CPU: float32 only, no 8-bit weights."""
 
 from anyqlora.planning.backends import Machine
-from anyqlora.planning.capabilities import BackendSpec, Capabilities, Found
+from anyqlora.planning.capabilities import BackendReport, BackendSpec, Capabilities
 from anyqlora.planning.machine import Device
 
 capabilities = Capabilities(
@@ -14,11 +14,11 @@ capabilities = Capabilities(
 )
 
 
-def probe(machine: Machine) -> Found:
+def probe(machine: Machine) -> BackendReport:
     if machine.torch.get("error"):
-        return Found(available=False, reasons={"available": machine.torch["error"]})
+        return BackendReport(available=False, reasons={"available": machine.torch["error"]})
     lacks = {"nf4": machine.bitsandbytes["error"]} if machine.bitsandbytes.get("error") else {}
-    return Found(
+    return BackendReport(
         available=True,
         devices=(Device("Acme 1", memory_total=machine.memory_total, memory_free=machine.memory_available),),
         dtypes=capabilities.dtypes,
