@@ -28,6 +28,7 @@ if __name__ == "__main__":
 def main(**flags):
     """Fine-tune a language model with QLoRA on the machine it finds; without flags, the embedded first job."""
     with explained("train.py"):
-        from anyqlora.recipes.sft import train
+        config = resolve(flags)
+        from anyqlora.recipes.sft import train  # not for help and usage errors
 
-        train(resolve(flags))
+        train(config)

@@ -230,7 +230,7 @@ def contract_run(
                 runtime.backward(loss, **({"is_final_micro_batch": is_final} if form == "late" else {}))
             total += loss.item()
             if is_final and step == first:
-                dead = sorted(runtime.strategy.without_gradient())
+                dead = sorted(runtime.strategy.missing_gradients())
             norm = runtime.optimizer_step_and_zero_grad(made, model, max_grad_norm=1.0)
             unmoved.append(norm is None)
         norms.append(norm)

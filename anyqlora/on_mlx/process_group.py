@@ -27,7 +27,7 @@ class MlxProcessGroup(ProcessGroup):
     def __init__(self, plan, world: ProcessContext):
         """Meet the others: at the addresses that mlx.launch has written, or on this machine at `world.port` and those after it."""
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
-        with tempfile.TemporaryDirectory() as folder, self.noticing():
+        with tempfile.TemporaryDirectory() as folder, self.peer_errors():
             if "MLX_HOSTFILE" not in os.environ:
                 path = Path(folder, "hosts.json")
                 path.write_text(
@@ -52,15 +52,15 @@ class MlxProcessGroup(ProcessGroup):
         """Why this strategy cannot run here, or None."""
         return None if mx.distributed.is_available() else "this mlx is built without a ring"
 
-    def told(self, value):
-        return self.every(value if self.is_first else None)[0]
+    def broadcast(self, value):
+        return self.all_gather_object(value if self.is_first else None)[0]
 
-    def told_bytes(self, content):
+    def broadcast_bytes(self, content):
         return np.array(
             mx.distributed.all_sum(mx.array(content if self.is_first else np.zeros_like(content)), group=self.group)
         )
 
-    def every(self, value):
+    def all_gather_object(self, value):
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = mx.distributed.all_gather(mx.array([len(mine)]), group=self.group).tolist()
         padded = np.zeros(max(sizes), np.uint8)
@@ -68,13 +68,15 @@ class MlxProcessGroup(ProcessGroup):
         parts = np.array(mx.distributed.all_gather(mx.array(padded)[None], group=self.group))  # [processes, longest]
         return [json.loads(bytes(part[:size])) for part, size in zip(parts, sizes, strict=True)]
 
-    def total(self, *values):
-        return [sum(column) for column in zip(*self.every(list(values)), strict=True)]  # MLX's devices have no float64
+    def all_reduce_sum(self, *values):
+        return [
+            sum(column) for column in zip(*self.all_gather_object(list(values)), strict=True)
+        ]  # MLX's devices have no float64
 
-    def wait(self):
-        self.every(None)
+    def barrier(self):
+        self.all_gather_object(None)
 
-    def summed(self, gradients: dict[str, mx.array]) -> dict[str, mx.array]:
+    def all_reduce_gradients(self, gradients: dict[str, mx.array]) -> dict[str, mx.array]:
         """Each float32 gradient, summed over the processes: one message for all of them."""
         names, values = list(gradients), list(gradients.values())
         flat = mx.distributed.all_sum(mx.concatenate([value.reshape(-1) for value in values]), group=self.group)
@@ -82,7 +84,7 @@ class MlxProcessGroup(ProcessGroup):
         return {name: part.reshape(value.shape) for name, part, value in zip(names, parts, values, strict=True)}
 
     @contextlib.contextmanager
-    def noticing(self):
+    def peer_errors(self):
         """A context in which an error of the ring becomes a PeerLost."""
         try:
             yield

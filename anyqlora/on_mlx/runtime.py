@@ -30,11 +30,11 @@ class Runtime:
             plan.precision == "fp16_autocast", self.config.initial_loss_scale, self.config.loss_scale_growth_interval
         )
         self.gradients: dict[str, mx.array] | None = None  # of this process's micro-batches so far
-        self.summed = False
+        self.is_reduced = False
 
     def prepare(self, built, ranks) -> None:
         """Take the built model over; `ranks` are the processes whose gradients are summed."""
-        self.ranks = ranks
+        self.process_group = ranks
         self.model, self.paths, self.loss = built.model, built.names, built.loss
         self.values, self.moments = built.trainable(), {name: {} for name in built.names}
         self.updates, self.rule = 0, registry.load(registry.ON_MLX[self.config.optimizer])
@@ -51,7 +51,7 @@ class Runtime:
         """Whether the gradient of a micro-batch is compiled, once for each shape, and the update: where kernels are fused for a GPU."""
         return mx.default_device() == mx.gpu
 
-    def put(self, values: dict[str, mx.array]) -> None:
+    def set_parameters(self, values: dict[str, mx.array]) -> None:
         """Make these the model's; a whole model computes in the precision's own type, whatever is learned in."""
         cast = {
             self.paths[name]: value.astype(self.compute) if self.is_full else value for name, value in values.items()
@@ -59,7 +59,7 @@ class Runtime:
         self.model.update(tree_unflatten(list(cast.items())))
 
     def _loss(self, values, key, factor, *given):
-        self.put(values)
+        self.set_parameters(values)
         for module, part in zip(self.adapted, mx.random.split(key, max(len(self.adapted), 1)), strict=False):
             module._key = part
         return self.loss(Inputs(*given), factor)
@@ -77,14 +77,14 @@ class Runtime:
             gradients = {name: self.gradients[name] + gradient for name, gradient in gradients.items()}
         mx.eval(total, gradients)
         self.gradients = gradients
-        self.put(self.values)  # a compiled step leaves what it traced in the model
+        self.set_parameters(self.values)  # a compiled step leaves what it traced in the model
         return float(total)
 
     def reduced(self) -> dict[str, mx.array]:
         """The step's gradients over all processes."""
-        if not self.summed and self.ranks.size > 1:
-            self.gradients = self.ranks.summed(self.gradients)
-        self.summed = True
+        if not self.is_reduced and self.process_group.size > 1:
+            self.gradients = self.process_group.all_reduce_gradients(self.gradients)
+        self.is_reduced = True
         return self.gradients
 
     def step(self, lr: float, max_grad_norm: float | None, skip: bool = False) -> StepResult:
@@ -100,9 +100,9 @@ class Runtime:
                 self.values, self.moments, gradients, part / mx.array(scale), *rates
             )
             mx.eval(self.values, self.moments)
-            self.put(self.values)
+            self.set_parameters(self.values)
         self.scaler.update(finite)
-        self.gradients, self.summed = None, False
+        self.gradients, self.is_reduced = None, False
         return StepResult(float(norm), skip or not finite, scale)
 
     @staticmethod
@@ -118,7 +118,7 @@ class Runtime:
             for name, value in values.items()
         }, moments
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """Drop the gradients of a step that is done again, and give the allocator's free memory back."""
-        self.gradients, self.summed = None, False
+        self.gradients, self.is_reduced = None, False
         mx.clear_cache()

@@ -28,7 +28,7 @@ def snapshot(runtime: Runtime, built: BuiltModel) -> tuple[dict, dict, dict, dic
         if state
         for key, value in {**state, STEP: count}.items()
     }
-    return arrays_of(runtime.values), moments, built.adapter.describe(), {"scaler": runtime.scaler.state_dict()}
+    return arrays_of(runtime.values), moments, built.adapter.peft_config(), {"scaler": runtime.scaler.state_dict()}
 
 
 def arrays_of(values: dict[str, mx.array]) -> dict[str, np.ndarray]:
@@ -38,7 +38,7 @@ def arrays_of(values: dict[str, mx.array]) -> dict[str, np.ndarray]:
 def restore(runtime: Runtime, run) -> None:
     """Put back what the run goes on from, a checkpoint's tensors and scaler, and let go of them; or the adapter that it starts from."""
     loaded = run.restored
-    learned = loaded.adapter if loaded else run.first_adapter()
+    learned = loaded.adapter if loaded else run.initial_adapter()
     if learned is None:
         return
     load(runtime, learned, str(loaded.path) if loaded else run.config.init_adapter)
@@ -62,7 +62,7 @@ def load(runtime: Runtime, tensors: dict[str, np.ndarray], where: str) -> None:
     """Put what was learned back. Raises UsageError naming tensors that are not of this run's name and shape."""
     check_shapes(tensors, {name: tuple(value.shape) for name, value in runtime.values.items()}, where)
     runtime.values = {name: mx.array(tensors[name]) for name in runtime.values}
-    runtime.put(runtime.values)
+    runtime.set_parameters(runtime.values)
 
 
 def restore_best(runtime: Runtime, run) -> None:
@@ -74,12 +74,12 @@ def restore_best(runtime: Runtime, run) -> None:
 
 def finished(runtime: Runtime, built: BuiltModel, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
-    files = run.files_of("tokenizer", run.tokenizer)
+    files = run.pretrained_files("tokenizer", run.tokenizer)
     if built.adapter.folder == "model":
         files |= model_files(runtime, run)
     else:
         files[ADAPTER] = tensors_to_bytes(arrays_of(runtime.values), {"format": "pt"})
-        files[ADAPTER_CONFIG] = to_json(built.adapter.describe())
+        files[ADAPTER_CONFIG] = to_json(built.adapter.peft_config())
     files["README.md"] = run.card().encode()
     return built.adapter.folder, files, WEIGHTS[built.adapter.folder]
 

@@ -24,5 +24,10 @@ def evaluator(run, model: nn.Module, runtime: Runtime):
             return answers(model, run.tokenizer, prompts, **options)
 
     return evaluation.evaluator(
-        run, room_for_tokens(model, run.config.max_new_tokens), total_loss, answered, is_out_of_memory, runtime.free
+        run,
+        room_for_tokens(model, run.config.max_new_tokens),
+        total_loss,
+        answered,
+        is_out_of_memory,
+        runtime.empty_cache,
     )

@@ -254,16 +254,16 @@ class Runtime:
         self.grad_norm, self.skipped = result.grad_norm, result.skipped
         return result
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """Drop the gradients of a step that is done again and what its forward left behind, and give the allocator's free memory back."""
         from anyqlora.on_torch.adapters.fused_layers import fused_layers
 
-        self.strategy.forget()
+        self.strategy.zero_grad()
         for layer in fused_layers(self.strategy.model):
             layer.group.forget()
         self.free()
 
-    def free(self) -> None:
+    def empty_cache(self) -> None:
         """Give the allocator's free memory back."""
         if self.device.type in ("cuda", "xpu", "mps"):
             getattr(torch, self.device.type).empty_cache()

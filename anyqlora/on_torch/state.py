@@ -19,7 +19,7 @@ def snapshot(runtime: Runtime, built: BuiltModel) -> tuple[dict, dict, dict, dic
     return (
         {name: tensor.numpy() for name, tensor in strategy.gather_trainable().items()},
         {name: tensor.numpy() for name, tensor in strategy.gather_moments().items()},
-        built.adapter.describe(),
+        built.adapter.peft_config(),
         {"scaler": strategy.scaler.state_dict()},
     )
 
@@ -27,7 +27,7 @@ def snapshot(runtime: Runtime, built: BuiltModel) -> tuple[dict, dict, dict, dic
 def restore(runtime: Runtime, run) -> None:
     """Put back what the run goes on from, a checkpoint's tensors and scaler, and let go of them; or the adapter that it starts from."""
     strategy, loaded = runtime.strategy, run.restored
-    learned = loaded.adapter if loaded else run.first_adapter()
+    learned = loaded.adapter if loaded else run.initial_adapter()
     if learned is None:
         return
     here = {name: tuple(strategy.shape(p)) for name, p in strategy.trainable.items()}
@@ -52,13 +52,13 @@ def restore_best(runtime: Runtime, run) -> None:
 def finished(runtime: Runtime, built: BuiltModel, run) -> tuple[str, dict[str, Content], str]:
     """(folder, {file: content}, weights file) of what was learned: a PEFT adapter, or a whole model."""
     with quietly():
-        files = run.files_of("tokenizer", run.tokenizer)
+        files = run.pretrained_files("tokenizer", run.tokenizer)
     if built.adapter.folder == "model":
         files |= whole_model(runtime, run)
     else:
         tensors = built.adapter.tensors(runtime.strategy.gather_trainable())
         files[ADAPTER] = tensors_to_bytes({name: t.numpy() for name, t in tensors.items()}, {"format": "pt"})
-        files[ADAPTER_CONFIG] = to_json(built.adapter.describe())
+        files[ADAPTER_CONFIG] = to_json(built.adapter.peft_config())
     files["README.md"] = run.card().encode()
     return built.adapter.folder, files, WEIGHTS[built.adapter.folder]
 
@@ -77,4 +77,4 @@ def whole_model(runtime: Runtime, run) -> dict[str, Content]:
 
 def _files(run, model, **options) -> dict[str, Content]:
     with quietly():
-        return run.files_of("model", model, **options)
+        return run.pretrained_files("model", model, **options)

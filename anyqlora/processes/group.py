@@ -14,23 +14,23 @@ class SingleProcess:
 
     rank, size, is_first = 0, 1, True
 
-    def told(self, value: dict | None) -> dict | None:
+    def broadcast(self, value: dict | None) -> dict | None:
         """The first process's JSON-able `value`, on all."""
         return value
 
-    def told_arrays(self, arrays: dict | None) -> dict | None:
+    def broadcast_arrays(self, arrays: dict | None) -> dict | None:
         """The first process's {name: numpy array}, on all."""
         return arrays
 
-    def every(self, value: object) -> list:
+    def all_gather_object(self, value: object) -> list:
         """Each process's JSON-able `value`, in the order of ranks."""
         return [value]
 
-    def total(self, *values: float) -> list[float]:
+    def all_reduce_sum(self, *values: float) -> list[float]:
         """Each value summed over all processes, in float64."""
         return list(values)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all processes are here, however long one of them takes."""
 
 
@@ -48,25 +48,25 @@ class ProcessGroup(SingleProcess):
         self.stacks = open(directory / f"rank-{self.rank}.txt", "w")  # noqa: SIM115 - a signal handler writes to it while the process lives
         faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
 
-    def told_arrays(self, arrays):
-        shapes = self.told(
+    def broadcast_arrays(self, arrays):
+        shapes = self.broadcast(
             {name: [str(a.dtype), list(a.shape)] for name, a in arrays.items()}
             if arrays is not None and self.is_first
             else None
         )
         return shapes and {
-            name: self._told_array(
+            name: self._broadcast_array(
                 np.ascontiguousarray(arrays[name]) if self.is_first else np.empty(shape, dtype), shape
             )
             for name, (dtype, shape) in shapes.items()
         }
 
-    def _told_array(self, array: np.ndarray, shape: list[int]) -> np.ndarray:
+    def _broadcast_array(self, array: np.ndarray, shape: list[int]) -> np.ndarray:
         content = array.reshape(-1).view(
             np.uint8
         )  # frameworks lack some of numpy's dtypes; no dimension has no bytes to view
-        return (self.told_bytes(content) if content.size else content).view(array.dtype).reshape(shape)
+        return (self.broadcast_bytes(content) if content.size else content).view(array.dtype).reshape(shape)
 
-    def told_bytes(self, content: np.ndarray) -> np.ndarray:
+    def broadcast_bytes(self, content: np.ndarray) -> np.ndarray:
         """The first process's uint8 [n], on all, where `content` has that size."""
         raise NotImplementedError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from anyqlora.config.resolve import TrainConfig
-from anyqlora.data import stream
 
 
 def train(config: TrainConfig, name: str = "") -> dict:
@@ -25,17 +24,17 @@ def train(config: TrainConfig, name: str = "") -> dict:
     ):  # refuses before anything heavy is imported
         manager = BackendManager(config.backend, verbose=config.verbose)
         plan = manager.plan(config)
-        plan = manager.plan(found.planned_before(config, plan))  # a run that goes on keeps what it chose
+        plan = manager.plan(found.keep_planned(config, plan))  # a run that goes on keeps what it chose
         if plan.world_size == world.size:
             return work(found, plan, world, config)
         found.check(plan.config, plan.global_batch)
-        with found.lent():
+        with found.hand_over():
             return launch(config, plan, found.directory.name)
 
 
 def work(found, plan, world, config: TrainConfig) -> dict:
     """What each process of a run of `config`, planned so, does: meet the others, read the rows, and train."""
-    from anyqlora.data import chat_template, dataset, tokenizer
+    from anyqlora.data import chat_template, dataset, stream, tokenizer
     from anyqlora.models.hub import base_directory
     from anyqlora.reporting import select
     from anyqlora.training import handshake
@@ -69,15 +68,15 @@ def torch_loop(run) -> dict:
     config = run.config
     set_deterministic(config.deterministic)
     seed_everything(config.seed)
-    runtime = run.closing(Runtime(run.plan))
-    memory = run.closing(runtime.memory)
-    watched = run.closing(make_hooks(run, memory))  # nothing, unless profiling is asked for
+    runtime = run.on_exit(Runtime(run.plan))
+    memory = run.on_exit(runtime.memory)
+    watched = run.on_exit(make_hooks(run, memory))  # nothing, unless profiling is asked for
     with watched.phase("load"):
         built = build(config, runtime, run.data.sample(run.plan.batch_size))
     for note in built.notes:
         run.console.warn(note)
     for line in built.news:
-        run.console.say(line)
+        run.console.info(line)
     run.check_room(sum(p.numel() for p in built.trainable.values()))
     model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
     restore(runtime, run)
@@ -107,15 +106,15 @@ def torch_loop(run) -> dict:
         return float(total)
 
     for step, lr in run.steps():
-        with watched.part("data"):
+        with watched.span("data"):
             batches = run.batches(step)
-        while (loss := run.agreed(step, gradients(step, batches))) is None:
-            runtime.forget()
-            batches = run.halved(step)
-        if run.shows_gradients(step):
+        while (loss := run.all_reduce_loss(step, gradients(step, batches))) is None:
+            runtime.discard_step()
+            batches = run.halve_micro_batch(step)
+        if run.should_check_gradients(step):
             check_gradients(runtime.strategy)
         with watched.phase("step"):
-            result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
+            result = runtime.step(lr, config.max_grad_norm, skip=run.should_skip(loss))
         run.report(step, loss, result, lr, memory.used())
         watched.step_done()
 
@@ -141,12 +140,12 @@ def mlx_loop(run) -> dict:
 
     config = run.config
     runtime = Runtime(run.plan)
-    memory = run.closing(runtime.memory)
+    memory = run.on_exit(runtime.memory)
     built = build(config, runtime)
     for note in built.notes:
         run.console.warn(note)
     run.check_room(sum(value.size for value in built.trainable().values()))
-    runtime.prepare(built, run.ranks)
+    runtime.prepare(built, run.process_group)
     restore(runtime, run)
     evaluation = evaluator(run, built)
     if run.data.held_out and (not run.restored or run.pending_evaluation):
@@ -166,12 +165,12 @@ def mlx_loop(run) -> dict:
 
     for step, lr in run.steps():
         batches = run.batches(step)
-        while (loss := run.agreed(step, gradients(step, batches))) is None:
-            runtime.forget()
-            batches = run.halved(step)
-        if run.shows_gradients(step):
+        while (loss := run.all_reduce_loss(step, gradients(step, batches))) is None:
+            runtime.discard_step()
+            batches = run.halve_micro_batch(step)
+        if run.should_check_gradients(step):
             check_gradients(runtime.reduced())
-        result = runtime.step(lr, config.max_grad_norm, skip=run.unusable(loss))
+        result = runtime.step(lr, config.max_grad_norm, skip=run.should_skip(loss))
         run.report(step, loss, result, lr, memory.used())
         if note := memory.strained():
             run.console.warn(note)

@@ -89,9 +89,9 @@ class ConsoleReporter:
         self.plan, self.total = plan, total_steps
 
     def announce(self) -> None:
-        self.say("\n".join(self.plan.explain()))
+        self.info("\n".join(self.plan.explain()))
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         with contextlib.suppress(
             OSError
         ):  # nobody reads any more, or the output is a file on a full disk: training goes on
@@ -103,13 +103,13 @@ class ConsoleReporter:
 
     def step(self, record: dict) -> None:
         """`record` is that of metrics.jsonl, with eta_seconds."""
-        self.say(
+        self.info(
             f"step {record['step']:>5}/{self.total}  loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}"
             f"  {record['trained_tokens_per_second']:.0f} trained tok/s  eta {duration(record['eta_seconds'])}"
         )
 
     def evaluation(self, record: dict) -> None:
-        self.say(format_evaluation(record))
+        self.info(format_evaluation(record))
 
     def report(self, directory: Path) -> None:
         """What came of the finished run in `directory`."""
@@ -132,7 +132,7 @@ class QuietReporter(ConsoleReporter):
         for adjustment in self.plan.adjustments:
             self.warn(str(adjustment))
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         pass
 
     def report(self, directory: Path) -> None:

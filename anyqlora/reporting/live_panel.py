@@ -37,7 +37,7 @@ class LivePanel(ConsoleReporter):
         self.started, self.drawn, self.last, self.held_out = time.monotonic(), 0.0, {}, ""
         self.live = None
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         self.console.print(Text(printable(redacted(text))), soft_wrap=True)
 
     def warn(self, text: str) -> None:
@@ -56,7 +56,7 @@ class LivePanel(ConsoleReporter):
 
     def evaluation(self, record: dict) -> None:
         self.held_out = format_evaluation(record)
-        self.say(self.held_out)
+        self.info(self.held_out)
 
     def drawing(self) -> Frame:
         """The panel as it stands."""
@@ -99,7 +99,7 @@ class ProgressBarReporter(ConsoleReporter):
         super().__init__(plan, total_steps)
         self.bar = None
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         tqdm.write(printable(redacted(text)), file=sys.stdout)
 
     def warn(self, text: str) -> None:

@@ -116,7 +116,7 @@ class RunDirectory:
     made: list[Path] = field(default_factory=list)  # directories around it that were not there, the innermost first
     replaces: bool = False
 
-    def claim(self) -> None:
+    def lock(self) -> None:
         """Take the directory, which is there by now. Raises UsageError when another process has it; the system gives it back when that ends."""
         self._lock()
         self.is_empty = not any(self.directory.iterdir())
@@ -127,14 +127,14 @@ class RunDirectory:
             try:
                 fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self.leave()
+                self.unlock()
                 raise UsageError(
                     "another process is training in this directory",
                     where=str(self.directory),
                     cure="another --run_name, or wait for it",
                 ) from None
             except OSError:  # a file system without locks
-                self.leave()
+                self.unlock()
 
     def check(self, config: TrainConfig, global_batch: int) -> None:
         """Compare the plan's global batch, which the number of devices decides. Raises UsageError."""
@@ -146,10 +146,10 @@ class RunDirectory:
                 cure="--gradient_accumulation_steps, --batch_size or --world_size so that the global batch stays; or another --run_name",
             )
 
-    def share(self, ranks: SingleProcess) -> None:
+    def broadcast(self, ranks: SingleProcess) -> None:
         """All processes hear from the first one where the run lies and what it goes on from."""
         restored = self.restored
-        said = ranks.told(
+        said = ranks.broadcast(
             {
                 "directory": str(self.directory),
                 "identity": self.identity,
@@ -166,14 +166,14 @@ class RunDirectory:
         )
         if said["restored"]:
             adapter, moments = (
-                ranks.told_arrays(restored and restored.adapter),
-                ranks.told_arrays(restored and restored.moments),
+                ranks.broadcast_arrays(restored and restored.adapter),
+                ranks.broadcast_arrays(restored and restored.moments),
             )
             loaded = {**said["restored"], "path": Path(said["restored"]["path"])}
             self.restored = restored or LoadedCheckpoint(adapter=adapter, moments=moments, **loaded)
         self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
 
-    def planned_before(self, config: TrainConfig, plan) -> TrainConfig:
+    def keep_planned(self, config: TrainConfig, plan) -> TrainConfig:
         """`config` with what the plan chose when the checkpoint was written, where nobody states it now and device and strategy are
         the same: the free memory of today does not change the bytes of a run that goes on."""
         before = self.restored.machine if self.restored else {}
@@ -201,15 +201,15 @@ class RunDirectory:
                 self.directory / RESULT, next(path for path in map(self.directory.joinpath, aside) if not path.exists())
             )
 
-    def leave(self) -> None:
+    def unlock(self) -> None:
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def hand_over(self) -> Iterator[None]:
         """Other processes take the directory now, and read what is in it themselves. It goes when they have left it empty."""
-        self.leave()
+        self.unlock()
         self.is_empty, self.restored = False, None
         try:
             yield
@@ -230,7 +230,7 @@ class RunDirectory:
         if error is not None and self.is_empty and not is_stopped:
             shutil.rmtree(self.directory, ignore_errors=True)
             self._remove_empty()
-        self.leave()
+        self.unlock()
 
 
 def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
@@ -257,11 +257,11 @@ def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
     found = RunDirectory(directory, identity, finished=has_ended and not replaces, made=made, replaces=replaces)
     if directory.exists() and not found.finished:
         _check_inside(directory)
-        found.claim()
+        found.lock()
         try:
             _restore_run(found, None if config.resume == "force" else identity, has_ended)
         except BaseException:
-            found.leave()
+            found.unlock()
             raise
     found.seconds = time.perf_counter() - began
     return found

@@ -201,7 +201,7 @@ class EvalContext:
     data: DataSplits
     tokenizer: object
     console: ConsoleReporter
-    ranks = SingleProcess()
+    process_group = SingleProcess()
 
-    def interruptible(self) -> None:
+    def check_signals(self) -> None:
         """Nothing has to be saved: Ctrl-C ends it."""

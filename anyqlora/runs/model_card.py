@@ -66,7 +66,7 @@ def model_card(run) -> str:
         dataset=", ".join(map(public_name, config.dataset.split(","))),
         quantizer=plan.quantizer,
         adapter=plan.adapter,
-        steps=run.learned.step,
+        steps=run.written_state.step,
         rows=plan.global_batch,
         lr=config.lr,
         lora="none"
@@ -77,7 +77,7 @@ def model_card(run) -> str:
         optimizer=config.optimizer,
         precision=plan.precision,
         backend=plan.backend,
-        tokens=run.learned.tokens_trained,
+        tokens=run.written_state.tokens_trained,
         evaluation=evaluation(run.progress.before, run.after),
         usage=WHOLE if full else packed_note(config, base) + PEFT.format(base=json.dumps(place)),
     )

@@ -29,7 +29,7 @@ class CheckpointSaver:
         seconds: float = 0.0,
     ):
         self.config, self.warn, self.seconds = config, warn, seconds
-        self.marks = {"identity": place.identity, "machine": machine}
+        self.tags = {"identity": place.identity, "machine": machine}
         self.identity = place.directory / IDENTITY
         self.checkpoints = Checkpoints(place.directory / "checkpoints", disk)
         self.best_kept = config.keep == "best"
@@ -50,7 +50,7 @@ class CheckpointSaver:
                 cure="another --output_dir, or make room",
             )
 
-    def has(self, evaluation: dict | None) -> bool:
+    def contains(self, evaluation: dict | None) -> bool:
         """Whether there is an evaluation, and its step has a checkpoint."""
         return evaluation is not None and evaluation["step"] in self.checkpoints.steps()
 
@@ -75,10 +75,10 @@ class CheckpointSaver:
             )
         try:
             self.checkpoints.save(
-                step, adapter, moments, adapter_config=adapter_config, state={**state, "loop": loop}, **self.marks
+                step, adapter, moments, adapter_config=adapter_config, state={**state, "loop": loop}, **self.tags
             )
             replace_file(
-                self.identity, to_json(self.marks["identity"]), self.checkpoints.disk
+                self.identity, to_json(self.tags["identity"]), self.checkpoints.disk
             )  # another one with --resume force: before what has the old one goes
             self.told_full = False
         except OSError as error:
@@ -108,7 +108,7 @@ class CheckpointSaver:
         except OSError as error:
             self.warn(f"an old checkpoint cannot be removed ({error.strerror or error})")
 
-    def said(self, step: int) -> str:
+    def describe(self, step: int) -> str:
         """What a stop after `step` leaves on disk."""
         good = [saved for saved in self.checkpoints.steps() if saved <= step]
         if not good:

@@ -101,12 +101,12 @@ def evaluator(
                 max_new_tokens=config.max_new_tokens,
                 shown=config.samples,
                 ends=learned_ends(run.data.report),
-                between=run.interruptible,
+                between=run.check_signals,
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if rows == 1 or run.ranks.size > 1:
+            if rows == 1 or run.process_group.size > 1:
                 raise RunError(
                     f"out of memory in an evaluation of {rows} rows at a time",
                     cure="a smaller --eval_batch_size, --exact_match false, or shorter held-out rows",

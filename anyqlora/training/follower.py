@@ -38,7 +38,7 @@ class NullSaver:
         snapshot()
         return True
 
-    def said(self, step: int) -> str:
+    def describe(self, step: int) -> str:
         return "the first process saves"
 
     def best(self, step: int) -> None:
@@ -53,16 +53,16 @@ class WorkerSession(TrainingSession):
         pass
 
     def _open(self) -> None:
-        self.samples, self.metrics, self.saves = NullJsonLines(), NullJsonLines(), NullSaver()
+        self.samples, self.metrics, self.saver = NullJsonLines(), NullJsonLines(), NullSaver()
 
-    def files_of(self, name: str, thing, **options) -> dict:
+    def pretrained_files(self, name: str, thing, **options) -> dict:
         return {}
 
     def write_finished(self, folder: str, files: dict, weights: str) -> str:
         return ""
 
     def finish(self, adapter_sha256: str, peak_memory_bytes: int) -> dict:
-        self.opened.close()
+        self._exit_stack.close()
         return {}
 
     def already_finished(self) -> dict:

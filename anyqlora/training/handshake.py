@@ -27,7 +27,7 @@ def join_processes(plan, world: ProcessContext) -> Iterator[SingleProcess]:
     if world.size == 1:
         world = ProcessContext(launcher="itself", address="localhost", port=free_port())
     ranks = registry.load(registry.RANKS[plan.framework])(plan, world)
-    with contextlib.closing(ranks), ranks.noticing():
+    with contextlib.closing(ranks), ranks.peer_errors():
         yield ranks
 
 
@@ -39,7 +39,7 @@ def agree_on_plan(ranks: SingleProcess, found: RunDirectory, plan, config: Train
     found.check(plan.config, plan.global_batch)
     if ranks.size == 1:
         return plan
-    first, *others = ranks.every({name: getattr(config, name) for name in SETTINGS if name not in OWN})
+    first, *others = ranks.all_gather_object({name: getattr(config, name) for name in SETTINGS if name not in OWN})
     for rank, other in enumerate(others, 1):
         for name in sorted(first):
             if first[name] != other[name]:
@@ -48,13 +48,13 @@ def agree_on_plan(ranks: SingleProcess, found: RunDirectory, plan, config: Train
                     f"rank {rank} has {name} {other[name]!r}, rank 0 {first[name]!r}",
                     "the same command on every process",
                 )
-    found.share(ranks)
-    return replace(plan, config=plan.config.with_(**ranks.told(plan.config.settings())))
+    found.broadcast(ranks)
+    return replace(plan, config=plan.config.with_(**ranks.broadcast(plan.config.settings())))
 
 
 def check_same_data(ranks: SingleProcess, rows: DataSplits) -> None:
     """Raises UsageError when a process has read other rows."""
-    first, *others = ranks.every(rows.identity)
+    first, *others = ranks.all_gather_object(rows.identity)
     for rank, identity in enumerate(others, 1):
         if identity != first:
             _refuse(ranks, f"rank {rank} has read other rows than rank 0", "the same files on every machine")

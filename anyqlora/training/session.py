@@ -55,7 +55,7 @@ class TrainingSession:
         tokenizer,
         ranks: SingleProcess | None = None,
     ):
-        self.place, self.plan, self.config, self.data, self.stream, self.tokenizer = (
+        self.run_directory, self.plan, self.config, self.data, self.stream, self.tokenizer = (
             place,
             plan,
             plan.config,
@@ -65,22 +65,22 @@ class TrainingSession:
         )
         self.directory, self.restored, self.finished = place.directory, place.restored, place.finished
         self.total_steps = stream.total_steps
-        self.ranks = ranks or SingleProcess()
+        self.process_group = ranks or SingleProcess()
         self.disk = FileSystem()
         self.console = self._view()
-        self.opened = contextlib.ExitStack()  # closed on every way out, the last first
-        self.opened.callback(self.console.close)
+        self._exit_stack = contextlib.ExitStack()  # closed on every way out, the last first
+        self._exit_stack.callback(self.console.close)
         if self.finished:
             return
         self.progress = TrainState.from_state(self.restored.state) if self.restored else TrainState()
         self.first_step, self.after = self.progress.step, self.progress.after
         self.saved_step = self.first_step  # or as near to it as the disk allows
-        self.learned = self.progress  # of the step whose weights are written in the end
+        self.written_state = self.progress  # of the step whose weights are written in the end
         self.spikes = SpikeGuard(self.config.spike_guard, self.progress.recent_losses)
         self.machine = environment(plan)
         self._compare()
         self._describe()
-        if self.ranks.size > 1:
+        if self.process_group.size > 1:
             self._write_stacks()
         for finding in warnings(data.report):
             self.console.warn(finding)
@@ -89,18 +89,20 @@ class TrainingSession:
         self.started = self.step_started - self.progress.seconds  # as if one process had done it all
         self.recent_seconds: deque[float] = deque(maxlen=20)
         self.first_step_at: float | None = None
-        self.spiked = self.gradients_shown = False
-        self.signals = self.closing(Signals(lambda: self.saves.said(self.last_step), is_alone=self.ranks.size == 1))
+        self.is_spike = self.gradients_shown = False
+        self.signals = self.on_exit(
+            Signals(lambda: self.saver.describe(self.last_step), is_alone=self.process_group.size == 1)
+        )
 
     def __enter__(self) -> TrainingSession:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self.opened.close()
+        self._exit_stack.close()
 
-    def closing(self, thing):
+    def on_exit(self, thing):
         """`thing`, which is closed when the run ends, however it ends."""
-        self.opened.callback(thing.close)
+        self._exit_stack.callback(thing.close)
         return thing
 
     def _view(self):
@@ -110,19 +112,19 @@ class TrainingSession:
         """The files that grow with the run, and its checkpoints."""
         warn, lines = self.console.warn, self.progress.lines
         trackers = Trackers(self.config, self.directory, self.restored is not None, warn, self.first_step)
-        self.samples = self.closing(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
-        self.metrics = self.closing(
+        self.samples = self.on_exit(JsonLines(self.directory / "samples.jsonl", lines.get("samples.jsonl", 0), warn))
+        self.metrics = self.on_exit(
             Metrics(self.directory / "metrics.jsonl", lines.get("metrics.jsonl", 0), trackers, warn)
         )
-        self.saves = CheckpointSaver(
-            self.place, self.config, self.machine, self.disk, warn, self.progress.saving_seconds
+        self.saver = CheckpointSaver(
+            self.run_directory, self.config, self.machine, self.disk, warn, self.progress.saving_seconds
         )
         self._forget_lost_best()
 
     def _forget_lost_best(self) -> None:
         """A best step without a checkpoint, since `keep` was a number before or it was damaged, is none that `keep best` can end with."""
         progress = self.progress
-        if self.config.keep == "best" and progress.best and not self.saves.has(progress.kept):
+        if self.config.keep == "best" and progress.best and not self.saver.contains(progress.kept):
             self.console.warn(
                 f"the best step so far, {(progress.kept or progress.best)['step']}, has no checkpoint: keep best looks for another one from here on"
             )
@@ -130,11 +132,11 @@ class TrainingSession:
 
     def _compare(self) -> None:
         """Say what was passed over to find the checkpoint that the run goes on from, and what ends byte-identity with it."""
-        for path, reason in self.place.rejected:
+        for path, reason in self.run_directory.rejected:
             self.console.warn(f"{path} is not used: {reason}")
         if not self.restored:
             return
-        if self.place.replaces and self.first_step >= self.total_steps:
+        if self.run_directory.replaces and self.first_step >= self.total_steps:
             raise UsageError(
                 f"--resume force: {self.first_step} steps are done, and with these settings the run has {self.total_steps}",
                 where=str(self.directory),
@@ -157,13 +159,13 @@ class TrainingSession:
         """Write what was asked, what was planned, and where it runs."""
         files = run_files(self.plan, self.machine, self.data.report)
         if not (
-            self.restored and self.place.replaces
+            self.restored and self.run_directory.replaces
         ):  # else the checkpoints there are of another identity, until one is saved
-            files = {IDENTITY: to_json(self.place.identity), **files}  # by which the run is found again
+            files = {IDENTITY: to_json(self.run_directory.identity), **files}  # by which the run is found again
         try:
             self.disk.make_directory(self.directory)
-            self.place.claim()
-            self.place.reopen(
+            self.run_directory.lock()
+            self.run_directory.reopen(
                 self.disk
             )  # before its identity is another: a kill in between leaves the old run, short of its end
             for name, content in files.items():
@@ -173,9 +175,9 @@ class TrainingSession:
 
     def _write_stacks(self) -> None:
         """From here on, where the processes of a run that hangs are goes into its directory."""
-        self.ranks.told(None)  # the first one has made the directory and taken it
+        self.process_group.broadcast(None)  # the first one has made the directory and taken it
         try:
-            self.ranks.write_stacks(self.directory / "stacks")
+            self.process_group.write_stacks(self.directory / "stacks")
         except OSError as error:  # the first one's disk is full, or another's machine has none for it: that ends no run
             self.console.warn(
                 f"where processes that hang are will not be told: {self.directory / 'stacks'}: {error.strerror or error}"
@@ -200,7 +202,7 @@ class TrainingSession:
 
     def check_room(self, trained_numbers: int) -> None:
         """Raises DiskFull when what the run will write clearly does not fit."""
-        self.saves.check_room(trained_numbers)
+        self.saver.check_room(trained_numbers)
 
     # ------------------------------------------------------------------------------------------------ the steps
 
@@ -217,7 +219,7 @@ class TrainingSession:
             self.step_started = time.perf_counter()
             yield step, learning_rate(step, self.total_steps, self.config)
         self.signals.in_loop = False  # from here on a stop is raised at once; one that came before is raised now
-        self._all_hear()
+        self.sync_signals()
         self.signals.check()
 
     def batches(self, step: int) -> list[Batch]:
@@ -228,30 +230,30 @@ class TrainingSession:
         """Trained tokens of the whole step, over all micro-batches and processes."""
         return self.stream.counts(step)[0]
 
-    def agreed(self, step: int, total: float | None) -> float | None:
+    def all_reduce_loss(self, step: int, total: float | None) -> float | None:
         """The step's loss per trained token, from each process's sum over its own tokens; None when one of them ran out of memory.
 
         The processes also agree here on the signals that came to any of them.
         """
         share = self.plan.data_processes / self.plan.world_size  # processes with the same rows have the same sum
-        sums = self._all_hear(total or 0.0, float(total is None))
+        sums = self.sync_signals(total or 0.0, float(total is None))
         return None if sums[1] else sums[0] * share / self.trained(step)
 
-    def _all_hear(self, *values: float) -> list[float]:
+    def sync_signals(self, *values: float) -> list[float]:
         """Each value summed over all processes, which learn on the way of the signals that came to any of them."""
-        sums = self.ranks.total(*values, *self.signals.asked_numbers())
+        sums = self.process_group.all_reduce_sum(*values, *self.signals.asked_numbers())
         self.signals.agree(sums[len(values) :])
         return sums[: len(values)]
 
     def out_of_memory(self, step: int) -> None:
         """Raises OutOfMemory where there are other processes: they are in the middle of the step, and wait for this one."""
-        if self.ranks.size > 1:
+        if self.process_group.size > 1:
             raise OutOfMemory(
-                f"rank {self.ranks.rank} ran out of memory in step {step + 1}",
+                f"rank {self.process_group.rank} ran out of memory in step {step + 1}",
                 cure=f"a --batch_size below {self.stream.batch_size}, and as many more --gradient_accumulation_steps",
             )
 
-    def halved(self, step: int) -> list[Batch]:
+    def halve_micro_batch(self, step: int) -> list[Batch]:
         """The same step in micro-batches of half the size or a little less, from now on; the rows, their order and the global batch stay.
 
         Raises RunError when a micro-batch is a single row already.
@@ -274,17 +276,17 @@ class TrainingSession:
         """The seed of dropout: processes with the same rows draw the same."""
         return seed_at(self.config.seed, step, self.stream.rank)
 
-    def shows_gradients(self, step: int) -> bool:
+    def should_check_gradients(self, step: int) -> bool:
         """Whether this is the first step of this process after which every trained tensor must have a gradient."""
         if self.gradients_shown or not self.stream.attends(step):
             return False
         self.gradients_shown = True
         return True
 
-    def unusable(self, loss: float) -> bool:
+    def should_skip(self, loss: float) -> bool:
         """Whether the step with this loss is to be skipped: not finite, or a spike."""
-        self.spiked = self.spikes.refuses(loss)
-        return self.spiked or not math.isfinite(loss)
+        self.is_spike = self.spikes.refuses(loss)
+        return self.is_spike or not math.isfinite(loss)
 
     def due(self, event: str, step: int) -> bool:
         """Whether `event` ("evaluate", "save", "log") comes after step `step` (from 0)."""
@@ -308,11 +310,13 @@ class TrainingSession:
         self.recent_seconds.append(seconds)
         if self.first_step_at is None:
             self.first_step_at = seconds_since_process_start()
-        scaler_mends = result.skipped and result.loss_scale > 1 and math.isfinite(loss) and not self.spiked
+        scaler_mends = result.skipped and result.loss_scale > 1 and math.isfinite(loss) and not self.is_spike
         progress = self.progress
         progress.step = step + 1
-        self.place.is_empty = False
-        progress.non_finite = progress.non_finite + 1 if result.skipped and not scaler_mends and not self.spiked else 0
+        self.run_directory.is_empty = False
+        progress.non_finite = (
+            progress.non_finite + 1 if result.skipped and not scaler_mends and not self.is_spike else 0
+        )
         progress.tokens_trained += 0 if result.skipped else trained
         progress.tokens_seen += seen
         progress.loop_seconds += seconds
@@ -335,7 +339,7 @@ class TrainingSession:
             record["rows"] = redacted(", ".join(self.stream.rows(step)))
             why = (
                 "its loss is a spike"
-                if self.spiked
+                if self.is_spike
                 else "fp16 overflowed and the loss scale shrinks"
                 if scaler_mends
                 else "loss or gradient is not finite"
@@ -376,11 +380,11 @@ class TrainingSession:
         if step == self.first_step:  # its checkpoint is what the run goes on from
             progress.kept = self._kept(step)
         if self.stops_early:
-            self.console.say(f"stopping early: {progress.without_improvement} evaluations without improvement")
+            self.console.info(f"stopping early: {progress.without_improvement} evaluations without improvement")
 
-    def interruptible(self) -> None:
+    def check_signals(self) -> None:
         """Called between batches of an evaluation, of which all processes have the same. Raises Interrupted after a signal."""
-        self._all_hear()
+        self.sync_signals()
         self.signals.interrupt()
 
     # ------------------------------------------------------------------------------------------------ what is kept
@@ -389,15 +393,15 @@ class TrainingSession:
         """Write the checkpoint of `step` finished steps. `snapshot()` gives adapter, moments, adapter_config, loop state."""
         progress = self.progress
         progress.recent_losses, progress.batch_size = list(self.spikes.recent), self.stream.batch_size
-        progress.seconds, progress.saving_seconds = time.perf_counter() - self.started, self.saves.seconds
+        progress.seconds, progress.saving_seconds = time.perf_counter() - self.started, self.saver.seconds
         progress.lines = {file.path.name: file.count for file in (self.metrics, self.samples)}
         for file in (self.metrics, self.samples):
             file.sync()
         before, progress.kept = progress.kept, self._kept(step)  # which is so once it is written, and stands in it
-        if not self.saves.write(step, progress.to_state(), progress.kept, self.signals.stop is not None, snapshot):
+        if not self.saver.write(step, progress.to_state(), progress.kept, self.signals.stop is not None, snapshot):
             progress.kept = before
         if self.signals.stop is not None:
-            self.ranks.wait()  # a process that ended before the first one has written would have it ended in the middle of that
+            self.process_group.barrier()  # a process that ended before the first one has written would have it ended in the middle of that
         self.signals.save, self.saved_step = False, step
 
     def _kept(self, step: int) -> dict | None:
@@ -414,7 +418,7 @@ class TrainingSession:
                 raise self._unfinished(folder, error) from None
         return size_and_sha256(files[weights])["sha256"]
 
-    def files_of(self, name: str, thing, **options) -> dict[str, Content]:
+    def pretrained_files(self, name: str, thing, **options) -> dict[str, Content]:
         """{file: content} of what `thing.save_pretrained` writes; nothing on a process that is not the first. Raises DiskFull."""
         try:
             return pretrained_files(thing, self.directory, self.disk, **options)
@@ -428,17 +432,19 @@ class TrainingSession:
             cure="make room; the same command goes on from the last checkpoint",
         )
 
-    def first_adapter(self) -> dict | None:
+    def initial_adapter(self) -> dict | None:
         """What the adapter that the run starts from has learned, {name: array}; None for a run without one."""
         config = self.config
         if not config.init_adapter:
             return None
         directory = init_adapter.init_adapter_directory(config)
         made_for = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-        self.console.say(
+        self.console.info(
             f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, trained on {made_for}"
         )
-        return self.ranks.told_arrays(read_adapter(directory / ADAPTER) if self.ranks.is_first else None)
+        return self.process_group.broadcast_arrays(
+            read_adapter(directory / ADAPTER) if self.process_group.is_first else None
+        )
 
     def best_adapter(self) -> dict | None:
         """What was learned at the step that `keep best` ends with, {name: array}; None where that is the last step anyway."""
@@ -446,19 +452,19 @@ class TrainingSession:
             return None
         best = self.progress.kept
         is_earlier = best and best["step"] != self.last_step and not is_better(self.after, best)
-        loaded = self.saves.best(best["step"]) if is_earlier else None
+        loaded = self.saver.best(best["step"]) if is_earlier else None
         if loaded:
-            self.console.say(
+            self.console.info(
                 f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step {self.last_step} is "
                 f"{self.after['loss']:.4f}; what it had learned is written"
             )
-            self.learned, self.after = TrainState.from_state(loaded.state), best
-        return self.ranks.told_arrays(loaded and loaded.adapter)  # only the first process can say
+            self.written_state, self.after = TrainState.from_state(loaded.state), best
+        return self.process_group.broadcast_arrays(loaded and loaded.adapter)  # only the first process can say
 
     def already_finished(self) -> dict:
         """A finished run is reported and left as it is."""
         self.console.report(self.directory)
-        self.console.say(
+        self.console.info(
             f"{self.directory} is a finished run; another --run_name starts a new one, --resume force with more --max_steps or --num_epochs trains it further"
         )
         return read_json(self.directory / RESULT)
@@ -483,8 +489,8 @@ class TrainingSession:
             "seconds": time.perf_counter() - self.started,
             "tokens_per_second": progress.tokens_seen / spent,
             "trained_tokens_per_second": progress.tokens_trained / spent,
-            "saving_seconds": self.saves.seconds,
-            "finding_seconds": self.place.seconds,
+            "saving_seconds": self.saver.seconds,
+            "finding_seconds": self.run_directory.seconds,
             "time_to_first_step_s": self.first_step_at,
             "peak_memory_bytes": peak_memory_bytes,
             "planned_memory_bytes": plan.memory.total if plan.memory else None,
@@ -493,10 +499,10 @@ class TrainingSession:
             "eval": {"before": progress.before, "after": self.after} if self.after else None,
         }
         self._compare_held_out()
-        self.opened.close()
+        self._exit_stack.close()
         try:
             replace_file(
-                self.directory / IDENTITY, to_json(self.place.identity), self.disk
+                self.directory / IDENTITY, to_json(self.run_directory.identity), self.disk
             )  # of a forced run that stopped before any checkpoint
             replace_file(self.directory / RESULT, to_json(result), self.disk)
             self.disk.sync_directory(self.directory)

@@ -11,6 +11,7 @@ from anyqlora.core.errors import UsageError
 from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.fitting import GLOBAL_BATCH, HEADROOM
 from anyqlora.planning.machine import Machine
+from tests.support import paths
 from tests.support.paths import MACHINES
 
 CONFIGS = {path.stem: path for path in sorted(configs_directory().glob("*.yaml"))}
@@ -57,7 +58,7 @@ def asked(name, **settings):
         {"config": str(CONFIGS[name]), **({} if name == "first" else {"dataset": "alpaca_sample"}), **settings},
         environ={},
     )
-    return config if config.is_demo else config.with_(model_name=str(MODELS / MODELS[config.model_name]))
+    return config if config.is_demo else config.with_(model_name=str(paths.MODELS / MODELS[config.model_name]))
 
 
 def planned(name, machine):

@@ -424,7 +424,7 @@ def test_hub_data_sets_through_the_hubs_own_client(asked, name, path, rows, prom
     """A local server that speaks the hub's interface; then the same offline, from the cache."""
     files = {path: as_file(tmp_path / f"x.{path.rpartition('.')[2]}", rows).read_bytes(), "README.md": b"-"}
     code = (
-        "import sys, json; from anyqlora import sources, formats; found = sources.read(sys.argv[1], samples=5, offline=sys.argv[2] == 'offline'); "
+        "import sys, json; from anyqlora.data import formats; from anyqlora.data.readers import sources; found = sources.read(sys.argv[1], samples=5, offline=sys.argv[2] == 'offline'); "
         "row = found[0].rows[0]; name = formats.detect(row.value); "
         "print(json.dumps([row.where, len(found[0].rows), formats.understand(row.value, name, 'auto').parts[0][0]]))"
     )

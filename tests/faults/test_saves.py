@@ -69,7 +69,7 @@ def test_macos_flushes_the_drives_own_cache(tmp_path, monkeypatch):
         files.FileSystem().sync_directory(tmp_path)
         lines.sync()
 
-    monkeypatch.setattr(checkpoints, "FULL_FLUSH", 51)
+    monkeypatch.setattr(files, "FULL_FLUSH", 51)
     monkeypatch.setattr(os, "fsync", lambda handle: (sync(handle), synced.append(os.fstat(handle).st_ino)))
     with monkeypatch.context() as here:
         here.setattr(fcntl, "fcntl", lambda handle, command: asked.append((os.fstat(handle).st_ino, command)))

@@ -268,7 +268,7 @@ def test_a_download_that_breaks_off_is_continued(tmp_path):
     assert {name for method, name, _ in requests if method == "GET" and name != "main"} == {"model.safetensors"}
     assert runs.result(tmp_path / "runs" / "run")["steps"] == 1
     code = (
-        "from anyqlora import config, hub; asked = config.resolve({'model_name': 'some/model', 'offline': 'true'}); "
+        "from anyqlora.config.resolve import resolve; from anyqlora.models import hub; asked = resolve({'model_name': 'some/model', 'offline': 'true'}); "
         "print(sorted(path.name for path in hub.base_directory(asked).iterdir()))"
     )
     out = local_hub.python("-c", code, endpoint="http://127.0.0.1:9", home=tmp_path / "home")

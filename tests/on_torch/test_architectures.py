@@ -64,7 +64,7 @@ def test_packed_loss_equals_unpacked_loss(started):
         loss.backward()
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in started.built.trainable.values()]).item())
         losses.append(loss.item())
-        started.runtime.forget()
+        started.runtime.discard_step()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 

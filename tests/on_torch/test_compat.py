@@ -131,8 +131,8 @@ def test_dora_still_loses_int8_scales():
 
 def test_rows_of_whole_blocks_are_left_to_bitsandbytes():
     with torch.device("meta"):
-        assert type(Nf4(torch.float32).empty(torch.nn.Linear(128, 40))) is bnb.nn.Linear4bit
-        assert type(Nf4(torch.float32).empty(torch.nn.Linear(96, 40))) is not bnb.nn.Linear4bit
+        assert type(Nf4(torch.float32).empty_layer(torch.nn.Linear(128, 40))) is bnb.nn.Linear4bit
+        assert type(Nf4(torch.float32).empty_layer(torch.nn.Linear(96, 40))) is not bnb.nn.Linear4bit
 
 
 def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):

@@ -31,7 +31,7 @@ def nf4(directory, dtype=torch.float32):
     quantizer = Nf4(dtype)
     return load_streamed(
         str(directory),
-        LoadPolicy(quantizer, lambda name, module, weight: quantizer.fill(module, weight), lambda model: None),
+        LoadPolicy(quantizer, lambda name, module, weight: quantizer.quantize_into(module, weight), lambda model: None),
         dtype=dtype,
         device=torch.device("cpu"),
     )

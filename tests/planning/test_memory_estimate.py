@@ -84,8 +84,8 @@ def test_a_llama_of_so_many_billions_has_them(billions):
 def test_quantized_bytes_are_those_of_bitsandbytes(kind, double_quant):
     linear = torch.nn.Linear(512, 384, bias=False)
     quantizer = kind(torch.float32, double_quant)
-    module = quantizer.empty(linear)
-    weight = quantizer.fill(module, linear.weight)
+    module = quantizer.empty_layer(linear)
+    weight = quantizer.quantize_into(module, linear.weight)
     tensors = [weight.data]
     if kind is Int8:
         tensors.append(weight.SCB)

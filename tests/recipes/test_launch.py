@@ -31,7 +31,7 @@ def whole(tmp_path_factory):
 def killed(run: Launched, rank: int, step: int) -> float:
     """Seconds from the death of a rank to the message that names it."""
     run.reach(step)
-    run.ranks()[rank].send_signal(KILL)
+    run.process_group()[rank].send_signal(KILL)
     return run.wait_for(f"rank {rank} was killed by SIGKILL", within=5)
 
 
@@ -84,7 +84,7 @@ def test_a_process_that_has_no_row_in_a_step_takes_part_in_it(tmp_path):
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_all(tmp_path):
     with Launched(tmp_path, dist_timeout=10) as run:
         run.reach(4)
-        ranks = run.ranks()
+        ranks = run.process_group()
         ranks[1].send_signal(STOP)
         began = time.monotonic()
         assert run.end() == 70, run.said()
@@ -99,7 +99,7 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_all(tmp_path):
 def test_a_signal_to_one_rank_stops_all_of_them(whole, tmp_path):
     with Launched(tmp_path) as run:
         run.reach(5)
-        run.ranks()[1].send_signal(TERM)
+        run.process_group()[1].send_signal(TERM)
         assert run.end() == 75, run.said()
         assert "stopped by SIGTERM" in run.said() and run.said().count("stopped by") == 1
     again = subprocess.run(command(tmp_path), capture_output=True, text=True, env=environment())
@@ -120,12 +120,12 @@ def test_a_signal_that_comes_while_the_processes_start_is_answered(tmp_path, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Launched(tmp_path / "runs", max_restarts=1) as run:
         until = time.monotonic() + 60
-        while len(run.ranks()) < 2 and time.monotonic() < until:
+        while len(run.process_group()) < 2 and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(0.1)  # the launcher is about to hand on what comes
         run.process.send_signal(USR1)
         time.sleep(0.3)
-        assert len(run.ranks()) == 2 and run.process.poll() is None, run.said()
+        assert len(run.process_group()) == 2 and run.process.poll() is None, run.said()
         run.process.send_signal(TERM)
         assert run.end(within=10) == 75, run.said()
     assert "stopped by SIGTERM" in run.said() and "starting again" not in run.said()
@@ -318,7 +318,7 @@ def test_a_port_in_use_is_told_once(tmp_path):
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(tmp_path):
     with Launched(tmp_path, max_steps=2000) as run:
         run.reach(2)
-        ranks = run.ranks()
+        ranks = run.process_group()
         run.process.send_signal(KILL)
         gone, alive = psutil.wait_procs(ranks, timeout=5)
     assert len(gone) == 2 and not alive
@@ -328,7 +328,7 @@ def test_a_launcher_that_is_killed_takes_its_processes_with_it(tmp_path):
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path):
     with Launched(tmp_path, max_steps=2000) as run:
         run.reach(2)
-        ranks = run.ranks()
+        ranks = run.process_group()
         for rank in ranks:
             rank.send_signal(STOP)  # as in a step that takes long: the first interrupt waits for its end
         run.process.send_signal(INT)
@@ -347,11 +347,11 @@ def test_ten_kills_in_one_run(whole, tmp_path):
         for kill in range(1, 11):
             rank = draw.randrange(2)
             run.reach(min(2 * kill + draw.randrange(4), 27))
-            while len(run.ranks()) < 2:
+            while len(run.process_group()) < 2:
                 time.sleep(0.02)
             before = run.said().count("was killed by SIGKILL")
             began = time.monotonic()
-            run.ranks()[rank].send_signal(KILL)
+            run.process_group()[rank].send_signal(KILL)
             while run.said().count("was killed by SIGKILL") == before:
                 assert time.monotonic() - began < 5, run.said()
                 time.sleep(0.02)
@@ -366,7 +366,7 @@ def test_ten_kills_in_one_run(whole, tmp_path):
 def test_five_hangs(tmp_path, step):
     with Launched(tmp_path, dist_timeout=10) as run:
         run.reach(step)
-        run.ranks()[step % 2].send_signal(STOP)
+        run.process_group()[step % 2].send_signal(STOP)
         began = time.monotonic()
         assert run.end() == 70, run.said()
         assert time.monotonic() - began < 15

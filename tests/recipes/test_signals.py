@@ -79,7 +79,7 @@ def test_a_save_that_one_process_was_asked_for_is_made_by_all(tmp_path):
 
 def stopped_in_an_evaluation(output):
     """SIGTERM comes to the second process in the third batch of the evaluation after step 2. Returns the exit code and the batches begun there."""
-    begun, between = [], TrainingSession.interruptible
+    begun, between = [], TrainingSession.check_signals
 
     def counted(self):
         if self.last_step == 2:
@@ -88,7 +88,7 @@ def stopped_in_an_evaluation(output):
                 os.kill(os.getpid(), signal.SIGTERM)
         between(self)
 
-    TrainingSession.interruptible = counted
+    TrainingSession.check_signals = counted
     code, _ = stopped(output, {**SHORT, "eval_fraction": 0.02, "eval_steps": 2, "eval_batch_size": 1}, None)
     return code, len(begun)
 

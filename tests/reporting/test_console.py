@@ -222,7 +222,7 @@ def test_panel_escapes_what_comes_from_files():
     panel = panel_on(stream, dataset=HOSTILE)
     panel.drawn = -1e9
     panel.step(RECORD)
-    panel.say(HOSTILE)
+    panel.info(HOSTILE)
     panel.close()
     assert "\x1b[2J" not in stream.getvalue() and "\x9b" not in stream.getvalue() and "\a" not in stream.getvalue()
     assert "\\x1b[2J[red]rows[/red]\\x9b\\x07.jsonl" in stream.getvalue()

@@ -160,17 +160,17 @@ class Notebook:
     fails_at = math.inf
 
     def __init__(self, run):
-        self.told = Notebook.told = [run]
+        self.broadcast = Notebook.told = [run]
         if run.config.group == "broken":
             raise RuntimeError("cannot start with hf_AbCdEfGhIjKlMnOp")
 
     def record(self, step, values):
-        if len(self.told) > self.fails_at:
+        if len(self.broadcast) > self.fails_at:
             raise RuntimeError("the server went away")
-        self.told.append((step, values))
+        self.broadcast.append((step, values))
 
     def close(self):
-        self.told.append("closed")
+        self.broadcast.append("closed")
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ class Launched:
         """The only one that the run has made, whatever its name; it may not have yet."""
         return next((path for path in self.output.iterdir() if path.is_dir()), self.output / "run")
 
-    def ranks(self) -> list[psutil.Process]:
+    def process_group(self) -> list[psutil.Process]:
         """The processes of the run, in the order of their ranks."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = [

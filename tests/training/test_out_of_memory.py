@@ -141,5 +141,5 @@ def test_nothing_of_a_forward_that_broke_off_stays(tmp_path):
     with contextlib.suppress(torch.OutOfMemoryError):
         started.loss(batch)
     assert any(ref() is not None for ref in seen)  # or nothing would be shown
-    started.runtime.forget()
+    started.runtime.discard_step()
     assert len(seen) == 12 and not any(ref() is not None for ref in seen)

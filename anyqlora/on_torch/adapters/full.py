@@ -15,10 +15,10 @@ class Full:
     def __init__(self, config: TrainConfig, device: torch.device):
         self.config = config
 
-    def choose(self, model: nn.Module, held: type = nn.Linear) -> None:
+    def select_targets(self, model: nn.Module, held: type = nn.Linear) -> None:
         """All of it."""
 
-    def residual(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def base_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
     def attach(self, model: nn.Module) -> nn.Module:
@@ -31,5 +31,5 @@ class Full:
     def tensors(self, trainable: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return trainable
 
-    def describe(self) -> dict:
+    def peft_config(self) -> dict:
         return {}

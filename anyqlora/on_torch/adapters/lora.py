@@ -31,7 +31,7 @@ class Lora:
         self.config, self.device = config, device
         self.chosen: set[str] = set()
 
-    def choose(self, model: nn.Module, held: type = nn.Linear) -> None:
+    def select_targets(self, model: nn.Module, held: type = nn.Linear) -> None:
         """Resolve lora_target_modules into names of linear layers (of type `held` where already packed). Raises UsageError."""
         stated, where = self.config.lora_target_modules, self.config.sources.get("lora_target_modules", "")
         layers = text_linears(model, held)
@@ -55,7 +55,7 @@ class Lora:
                 cure=f"all, or some of: {', '.join(sorted(lasts - barred))}",
             )
 
-    def residual(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def base_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
     def attach(self, model: nn.Module) -> nn.Module:
@@ -77,10 +77,10 @@ class Lora:
         with torch.no_grad():
             for name, module in layers.items():
                 if not module.lora_A["default"].weight.is_meta:  # else it comes from the process that has read the base
-                    self.start(PREFIX + name, module)
+                    self.init_weights(PREFIX + name, module)
         return model
 
-    def start(self, name: str, module: LoraLayer) -> None:
+    def init_weights(self, name: str, module: LoraLayer) -> None:
         """PEFT's own start, drawn by name, so that it does not depend on the order or the device."""
         a = module.lora_A["default"].weight
         values = uniform_start(name, tuple(a.shape), 1 / math.sqrt(a.shape[1]), self.config.seed)
@@ -92,7 +92,7 @@ class Lora:
     def tensors(self, trainable: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return trainable
 
-    def describe(self) -> dict:
+    def peft_config(self) -> dict:
         return is_plain_name(
             {**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
         )
@@ -109,8 +109,8 @@ class Dora(Lora):
 
     variant = {"use_dora": True}
 
-    def choose(self, model: nn.Module, held: type = nn.Linear) -> None:
-        super().choose(model, held)
+    def select_targets(self, model: nn.Module, held: type = nn.Linear) -> None:
+        super().select_targets(model, held)
         # PEFT takes a row's norm from bitsandbytes' own dequantization, which is wrong there (see quantizers/bnb.py).
         across = sorted(name for name in self.chosen if linear_inputs(model.get_submodule(name)) % BLOCK)
         if across and self.config.quantizer in ("nf4", "fp4") and self.device.type == "cpu":

@@ -55,7 +55,7 @@ class _SvdInitialized(Lora):
         self.initial = {name: p.detach().clone().cpu() for name, p in self.trainable(model).items() if not p.is_meta}
         return model
 
-    def start(self, name: str, module: nn.Module) -> None:
+    def init_weights(self, name: str, module: nn.Module) -> None:
         b, a = self.starts.pop(name.removeprefix(PREFIX))
         module.lora_A["default"].weight.copy_(a)
         module.lora_B["default"].weight.copy_(b)
@@ -67,7 +67,7 @@ class Pissa(_SvdInitialized):
     The file must act on the original base, so it holds the difference: rank 2 r, [A; A0] and [B, -B0], alpha doubled.
     """
 
-    def residual(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def base_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name not in self.chosen:
             return weight
         b, a = self.keep(name, weight)
@@ -80,8 +80,8 @@ class Pissa(_SvdInitialized):
             out[name] = torch.cat([value, first], 0) if ".lora_A." in name else torch.cat([value, -first], 1)
         return out
 
-    def describe(self) -> dict:
-        about = super().describe()
+    def peft_config(self) -> dict:
+        about = super().peft_config()
         return plain({**about, "r": 2 * about["r"], "lora_alpha": 2 * about["lora_alpha"]})
 
 
@@ -93,6 +93,6 @@ class Loftq(_SvdInitialized):
 
     observes = True
 
-    def observe(self, name: str, weight: torch.Tensor, held: torch.Tensor) -> None:
+    def on_quantized(self, name: str, weight: torch.Tensor, held: torch.Tensor) -> None:
         if name in self.chosen:
             self.keep(name, weight.float() - held.float())

@@ -59,10 +59,10 @@ class BaseModelLoader:
             reading = stream.load_packed if self.kind in registry.AFFINE else stream.load_quantized
             model = reading(str(kept or self.directory), self.quantizer, **options)
             model.name_or_path = self.directory
-            self.adapter.choose(model, self.quantizer.module_type)
+            self.adapter.select_targets(model, self.quantizer.module_type)
             return model
         return stream.load_streamed(
-            self.directory, stream.LoadPolicy(self.quantizer, quantise, self.adapter.choose), **options
+            self.directory, stream.LoadPolicy(self.quantizer, quantise, self.adapter.select_targets), **options
         )
 
     def outline(self, model: nn.Module) -> dict:
@@ -72,7 +72,7 @@ class BaseModelLoader:
         return stream.meta_model_with_shapes(
             self.directory,
             self.quantizer,
-            self.adapter.choose,
+            self.adapter.select_targets,
             about,
             dtype=self.dtype,
             trust_remote_code=self.trust_remote_code,
@@ -94,16 +94,16 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
     if plan.quantizer in registry.AFFINE:
         quantizer.group = config.affine_group_size
     kernels, notes = usable_kernels(runtime)
-    if hasattr(quantizer, "use"):
-        notes += quantizer.use(kernels, runtime.device)
+    if hasattr(quantizer, "set_kernels"):
+        notes += quantizer.set_kernels(kernels, runtime.device)
     already = quantized_as(read_config(directory))
     stored = torch.float32 if adapter.folder == "model" else STORED[plan.precision]  # what is learned is float32
 
     def fill(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
-        held = quantizer.fill(module, adapter.residual(name, weight))
+        held = quantizer.quantize_into(module, adapter.base_weight(name, weight))
         if adapter.observes:
             module.weight = held
-            adapter.observe(name, weight, quantizer.dequantize(module))
+            adapter.on_quantized(name, weight, quantizer.dequantize(module))
         return held
 
     news: list[str] = []
@@ -121,9 +121,9 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
     )
     runtime.memory.start()
     with return_freed_pages():
-        model = runtime.strategy.materialise(base, fill)
+        model = runtime.strategy.load_model(base, fill)
         model.requires_grad_(False)
-        model = runtime.strategy.adapt(adapter.attach(model))
+        model = runtime.strategy.shard_adapter(adapter.attach(model))
         notes += fuse_lora(model, quantizer, config, kernels) if config.fused else []
         if plan.use_gradient_checkpointing:
             checkpoint_layers(model, config)

@@ -92,7 +92,7 @@ def check_gradients(strategy) -> None:
     """
     dead = [
         name
-        for name, is_zero in strategy.without_gradient().items()
+        for name, is_zero in strategy.missing_gradients().items()
         if ".experts." not in name and (not is_zero or ".lora_B." in name)
     ]
     if dead:

@@ -44,7 +44,7 @@ def make_loss(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> 
     if strategy.needs_logits:
         return token_loss, strategy.needs_logits
     loss, why = (None, "") if any(p.is_meta for p in model.parameters()) else loss_from_model(model, config.loss_rows)
-    said = strategy.told({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
+    said = strategy.broadcast({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
     if said["after"] is None:
         return token_loss, said["why"]
     in_c, rows = kernels == "native", config.loss_rows
@@ -123,9 +123,9 @@ def calibrate_int8(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
     rounded = {"int8": int8, "int8_backward": EachWay(whole, int8), "fp8": Float8(kernels in ("exact", "triton"))}[
         runtime.plan.config.frozen_products
     ]
-    said = int8_calibration.calibrate(model, rounded, losses, runtime.strategy.told)
+    said = int8_calibration.calibrate(model, rounded, losses, runtime.strategy.broadcast)
     return said + (
-        int8_calibration.calibrate_head(runtime.loss, seen, runtime.strategy.told)
+        int8_calibration.calibrate_head(runtime.loss, seen, runtime.strategy.broadcast)
         if isinstance(runtime.loss, TrainedTokenLoss)
         else []
     )

@@ -67,7 +67,7 @@ class StreamingQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **_):
         placing = self.quantization_config.placing
-        placing.choose(model)
+        placing.select_targets(model)
         self.directory = model.name_or_path
         self.transposed: set[str] = set()
         self.filled: dict[str, nn.Module] = {}
@@ -78,7 +78,7 @@ class StreamingQuantizer(HfQuantizer):
                 with torch.device("meta"):
                     module = nn.Linear(module.nx, module.nf)
                 module.bias = bias
-            self.filled[name] = placing.quantizer.empty(module)
+            self.filled[name] = placing.quantizer.empty_layer(module)
             model.set_submodule(name, self.filled[name])
         quantized = placing.quantizer.bits < 16
         self.experts = {
@@ -245,7 +245,7 @@ def meta_model_with_shapes(
         if isinstance(module, Conv1D):
             module, bias = nn.Linear(module.nx, module.nf, device="meta"), module.bias
             module.bias = bias
-        model.set_submodule(name, quantizer.empty(module))
+        model.set_submodule(name, quantizer.empty_layer(module))
     for name, shape in about["experts"]:
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -288,7 +288,7 @@ def load_quantized(
     model = _from_pretrained(directory, trust_remote_code, dtype=made_in or dtype, device_map={"": device})
     for name, module in list(model.named_modules()):
         if isinstance(module, quantizer.module_type):
-            made = quantizer.empty(module)
+            made = quantizer.empty_layer(module)
             made.weight, made.bias = module.weight, module.bias
             made.quant_state = getattr(module, "quant_state", None)
             if made.quant_state is not None:
@@ -380,7 +380,7 @@ class _Packed(HfQuantizer):
             )
         for name in packed:
             scales = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[about.there[f"{name}.scales"]]
-            model.set_submodule(name, about.quantizer.empty(layers[name]).expect_files(scales))
+            model.set_submodule(name, about.quantizer.empty_layer(layers[name]).expect_files(scales))
 
     def update_dtype(self, dtype):
         return dtype

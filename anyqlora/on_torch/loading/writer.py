@@ -40,12 +40,12 @@ def packed_config(config: TrainConfig, device: torch.device | str = "cpu"):
     if config.quantizer in registry.AFFINE:
         quantizer.group = config.affine_group_size
     if (
-        hasattr(quantizer, "use")
+        hasattr(quantizer, "set_kernels")
         and torch.device(device).type == "cpu"
         and config.kernels != "portable"
         and bindings.has("quantize_4bit")
     ):
-        quantizer.use("native", device)  # the same codes, sooner
+        quantizer.set_kernels("native", device)  # the same codes, sooner
     return quantizer
 
 
@@ -94,7 +94,7 @@ def write_model(
         disk.write(
             staged / "config.json",
             (
-                json.dumps({**described, **quantizer.stated(), **({FROM: base} if base else {})}, indent=2) + "\n"
+                json.dumps({**described, **quantizer.hf_config(), **({FROM: base} if base else {})}, indent=2) + "\n"
             ).encode(),
         )
         disk.sync_directory(staged)
@@ -188,7 +188,7 @@ def weight_chunks(
             for name in sorted(tensors.keys()):
                 value = tensors.get_tensor(name)
                 yield (
-                    {key: made.cpu() for key, made in quantizer.files(name, value.to(device)).items()}
+                    {key: made.cpu() for key, made in quantizer.tensors(name, value.to(device)).items()}
                     if name in packed
                     else {name: value}
                 )

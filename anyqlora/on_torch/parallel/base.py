@@ -48,11 +48,11 @@ class Strategy:
     def setup(self) -> None:
         """Form the process group and the mesh; one process needs neither."""
 
-    def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
+    def load_model(self, build: Callable, quantise: Callable) -> nn.Module:
         """`build(quantise)` reads the model and calls `quantise(name, module, weight)` for each linear weight."""
         return build(quantise)
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def shard_adapter(self, model: nn.Module) -> nn.Module:
         """What `materialise` has split, its adapter is split like; before anything is run."""
         return model
 
@@ -74,7 +74,7 @@ class Strategy:
         """Why the loss must come through the model's own output; "" where the head may be used by itself after the model's forward."""
         return ""
 
-    def told(self, value):
+    def broadcast(self, value):
         """Rank 0's JSON-able `value`, on all."""
         return value
 
@@ -124,7 +124,7 @@ class Strategy:
         if is_finite and not skip:
             self.update()
         self.scaler.update(overflowed=not is_finite)
-        self.forget()
+        self.zero_grad()
         return StepResult(float(norm), skip or not is_finite, scale)
 
     def update(self) -> None:
@@ -154,7 +154,7 @@ class Strategy:
             torch._foreach_mul_(gradients, scale)
         return norm
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the step's gradients."""
         self.clipped = None
         self.optimizer.zero_grad(set_to_none=True)
@@ -164,7 +164,7 @@ class Strategy:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def without_gradient(self) -> dict[str, bool]:
+    def missing_gradients(self) -> dict[str, bool]:
         """After a backward, before the step: {name: False where there is no gradient at all, True where it is zero throughout}."""
         return {name: p.grad is not None for name, p in self.trainable.items() if p.grad is None or not p.grad.any()}
 
@@ -187,18 +187,20 @@ class Strategy:
         """Copy full values back; all ranks have them. Raises KeyError when a name is missing."""
         with torch.no_grad():
             for name, p in self.trainable.items():
-                p.copy_(self.part(p, tensors[name]))
+                p.copy_(self.local_shard(p, tensors[name]))
 
     def load_moments(self, tensors: dict[str, torch.Tensor]) -> None:
         """Full moments back, which all ranks have."""
         for name, state in by_parameter_name(tensors).items():
             p = self.trainable[name]
             self.optimizer.state[p] = {
-                key: self.count(value, p.device) if key == "step" else self.part(p, value).to(p.device, copy=True)
+                key: self.count(value, p.device)
+                if key == "step"
+                else self.local_shard(p, value).to(p.device, copy=True)
                 for key, value in state.items()
             }
 
-    def count(self, step: torch.Tensor, device: torch.device) -> torch.Tensor | int:
+    def restore_step(self, step: torch.Tensor, device: torch.device) -> torch.Tensor | int:
         """A parameter's `step` as its optimizer keeps it: an integer as a number (bitsandbytes), and a tensor in host memory, unless
         moments are updated by one launch on `device`, which reads it there."""
         if not step.is_floating_point():
@@ -210,7 +212,7 @@ class Strategy:
         """That of all of a parameter, of which this rank may hold a part."""
         return p.shape
 
-    def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """What of a full tensor belongs to this rank's parameter."""
         return full
 

@@ -19,7 +19,7 @@ class Broadcaster:
         """`patient` is a group on host memory whose collectives wait long: rank 0 may be reading a large model."""
         self.rank, self.device, self.patient = rank, device, patient
 
-    def told(self, value=None):
+    def broadcast(self, value=None):
         """Rank 0's JSON-able `value`, on all."""
         text = json.dumps(value).encode() if self.rank == 0 else b""
         size = torch.tensor([len(text)])
@@ -69,7 +69,7 @@ def broadcast_model(
                 ]
             )
     heard: dict[str, dict[str, torch.Tensor]] = {}
-    for name, key, dtype, shape, *same in link.told(listed):
+    for name, key, dtype, shape, *same in link.broadcast(listed):
         value = (
             heard[same[0]][same[1]]
             if same
@@ -96,7 +96,9 @@ def contents(owner: nn.Module, quantizer) -> dict[str, torch.Tensor]:
         owner.named_buffers(recurse=False)
     )
     if is_packed(owner, quantizer):
-        found |= {f"weight|{key}": value for key, value in quantizer.state_tensors(quantizer.state_of(owner)).items()}
+        found |= {
+            f"weight|{key}": value for key, value in quantizer.state_tensors(quantizer.quant_state(owner)).items()
+        }
     return found
 
 

@@ -31,7 +31,7 @@ class Ddp(MultiProcessStrategy):
     plugin_cls = DdpOptions
     is_whole = False  # whether all ranks have what rank 0 has read
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def shard_adapter(self, model: nn.Module) -> nn.Module:
         """From here on all ranks have the whole model, and each takes the same fast paths."""
         self.share(model)
         self.is_whole = True
@@ -105,6 +105,6 @@ class Ddp(MultiProcessStrategy):
             self.sum_flat(self.trainable.values())
         self.is_summed = False
 
-    def forget(self) -> None:
-        super().forget()
+    def zero_grad(self) -> None:
+        super().zero_grad()
         self.is_summed = False

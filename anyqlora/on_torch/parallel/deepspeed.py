@@ -233,19 +233,21 @@ class DeepSpeed(MultiProcessStrategy):
     def update(self) -> None:
         self.engine.step()
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         if self.stage >= 2:
             raise RunError(
                 f"out of memory: ZeRO stage {self.stage} has sent a part of the step's gradients already, so it cannot be done again",
                 cure="a smaller --batch_size, or --deepspeed_zero_stage 1",
             )
         if self.stage == 0:
-            super().forget()
+            super().zero_grad()
         else:
             self.zero.zero_grad(set_to_none=True)
 
-    def without_gradient(self) -> dict[str, bool]:
-        found = self.summed(torch.tensor(list(self.seen.values()), dtype=torch.float32, device=self.device)).tolist()
+    def missing_gradients(self) -> dict[str, bool]:
+        found = self.all_reduce_sum(
+            torch.tensor(list(self.seen.values()), dtype=torch.float32, device=self.device)
+        ).tolist()
         return {name: has > 0 for name, (has, moves) in zip(self.seen, found, strict=True) if not moves}
 
     # ------------------------------------------------------------------------------------------------ what is kept

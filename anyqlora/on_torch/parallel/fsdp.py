@@ -135,7 +135,7 @@ class Fsdp(ShardedStrategy):
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
-    def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         full = full.to(parameter.device)
         return distribute_tensor(
             full, parameter.device_mesh, parameter.placements, src_data_rank=None

@@ -68,7 +68,7 @@ class MultiProcessStrategy(Strategy):
 
     # --------------------------------------------------------------------------------------------------- the model
 
-    def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
+    def load_model(self, build: Callable, quantise: Callable) -> nn.Module:
         """Rank 0 reads and quantizes; the others get an outline, and what it holds part by part in `prepare`."""
         self.quantizer = build.quantizer
         model, said = None, None
@@ -79,9 +79,9 @@ class MultiProcessStrategy(Strategy):
                 )
                 said = build.outline(model)
             except BaseException as error:
-                self.link.told({"failed": type(error).__name__})
+                self.link.broadcast({"failed": type(error).__name__})
                 raise
-        said = self.link.told(said)
+        said = self.link.broadcast(said)
         if "failed" in said:
             raise PeerLost(f"rank {self.rank} ends: rank 0 could not read the model ({said['failed']})")
         return build.outlined(said) if model is None else model
@@ -111,12 +111,12 @@ class MultiProcessStrategy(Strategy):
         """The parameters as they are now under the same names."""
         trainable.update({name: getattr(module, key) for name, (module, key) in owners.items()})
 
-    def told(self, value):
-        return self.link.told(value)
+    def broadcast(self, value):
+        return self.link.broadcast(value)
 
     # ---------------------------------------------------------------------------------------------------- the sums
 
-    def summed(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """Summed over all ranks."""
         dist.all_reduce(value)
         return value
@@ -126,7 +126,7 @@ class MultiProcessStrategy(Strategy):
         parameters = list(parameters)
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=self.device)
         parts = [has, *(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)]
-        flat = self.summed(torch.cat([part.detach().reshape(-1).float() for part in parts]))
+        flat = self.all_reduce_sum(torch.cat([part.detach().reshape(-1).float() for part in parts]))
         counts, *sums = flat.split([part.numel() for part in parts])
         for p, count, total in zip(parameters, counts.tolist(), sums, strict=True):
             if count:
@@ -147,13 +147,13 @@ class MultiProcessStrategy(Strategy):
 class ShardedStrategy(MultiProcessStrategy):
     """What is trained lies in parts, DTensors, on several ranks; what no mesh splits lies on each of them."""
 
-    def without_gradient(self) -> dict[str, bool]:
+    def missing_gradients(self) -> dict[str, bool]:
         parameters = list(self.trainable.values())
         found = torch.tensor(
             [[p.grad is not None, p.grad is not None and bool(local(p.grad).any())] for p in parameters],
             dtype=torch.float32,
         )
-        found = self.summed(found.to(self.device)).tolist()
+        found = self.all_reduce_sum(found.to(self.device)).tolist()
         return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
 
     def gather_trainable(self) -> dict[str, torch.Tensor]:
@@ -172,12 +172,12 @@ class ShardedStrategy(MultiProcessStrategy):
     def _on_the_first(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {}
         for name, value in tensors.items():
-            full = self.whole(value) if isinstance(value, DTensor) else value
+            full = self.full_tensor(value) if isinstance(value, DTensor) else value
             if self.rank == 0:
                 found[name] = full.cpu()
         return found
 
-    def whole(self, tensor: DTensor) -> torch.Tensor:
+    def full_tensor(self, tensor: DTensor) -> torch.Tensor:
         """All of a tensor, on every rank; parts in host memory go through the device to be put together."""
         return tensor.to(self.device).full_tensor()
 

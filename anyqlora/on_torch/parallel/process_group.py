@@ -39,7 +39,7 @@ class TorchProcessGroup(ProcessGroup):
             )
         )
         self.has_formed = not dist.is_initialized()
-        with self.noticing():
+        with self.peer_errors():
             if self.has_formed:  # else Ray has, or whoever calls train()
                 self._form(plan, world)
             self.patient = dist.new_group(backend="gloo", timeout=LONG)
@@ -55,14 +55,14 @@ class TorchProcessGroup(ProcessGroup):
             timeout=timedelta(seconds=plan.config.dist_timeout),
         )
 
-    def told(self, value):
+    def broadcast(self, value):
         return json.loads(self._bytes(json.dumps(value).encode() if self.is_first else b""))
 
-    def told_bytes(self, content):
+    def broadcast_bytes(self, content):
         dist.broadcast(torch.from_numpy(content), src=0)
         return content
 
-    def every(self, value):
+    def all_gather_object(self, value):
         mine = json.dumps(value).encode()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(mine)]))
@@ -71,12 +71,12 @@ class TorchProcessGroup(ProcessGroup):
         dist.all_gather(parts, torch.tensor(list(mine.ljust(longest)), dtype=torch.uint8))
         return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
-    def total(self, *values):
+    def all_reduce_sum(self, *values):
         summed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(summed)
         return summed.tolist()
 
-    def wait(self):
+    def barrier(self):
         dist.barrier(group=self.patient)
 
     def _bytes(self, mine: bytes) -> bytes:
@@ -89,7 +89,7 @@ class TorchProcessGroup(ProcessGroup):
         dist.broadcast(content, src=0)
         return bytes(content.tolist())
 
-    def noticing(self):
+    def peer_errors(self):
         """A context in which an error of the group becomes a PeerLost, after the stacks are written."""
         return _PeerErrors(self)
 
@@ -165,7 +165,7 @@ class _PeerErrors:
     )
 
     def __init__(self, ranks: TorchProcessGroup):
-        self.ranks = ranks
+        self.process_group = ranks
 
     def __enter__(self):
         return self
@@ -174,9 +174,9 @@ class _PeerErrors:
         is_lost = isinstance(error, (dist.DistError, RuntimeError)) and any(word in str(error) for word in self.WORDS)
         if not is_lost:
             return
-        if self.ranks.stacks is not None:
-            faulthandler.dump_traceback(self.ranks.stacks, all_threads=True)
+        if self.process_group.stacks is not None:
+            faulthandler.dump_traceback(self.process_group.stacks, all_threads=True)
         raise PeerLost(
-            f"rank {self.ranks.rank} lost another process of the run: {str(error).strip().splitlines()[0]}",
+            f"rank {self.process_group.rank} lost another process of the run: {str(error).strip().splitlines()[0]}",
             cure="the same command continues from the last checkpoint",
         ) from None

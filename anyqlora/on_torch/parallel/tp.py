@@ -43,7 +43,7 @@ class TensorParallel(ShardedStrategy):
 
     # ------------------------------------------------------------------------------------------------ before training
 
-    def materialise(self, build: Callable, quantise: Callable) -> nn.Module:
+    def load_model(self, build: Callable, quantise: Callable) -> nn.Module:
         """Rank 0 slices each weight that the layout splits as it comes in, and only then quantizes; then every process gets its slices."""
         self.splits, ways = planned_splits(self.plan.config, self.along.size()), self.along.size()
         for_others: dict[
@@ -60,7 +60,7 @@ class TensorParallel(ShardedStrategy):
             for_others[name] = others
             return quantise(name, module, self.splits[name].slice(weight, 0, ways))
 
-        model = super().materialise(build, slice_first)
+        model = super().load_model(build, slice_first)
         left = set(self.splits) - set(for_others)
         if self.rank == 0 and left:
             raise RunError(f"{len(left)} layers are not split as planned, {min(left)} is the first")
@@ -87,7 +87,7 @@ class TensorParallel(ShardedStrategy):
         if self.rank == 0:
             give(layer, first)
 
-    def adapt(self, model: nn.Module) -> nn.Module:
+    def shard_adapter(self, model: nn.Module) -> nn.Module:
         """Split the adapter as its layers are, and join those that stand alone."""
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
@@ -178,12 +178,12 @@ class TensorParallel(ShardedStrategy):
 
     # -------------------------------------------------------------------------------------------------- what is learned
 
-    def whole(self, tensor: DTensor) -> torch.Tensor:
+    def full_tensor(self, tensor: DTensor) -> torch.Tensor:
         if tensor.device_mesh.ndim > 1:  # one axis at a time, the one that was split last first
             tensor = tensor.redistribute(placements=[Replicate(), tensor.placements[1]])
         return tensor.full_tensor()
 
-    def part(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """What each process holds of `full`, which all have: nothing is sent."""
         if not isinstance(parameter, DTensor):
             return full

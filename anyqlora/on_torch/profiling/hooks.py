@@ -13,7 +13,7 @@ class NullHooks:
         """A context around one phase of a run: load, forward, backward (`is_final`: of the step's last micro-batch), step or evaluate."""
         return contextlib.nullcontext()
 
-    def part(self, name: str):
+    def span(self, name: str):
         """A context around a part of a phase: data, and what an optimizer step is made of."""
         return contextlib.nullcontext()
 
@@ -42,7 +42,7 @@ class HookList(NullHooks):
             yield
 
     @contextlib.contextmanager
-    def part(self, name: str):
+    def span(self, name: str):
         with contextlib.ExitStack() as stack:
             for one in self.watches:
                 stack.enter_context(one.part(name))

@@ -59,7 +59,7 @@ def profiler(run) -> list[NullHooks]:
     """The profiler of a run; none where profiles already are and are not to be overwritten."""
     output = run.directory / run.config.profiling_output
     if output.exists() and not run.config.overwrite_profiling_output:
-        run.console.say(f"{output} has profiles already and is left as it is")
+        run.console.info(f"{output} has profiles already and is left as it is")
         return []
     if output.exists():
         shutil.rmtree(output)

@@ -28,14 +28,14 @@ class Timeline(NullHooks):
         self.run, self.path = run, run.directory / run.config.timeline
         self.profile, self.left = None, min(STEPS, run.total_steps - run.first_step)
 
-    def part(self, name: str):
+    def span(self, name: str):
         if self.profile is None and self.left and name == "data":
             self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             self.profile.start()
         return torch.profiler.record_function(PHASE + name) if self.profile is not None else contextlib.nullcontext()
 
     def phase(self, name: str, is_final: bool = True):
-        return self.part(name if is_final else "accumulate")
+        return self.span(name if is_final else "accumulate")
 
     def step_done(self) -> None:
         self.left = max(0, self.left - 1)

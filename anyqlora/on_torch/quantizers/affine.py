@@ -86,7 +86,7 @@ class Affine4:
     def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True, group: int = 64):
         self.compute_dtype, self.group = compute_dtype, group
 
-    def empty(self, linear: nn.Linear) -> AffineLinear:
+    def empty_layer(self, linear: nn.Linear) -> AffineLinear:
         return AffineLinear(linear, self.bits, self.group)
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -97,7 +97,7 @@ class Affine4:
     def unpack(self, words: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return unpack(words, *state, self.bits).to(self.compute_dtype)
 
-    def fill(self, module: AffineLinear, weight: torch.Tensor) -> nn.Parameter:
+    def quantize_into(self, module: AffineLinear, weight: torch.Tensor) -> nn.Parameter:
         words, scales, biases = pack(weight.float(), self.bits, self.group)
         module.scales, module.biases = scales, biases
         return nn.Parameter(words, requires_grad=False)
@@ -105,15 +105,15 @@ class Affine4:
     def dequantize(self, module: AffineLinear) -> torch.Tensor:
         return module.dequantize().to(self.compute_dtype)
 
-    def packed(self, module: AffineLinear) -> torch.Tensor:
+    def codes(self, module: AffineLinear) -> torch.Tensor:
         return module.weight.data
 
-    def files(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def tensors(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """{tensor of a file: value} of the weight `name`, as this library and mlx-lm read it."""
         words, scales, biases = pack(weight.float(), self.bits, self.group)
         owner = name.removesuffix(".weight")
         return {name: words.view(torch.uint32), f"{owner}.scales": scales, f"{owner}.biases": biases}
 
-    def stated(self) -> dict:
+    def hf_config(self) -> dict:
         """What config.json says of such files, in mlx-lm's words."""
         return {"quantization": {"group_size": self.group, "bits": self.bits, "mode": "affine"}}

@@ -42,7 +42,7 @@ class _FourBit:
     def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
         self.compute_dtype, self.double_quant = compute_dtype, double_quant
 
-    def empty(self, linear: nn.Linear) -> bnb.nn.Linear4bit:
+    def empty_layer(self, linear: nn.Linear) -> bnb.nn.Linear4bit:
         kind = self.layer if linear.in_features % BLOCK == 0 else UnalignedLinear4bit
         with torch.device("meta"):
             module = kind(
@@ -56,7 +56,7 @@ class _FourBit:
         module.unpack = self.unpack
         return keep_weights_as_packed(module)
 
-    def use(self, kernels: str, device: torch.device) -> list[str]:
+    def set_kernels(self, kernels: str, device: torch.device) -> list[str]:
         """Quantize and unpack by these kernels (settings.kernels) from here on. Returns a line where they unpack something else on this device."""
         self.is_native = kernels == "native"
         if kernels in ("portable", "native"):
@@ -97,7 +97,7 @@ class _FourBit:
 
     pack = quantize
 
-    def fill(self, module: bnb.nn.Linear4bit, weight: torch.Tensor) -> bnb.nn.Params4bit:
+    def quantize_into(self, module: bnb.nn.Linear4bit, weight: torch.Tensor) -> bnb.nn.Params4bit:
         return self.parameter(module, *self.quantize(weight))
 
     def parameter(self, module: bnb.nn.Linear4bit, codes: torch.Tensor, state: F.QuantState) -> bnb.nn.Params4bit:
@@ -115,7 +115,7 @@ class _FourBit:
         )
 
     @staticmethod
-    def state_of(module: bnb.nn.Linear4bit) -> F.QuantState:
+    def quant_state(module: bnb.nn.Linear4bit) -> F.QuantState:
         return module.quant_state
 
     @staticmethod
@@ -130,15 +130,15 @@ class _FourBit:
     def dequantize(self, module: bnb.nn.Linear4bit) -> torch.Tensor:
         return self.unpack(module.weight.data, module.quant_state)
 
-    def packed(self, module: bnb.nn.Linear4bit) -> torch.Tensor:
+    def codes(self, module: bnb.nn.Linear4bit) -> torch.Tensor:
         return module.weight.data
 
-    def files(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def tensors(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """{tensor of a file: value} of the weight `name`, as transformers and bitsandbytes read it."""
         codes, state = self.quantize(weight)
         return {name: codes, **{f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}}
 
-    def stated(self) -> dict:
+    def hf_config(self) -> dict:
         """What config.json says of such files, in transformers' words."""
         return {
             "quantization_config": {
@@ -209,7 +209,7 @@ class Int8:
     def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
         self.compute_dtype = compute_dtype
 
-    def empty(self, linear: nn.Linear) -> bnb.nn.Linear8bitLt:
+    def empty_layer(self, linear: nn.Linear) -> bnb.nn.Linear8bitLt:
         with torch.device("meta"):
             return _KeepScales(
                 linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False, threshold=6.0
@@ -224,14 +224,14 @@ class Int8:
     def unpack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return F.int8_vectorwise_dequant(codes, scales).to(self.compute_dtype)
 
-    def fill(self, module: bnb.nn.Linear8bitLt, weight: torch.Tensor) -> bnb.nn.Int8Params:
+    def quantize_into(self, module: bnb.nn.Linear8bitLt, weight: torch.Tensor) -> bnb.nn.Int8Params:
         return self.parameter(module, *self.pack(weight))
 
     def parameter(self, module: bnb.nn.Linear8bitLt, codes: torch.Tensor, scales: torch.Tensor) -> bnb.nn.Int8Params:
         return bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
 
     @staticmethod
-    def state_of(module: bnb.nn.Linear8bitLt) -> torch.Tensor:
+    def quant_state(module: bnb.nn.Linear8bitLt) -> torch.Tensor:
         # bitsandbytes moves the scales from the parameter to the layer's state at the first forward.
         return module.weight.SCB if module.weight.SCB is not None else module.state.SCB
 
@@ -244,7 +244,7 @@ class Int8:
         return tensors["scales"]
 
     def dequantize(self, module: bnb.nn.Linear8bitLt) -> torch.Tensor:
-        return self.unpack(module.weight.data, self.state_of(module))
+        return self.unpack(module.weight.data, self.quant_state(module))
 
-    def packed(self, module: bnb.nn.Linear8bitLt) -> torch.Tensor:
+    def codes(self, module: bnb.nn.Linear8bitLt) -> torch.Tensor:
         return module.weight.data

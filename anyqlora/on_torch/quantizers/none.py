@@ -13,14 +13,14 @@ class Unquantized:
     def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
         self.compute_dtype = compute_dtype
 
-    def empty(self, linear: nn.Linear) -> nn.Linear:
+    def empty_layer(self, linear: nn.Linear) -> nn.Linear:
         return linear
 
-    def fill(self, module: nn.Linear, weight: torch.Tensor) -> nn.Parameter:
+    def quantize_into(self, module: nn.Linear, weight: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
 
     def dequantize(self, module: nn.Linear) -> torch.Tensor:
         return module.weight.detach()
 
-    def packed(self, module: nn.Linear) -> torch.Tensor:
+    def codes(self, module: nn.Linear) -> torch.Tensor:
         return module.weight

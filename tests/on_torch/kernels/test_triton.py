@@ -543,12 +543,12 @@ def test_windows_reach_as_far_back(architecture, tmp_path):
 
 def test_a_layer_with_work_enough_unpacks_its_weight_by_the_kernel():
     quantizer = Nf4(torch.float32)
-    quantizer.use("exact", torch.device(DEVICE))
+    quantizer.set_kernels("exact", torch.device(DEVICE))
     kernel, asked = quantizer.unpack, []
     quantizer.unpack = lambda codes, state: asked.append(state.shape) or kernel(codes, state)
-    layer = quantizer.empty(torch.nn.Linear(64, 8, bias=True))
+    layer = quantizer.empty_layer(torch.nn.Linear(64, 8, bias=True))
     layer.bias = torch.nn.Parameter(some(8), requires_grad=False)
-    layer.weight = quantizer.fill(layer, some(8, 64, seed=1))
+    layer.weight = quantizer.quantize_into(layer, some(8, 64, seed=1))
     for rows, times in ((3, 0), (bnb.MANY, 1)):
         x = some(rows, 64, seed=2)
         expected = torch.nn.functional.linear(
@@ -627,7 +627,7 @@ def test_kernels_that_do_not_run_are_refused_when_asked_for_and_named_when_not(t
 def test_a_dequantization_that_gives_something_else_is_named_and_not_used(monkeypatch):
     monkeypatch.setattr(dequantizing, "dequantize", lambda codes, state: dequantizing.defined(codes, state) * 1.01)
     quantizer = Nf4(torch.float32)
-    assert quantizer.use("exact", torch.device(DEVICE)) == [
+    assert quantizer.set_kernels("exact", torch.device(DEVICE)) == [
         "bitsandbytes unpacks the weights: the kernel for it gives something else on this device"
     ]
     assert quantizer.unpack is bnb.unpacked_linear

@@ -36,8 +36,8 @@ def filled(name, weight, bias=None, dtype=torch.float32):
     with torch.device("meta"):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, dtype=dtype)
     made = quantizer(name, dtype)
-    module = made.empty(linear)
-    module.weight = made.fill(module, weight)
+    module = made.empty_layer(linear)
+    module.weight = made.quantize_into(module, weight)
     if bias is not None:
         module.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
     return made, module.train()
@@ -76,7 +76,7 @@ def test_forward_and_backward_are_those_of_the_dequantized_weight(name, dtype):
     weight, bias = torch.randn(40, 96, generator=generator), torch.randn(40, generator=generator)
     made, module = filled(name, weight, bias, dtype)
     assert isinstance(module, made.module_type)
-    packed = made.packed(module)
+    packed = made.codes(module)
     assert packed.numel() * packed.element_size() * 8 == weight.numel() * (
         made.bits if made.bits < 16 else 8 * dtype.itemsize
     )
@@ -221,7 +221,7 @@ def test_codes_are_bitsandbytes_own_to_the_bit(kind, dtype, is_native, threads, 
 def test_who_runs_on_native_kernels_quantizes_by_them(monkeypatch):
     monkeypatch.setattr(nf4_quantize, "_fill", None)
     made, weight = quantizer("nf4"), torch.randn(64, 96, generator=torch.Generator().manual_seed(4))
-    assert made.use("native", torch.device("cpu")) == []
+    assert made.set_kernels("native", torch.device("cpu")) == []
     codes, state = made.pack(weight)
     expected, theirs = F.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
     assert torch.equal(codes, expected) and torch.equal(state.absmax, theirs.absmax)
