@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from anyqlora.config.resolve import SETTINGS, canonical, canonical_argv, parsed
+from anyqlora.config.resolve import canonical_argv
+from anyqlora.config.schema import SETTINGS, canonical_name, parse_value
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 
@@ -40,7 +41,7 @@ def read(argv: list[str], own: Mapping[str, type], settings: tuple[str, ...] = (
             if own.get(key) is float
             else raw
             if key in own
-            else parsed(key, raw, f"{WHERE}: --{flag}")
+            else parse_value(key, raw, f"{WHERE}: --{flag}")
         )
     return name, values
 
@@ -50,7 +51,7 @@ def _key(key: str, own: Mapping[str, type], settings: tuple[str, ...]) -> str:
         return key
     known = [*own, *settings]
     try:
-        found = canonical(key, WHERE)
+        found = canonical_name(key, WHERE)
     except UsageError:
         found = ""
     if found in settings:

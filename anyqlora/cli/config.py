@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from anyqlora.cli import arguments
-from anyqlora.config.resolve import TrainConfig, resolve
+from anyqlora.config.resolve import resolve
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import printable
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anyqlora.cli import arguments
-from anyqlora.config.resolve import ENV_PREFIX, from_environment, parsed
+from anyqlora.config.resolve import ENV_PREFIX, from_environment
+from anyqlora.config.schema import parse_value
 from anyqlora.core.errors import RunError, UsageError
 from anyqlora.core.terminal import format_bytes, printable
 from anyqlora.planning.machine import observe
@@ -158,7 +159,7 @@ def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
             )
     try:
         for name, (raw, where) in from_environment(environ).items():
-            parsed(name, raw, where)
+            parse_value(name, raw, where)
     except UsageError as error:
         yield Finding("WRONG", f"{error.where}: {error.message}", error.cure or "unset it, or give it such a value")
 

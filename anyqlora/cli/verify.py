@@ -13,10 +13,10 @@ from pathlib import Path
 from anyqlora.cli import arguments, parity
 from anyqlora.config.resolve import from_file
 from anyqlora.core.errors import RunError, UsageError
-from anyqlora.core.registry import WAYS
+from anyqlora.core.registry import ADAPTER, WAYS
 from anyqlora.core.terminal import printable
 from anyqlora.reporting.summary import read_lines
-from anyqlora.runs.checkpoints import ADAPTER, MOMENTS, Checkpoints
+from anyqlora.runs.checkpoints import MOMENTS, Checkpoints
 
 USAGE = """usage: python -m anyqlora verify --resume RUN [--steps N] [--backend NAME] [--model_name BASE] [--offline true] [--trust_remote_code true]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.data import audit, chat_template, examples
 from anyqlora.data.examples import Example

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from anyqlora.config.resolve import AUTO, TrainConfig
+from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import printable
 from anyqlora.data import chat_template, formats

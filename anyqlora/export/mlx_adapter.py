@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.files import Content, tensors_to_bytes, to_json
+from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
 from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, last
-from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG
 
 MLX_ADAPTER = "adapters.safetensors"
 KEPT = "peft"  # key of mlx-lm's adapter_config.json, which it passes over: PEFT's own, for the way back

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.registry import AFFINE, BITS, QUANTIZERS
 from anyqlora.models.architectures import DEMO_BASE, model_config

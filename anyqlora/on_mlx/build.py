@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from anyqlora.config.resolve import AUTO, TrainConfig
+from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.models.architectures import read_config

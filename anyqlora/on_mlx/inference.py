@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from safetensors.numpy import load_file
 
 from anyqlora.core.errors import NotSupported, UsageError
+from anyqlora.core.registry import ADAPTER
 from anyqlora.data import tokenizer
 from anyqlora.data.dataset import DataSplits, check_tokens, iterate_tokens
 from anyqlora.data.examples import prompt_ids
@@ -19,7 +20,6 @@ from anyqlora.on_mlx.runtime import Runtime
 from anyqlora.on_mlx.state import load
 from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import ConsoleReporter
-from anyqlora.runs.checkpoints import ADAPTER
 from anyqlora.runs.finished import EvalContext, FinishedRun
 from anyqlora.training import evaluation
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 
 RHO, ADADELTA_EPS = 0.9, 1e-6  # torch.optim.Adadelta's defaults
 

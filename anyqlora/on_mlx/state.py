@@ -9,11 +9,12 @@ import numpy as np
 
 from anyqlora.core.errors import NotSupported
 from anyqlora.core.files import Content, tensors_to_bytes, to_json
+from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory
 from anyqlora.on_mlx.build import BuiltModel
 from anyqlora.on_mlx.runtime import Runtime
-from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_shapes
+from anyqlora.runs.checkpoints import check_shapes
 
 STEP = "step"  # among the moments
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}

@@ -9,17 +9,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 from anyqlora.core.errors import UsageError
+from anyqlora.core.registry import ADAPTER
 from anyqlora.data import tokenizer
 from anyqlora.data.dataset import DataSplits, check_tokens, iterate_tokens
 from anyqlora.data.examples import prompt_ids
 from anyqlora.on_torch.assembly.build import build
 from anyqlora.on_torch.device import set_deterministic
 from anyqlora.on_torch.evaluate import evaluator
-from anyqlora.on_torch.generate import answers, learned_ends, room_for_tokens
+from anyqlora.on_torch.generate import answers, room_for_tokens
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.reporting.console import ConsoleReporter
-from anyqlora.runs.checkpoints import ADAPTER
 from anyqlora.runs.finished import EvalContext, FinishedRun, plan_here
+from anyqlora.training.evaluation import learned_ends
 
 
 @dataclass

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from anyqlora.core.files import Content, tensors_to_bytes, to_json
+from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
 from anyqlora.on_torch._compat import quietly
 from anyqlora.on_torch.assembly.checks import BuiltModel
 from anyqlora.on_torch.runtime import Runtime
-from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_shapes
+from anyqlora.runs.checkpoints import check_shapes
 
 WEIGHTS = {"adapter": ADAPTER, "model": "model.safetensors"}
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from anyqlora.config.resolve import TrainConfig, from_environment
+from anyqlora.config.resolve import from_environment
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.terminal import format_bytes

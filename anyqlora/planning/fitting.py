@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyqlora.config.resolve import AUTO, TrainConfig
+from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core.terminal import format_bytes
 from anyqlora.planning import memory, mesh
 

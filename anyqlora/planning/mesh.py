@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
 
-from anyqlora.config.resolve import AUTO, TrainConfig
+from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models.architectures import COLUMNS, ROWS, WHOLE, LinearShape, ModelShape
 from anyqlora.planning.memory.weights import BLOCK

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anyqlora.config.resolve import AUTO, TrainConfig, checked
+from anyqlora.config.schema import AUTO, TrainConfig
+from anyqlora.config.validate import validate
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.registry import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
@@ -56,7 +57,7 @@ class RunPlan:
     backend: str
     framework: str
     device: str
-    memory: memory.Estimate | None  # None: unknown, for the reason in memory_unknown
+    memory: memory.MemoryEstimate | None  # None: unknown, for the reason in memory_unknown
     memory_free: (
         int | None
     )  # bytes on the device when the plan was made, for each process that shares it; None: not measured
@@ -245,7 +246,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     Raises UsageError for what the row or the machine does not allow (and, with strict, for any adjustment), NotBuilt for what
     this version lacks.
     """
-    draft = PlanBuilder(checked(config))
+    draft = PlanBuilder(validate(config))
     if config.backend not in (AUTO, backend):
         raise UsageError(
             f"backend {config.backend!r} was asked for, and this plan is for {str(backend)!r}",
@@ -271,7 +272,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         )
     if draft.config.adapter not in row.adapters:
         _refuse(draft.config, "adapter", backend, False, found, row.adapters)
-    checked(draft.config)  # what was changed may contradict what was asked
+    validate(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)

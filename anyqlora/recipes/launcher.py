@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from anyqlora.config.resolve import AUTO, TrainConfig
+from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core.errors import OutOfMemory, PeerLost, Stopped
 from anyqlora.core.terminal import printable
 from anyqlora.processes.environment import free_port, physical_cores

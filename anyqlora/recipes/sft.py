@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 
 
 def train(config: TrainConfig, name: str = "") -> dict:

@@ -24,7 +24,7 @@ def end_with_parent(parent: int) -> None:
 
 def main(folder: Path) -> None:
     with explained("train.py"):
-        from anyqlora.config.resolve import TrainConfig
+        from anyqlora.config.schema import TrainConfig
         from anyqlora.core.files import json_safe
         from anyqlora.recipes.sft import train  # in here, where signals that come while it is imported are answered
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from anyqlora.config.resolve import SETTINGS, TrainConfig
+from anyqlora.config.schema import SETTINGS, TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.core.redaction import redacted

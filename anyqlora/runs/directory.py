@@ -20,7 +20,7 @@ except ImportError:  # not a Unix
     fcntl = None
 
 from anyqlora.config import init_adapter
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import hashing
 from anyqlora.core.errors import DiskFull, NoCheckpoint, Stopped, UsageError
 from anyqlora.core.files import FileSystem, remove_leftovers, to_json

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from anyqlora.config.resolve import AUTO, SETTINGS, TrainConfig, from_environment, from_file, parsed
+from anyqlora.config.resolve import from_environment, from_file
+from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parse_value
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
@@ -140,7 +141,7 @@ def read_run(directory: Path) -> FinishedRun:
         )
     found = from_file(stated)
     config = TrainConfig(
-        **{name: parsed(name, raw, where) for name, (raw, where) in found.items()},
+        **{name: parse_value(name, raw, where) for name, (raw, where) in found.items()},
         sources={name: where for name, (_, where) in found.items()},
     )
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.files import to_json
 from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import CHAT_TEMPLATES

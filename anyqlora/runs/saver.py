@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import DiskFull, NonFinite
 from anyqlora.core.files import FileSystem, replace_file, to_json
 from anyqlora.core.terminal import format_bytes

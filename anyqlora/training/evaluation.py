@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from anyqlora.config.resolve import AUTO
+from anyqlora.config.schema import AUTO
 from anyqlora.core.errors import RunError
-from anyqlora.data.dataset import Example
+from anyqlora.data.examples import Example
 from anyqlora.data.stream import Batch, make_batches
 from anyqlora.models.architectures import position_table
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anyqlora.config.resolve import SETTINGS, TrainConfig
+from anyqlora.config.schema import SETTINGS, TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.data.dataset import DataSplits

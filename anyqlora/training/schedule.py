@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 
 
 def warmup(config: TrainConfig, total_steps: int) -> int:

@@ -22,6 +22,7 @@ from anyqlora.core.files import (
     write_directory,
 )
 from anyqlora.core.redaction import redacted
+from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
 from anyqlora.data.audit import warnings
 from anyqlora.data.dataset import DataSplits
 from anyqlora.data.stream import Batch, BatchStream
@@ -30,7 +31,7 @@ from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import JsonLines, Metrics
 from anyqlora.reporting.select import make_reporter
 from anyqlora.reporting.trackers import Trackers
-from anyqlora.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, read_adapter
+from anyqlora.runs.checkpoints import read_adapter
 from anyqlora.runs.directory import IDENTITY, RESULT, RunDirectory, read_json, unwritable
 from anyqlora.runs.model_card import model_card
 from anyqlora.runs.provenance import environment, run_files

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from anyqlora.__main__ import main
 from anyqlora.cli import doctor
-from anyqlora.config.resolve import SETTINGS
+from anyqlora.config.schema import SETTINGS
 from anyqlora.core.errors import UsageError
 from anyqlora.data import dataset
 from anyqlora.models.architectures import DEMO_BASE

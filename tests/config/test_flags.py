@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyqlora.config import strategy_options, validate
-from anyqlora.config.resolve import SETTINGS, resolve
+from anyqlora.config.resolve import resolve
+from anyqlora.config.schema import SETTINGS
 from anyqlora.core.errors import DiskFull, NotSupported, UsageError
 from anyqlora.data import stream
 from anyqlora.data.packing import shuffled

@@ -9,16 +9,8 @@ import pytest
 import yaml
 from fastcore.script import anno_parser
 
-from anyqlora.config.resolve import (
-    ALIASES,
-    SETTINGS,
-    TrainConfig,
-    add_flags,
-    canonical_argv,
-    from_environment,
-    parsed,
-    resolve,
-)
+from anyqlora.config.resolve import add_flags, canonical_argv, from_environment, resolve
+from anyqlora.config.schema import ALIASES, SETTINGS, TrainConfig, parse_value
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.runs.provenance import resolved_yaml
@@ -217,7 +209,7 @@ def test_help_shows_each_settings_kind_of_value_and_its_other_names():
         if about.default != "auto":
             assert kinds[0] == {int: "int", float: "float", bool: "true", str: "text"}[type(about.default)], name
         if "auto" in kinds:
-            assert parsed(name, "auto", "test") == "auto"
+            assert parse_value(name, "auto", "test") == "auto"
     assert (shown["batch_size"].metavar, shown["packing"].metavar, shown["model_name"].metavar) == (
         "int|auto",
         "true|false|auto",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from anyqlora.data import dataset
-from anyqlora.data.dataset import Example
+from anyqlora.data.examples import Example
 from anyqlora.data.packing import pack, shuffled
 from anyqlora.data.stream import IGNORE, BatchStream, make_batches
 from tests.support.data_fixtures import byte_level, settings, write

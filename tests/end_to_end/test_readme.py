@@ -152,7 +152,7 @@ def test_messages_of_the_troubleshooting_table_are_in_the_source(quoted):
 
 
 def test_the_settings_that_the_text_names_exist():
-    from anyqlora.config.resolve import SETTINGS
+    from anyqlora.config.schema import SETTINGS
 
     named = {
         name.replace("-", "_")

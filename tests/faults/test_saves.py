@@ -11,7 +11,6 @@ import pytest
 
 from anyqlora.core import files
 from anyqlora.reporting.console import JsonLines
-from anyqlora.runs import checkpoints
 from tests.support import counts, faults, trials
 from tests.support.counts import quick_and_full
 

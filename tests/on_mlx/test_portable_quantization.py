@@ -14,8 +14,9 @@ from anyqlora.__main__ import main
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models import nf4
-from anyqlora.on_mlx.build import linears, to_mlx_array
+from anyqlora.on_mlx.build import to_mlx_array
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
+from anyqlora.on_mlx.nn.layers import linears
 from anyqlora.on_torch.loading.writer import write_model
 from anyqlora.on_torch.quantizers.affine import Affine4, pack, unpack
 from anyqlora.on_torch.quantizers.bnb import Nf4

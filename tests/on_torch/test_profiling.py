@@ -13,7 +13,8 @@ from torch.profiler._memory_profiler import MemoryProfileTimeline
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import UsageError
 from anyqlora.on_torch.device import MemoryMonitor, own_pages
-from anyqlora.on_torch.profiling.profiler import Unwatched, action, plain_timeline
+from anyqlora.on_torch.profiling.hooks import NullHooks
+from anyqlora.on_torch.profiling.profiler import action, plain_timeline
 from tests.support import runs
 from tests.support.paths import ROOT
 
@@ -59,7 +60,7 @@ def profiled(tmp_path_factory):
 
 
 def test_off_is_nothing(plain):
-    watched = Unwatched()
+    watched = NullHooks()
     function = object()
     assert watched.evaluation(function) is function
     with watched.phase("forward"):

@@ -12,7 +12,8 @@ import pytest
 
 from anyqlora.__main__ import main as anyqlora
 from anyqlora.config import resolve as configuration
-from anyqlora.config.resolve import AUTO, resolve
+from anyqlora.config.resolve import resolve
+from anyqlora.config.schema import AUTO
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures

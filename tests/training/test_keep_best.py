@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from anyqlora.core.files import FileSystem, to_json
+from anyqlora.core.registry import ADAPTER
 from anyqlora.data.readers.sources import DEMO
 from anyqlora.reporting.summary import show
-from anyqlora.runs.checkpoints import ADAPTER, Checkpoints
+from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.training.session import TrainingSession
 from anyqlora.training.signals import Interrupted
 from anyqlora.training.state import TrainState

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, last, select_targets, shortest
 from anyqlora.models.prequantized import loadable

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.models import nf4
 
 PAIRS = np.stack([np.repeat(nf4.LEVELS, 16), np.tile(nf4.LEVELS, 16)], axis=1)  # [256, 2]: the two weights of each byte

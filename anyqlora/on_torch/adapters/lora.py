@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.models.lora_targets import ALL, PREFIX, is_plain_name, is_whole_regex, last, select_targets, shortest
 from anyqlora.models.prequantized import loadable

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from anyqlora.core.errors import RunError
-from anyqlora.on_torch.adapters.lora import PREFIX, Lora, plain
+from anyqlora.models.lora_targets import PREFIX, is_plain_name
+from anyqlora.on_torch.adapters.lora import Lora
 from anyqlora.training.schedule import uniform_start
 
 ITERATIONS = 16  # of the subspace: what PiSSA's authors take for a result that no longer differs from the exact one
@@ -82,7 +83,7 @@ class Pissa(_SvdInitialized):
 
     def peft_config(self) -> dict:
         about = super().peft_config()
-        return plain({**about, "r": 2 * about["r"], "lora_alpha": 2 * about["lora_alpha"]})
+        return is_plain_name({**about, "r": 2 * about["r"], "lora_alpha": 2 * about["lora_alpha"]})
 
 
 class Loftq(_SvdInitialized):

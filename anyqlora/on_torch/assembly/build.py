@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
 from anyqlora.data.stream import Batch
 from anyqlora.models.architectures import read_config

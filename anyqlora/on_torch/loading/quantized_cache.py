@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from anyqlora import __version__
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import hashing
 from anyqlora.core.errors import DiskFull, NotSupported
 from anyqlora.core.files import MANIFEST, REMOVED, STAGED, FileSystem, sealed_manifest

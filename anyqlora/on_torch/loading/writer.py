@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import DiskFull, NotSupported, UsageError
 from anyqlora.core.files import STAGED, FileSystem, tensors_to_bytes, to_json

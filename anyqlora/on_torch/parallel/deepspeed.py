@@ -15,10 +15,11 @@ from anyqlora.config.strategy_options import DeepSpeedOptions
 from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.on_torch._compat import link_moments, without_shared_memory_operation
 from anyqlora.on_torch.memory.malloc import return_freed_pages
-from anyqlora.on_torch.parallel.base import Prepared, StepResult, Strategy, by_parameter_name
+from anyqlora.on_torch.parallel.base import Prepared, Strategy, by_parameter_name
 from anyqlora.on_torch.parallel.fsdp import blocks
 from anyqlora.on_torch.parallel.group import MultiProcessStrategy
 from anyqlora.on_torch.quantizers.experts import PackedExperts
+from anyqlora.training.state import StepResult
 
 BUCKET = 1 << 26  # gradients that are reduced together at most; DeepSpeed's own 5e8 take 2 GB however small the adapter
 

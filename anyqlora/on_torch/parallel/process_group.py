@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import PeerLost, UsageError
 from anyqlora.processes.environment import LONG, ProcessContext, collective_backends, environment_variables
 from anyqlora.processes.group import ProcessGroup

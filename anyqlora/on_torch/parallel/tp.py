@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from anyqlora.core.errors import NotSupported, RunError
 from anyqlora.models.architectures import COLUMNS
-from anyqlora.on_torch.adapters.lora import PREFIX
+from anyqlora.models.lora_targets import PREFIX
 from anyqlora.on_torch.parallel.base import Prepared
 from anyqlora.on_torch.parallel.fsdp import blocks
 from anyqlora.on_torch.parallel.group import ShardedStrategy, local

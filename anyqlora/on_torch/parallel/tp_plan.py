@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import NotSupported
 from anyqlora.models.architectures import COLUMNS, ROWS, WHOLE, LinearShape
 from anyqlora.models.hub import base_directory

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.on_torch.device import MemoryMonitor
 from anyqlora.on_torch.profiling.hooks import HookList, NullHooks
 from anyqlora.on_torch.profiling.timeline import Timeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.registry import FUSED_ADAPTERS
 from anyqlora.models.architectures import ModelShape, source_of
 from anyqlora.planning.memory.weights import HEAD_PARTS, HEAD_ROWS, HEAD_WORDS, adapter_parameters, targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.registry import AFFINE, BITS
 from anyqlora.models.architectures import LinearShape, ModelShape
 from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, STORED, DtypeSizes, stored_bytes

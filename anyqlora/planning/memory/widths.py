@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.registry import FUSED_ADAPTERS, FUSED_QUANTIZERS, FUSED_STRATEGIES
 from anyqlora.models.architectures import ModelShape
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from anyqlora.config.strategy_options import StrategyOptions, option
-from anyqlora.on_torch.parallel.base import Prepared, StepResult, Strategy
+from anyqlora.on_torch.parallel.base import Prepared, Strategy
 from anyqlora.on_torch.parallel.group import MultiProcessStrategy
+from anyqlora.training.state import StepResult
 
 
 @dataclass(frozen=True, kw_only=True)

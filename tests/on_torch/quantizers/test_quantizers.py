@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from anyqlora.__main__ import main
-from anyqlora.config.resolve import TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
 from anyqlora.models.architectures import DEMO_BASE
 from anyqlora.on_torch._compat import keep_weights_as_packed

@@ -1,8 +1,7 @@
 """A backend for Acme's accelerator, which torch sees as its CPU: float32 only, no 8-bit weights."""
 
-from anyqlora.planning.backends import Machine
 from anyqlora.planning.capabilities import BackendReport, BackendSpec, Capabilities
-from anyqlora.planning.machine import Device
+from anyqlora.planning.machine import Device, Machine
 
 capabilities = Capabilities(
     framework="torch",
