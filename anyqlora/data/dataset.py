@@ -25,7 +25,7 @@ class DataSplits:
     train: list[Example]
     held_out: list[Example]
     report: dict  # JSON-able
-    data_identity: str  # sha256 of all tokens and masks, in order
+    identity: str  # sha256 of all tokens and masks, in order
 
     def sample(self, batch_size: int, tokens: int = 1024) -> list[Batch]:
         """The first training rows, as many as have so many tokens together."""

@@ -29,7 +29,7 @@ def snapshot(runtime: Runtime, built: BuiltModel) -> tuple[dict, dict, dict, dic
         if state
         for key, value in {**state, STEP: count}.items()
     }
-    return arrays_of(runtime.values), moments, built.adapter.peft_config(), {"scaler": runtime.scaler.state_dict()}
+    return arrays_of(runtime.values), moments, built.adapter.adapter_config(), {"scaler": runtime.scaler.state_dict()}
 
 
 def arrays_of(values: dict[str, mx.array]) -> dict[str, np.ndarray]:
@@ -80,7 +80,7 @@ def finished(runtime: Runtime, built: BuiltModel, run) -> tuple[str, dict[str, C
         files |= model_files(runtime, run)
     else:
         files[ADAPTER] = tensors_to_bytes(arrays_of(runtime.values), {"format": "pt"})
-        files[ADAPTER_CONFIG] = to_json(built.adapter.peft_config())
+        files[ADAPTER_CONFIG] = to_json(built.adapter.adapter_config())
     files["README.md"] = run.card().encode()
     return built.adapter.folder, files, WEIGHTS[built.adapter.folder]
 

@@ -75,7 +75,7 @@ class Runtime:
             {"train_type": "full", "model_name": "demo", "dataset": "demo", "batch_size": 1, **settings},
             said="Runtime.of",
         )
-        config = ProcessContext.here(config).stated(config)
+        config = ProcessContext.here(config).apply_to(config)
         if config.world_size == -1:
             config = config.with_(world_size=1)
         return cls(BackendManager(config.backend).plan(config))
@@ -261,7 +261,7 @@ class Runtime:
         self.strategy.zero_grad()
         for layer in fused_layers(self.strategy.model):
             layer.group.forget()
-        self.free()
+        self.empty_cache()
 
     def empty_cache(self) -> None:
         """Give the allocator's free memory back."""

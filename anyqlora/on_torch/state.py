@@ -20,7 +20,7 @@ def snapshot(runtime: Runtime, built: BuiltModel) -> tuple[dict, dict, dict, dic
     return (
         {name: tensor.numpy() for name, tensor in strategy.gather_trainable().items()},
         {name: tensor.numpy() for name, tensor in strategy.gather_moments().items()},
-        built.adapter.peft_config(),
+        built.adapter.adapter_config(),
         {"scaler": strategy.scaler.state_dict()},
     )
 
@@ -59,7 +59,7 @@ def finished(runtime: Runtime, built: BuiltModel, run) -> tuple[str, dict[str, C
     else:
         tensors = built.adapter.tensors(runtime.strategy.gather_trainable())
         files[ADAPTER] = tensors_to_bytes({name: t.numpy() for name, t in tensors.items()}, {"format": "pt"})
-        files[ADAPTER_CONFIG] = to_json(built.adapter.peft_config())
+        files[ADAPTER_CONFIG] = to_json(built.adapter.adapter_config())
     files["README.md"] = run.card().encode()
     return built.adapter.folder, files, WEIGHTS[built.adapter.folder]
 

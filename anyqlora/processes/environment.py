@@ -125,7 +125,7 @@ class ProcessContext:
         )
         return cls(rank, size, local, "srun", address, environ.get("MASTER_PORT") or own)
 
-    def stated(self, config: TrainConfig) -> TrainConfig:
+    def apply_to(self, config: TrainConfig) -> TrainConfig:
         """`config` with the number of processes that the launcher started."""
         if not self.launcher or config.world_size == self.size:
             return config

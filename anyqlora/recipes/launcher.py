@@ -56,14 +56,14 @@ class LocalLauncher:
                 "PYTHONPATH": path,
             }
             command = [sys.executable, "-m", "anyqlora.recipes.worker", str(self.folder), str(os.getpid())]
-            with open(self.said(rank), "wb") as said:
+            with open(self.exit_messages(rank), "wb") as said:
                 out, err = (None, None) if rank == 0 else (subprocess.DEVNULL, said)
                 # A session of its own: Ctrl-C reaches it through `forward`, once.
                 self.running[rank] = subprocess.Popen(
                     command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
                 )
 
-    def said(self, rank: int) -> Path:
+    def exit_messages(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.txt"
 
     def wait(self) -> None:
@@ -140,7 +140,7 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
                 return json.loads((processes.folder / "result.json").read_bytes())
             rank, said = (
                 processes.culprit,
-                processes.said(processes.culprit).read_text(errors="replace") if processes.culprit else "",
+                processes.exit_messages(processes.culprit).read_text(errors="replace") if processes.culprit else "",
             )
             print(printable(said), end="", file=sys.stderr)
             has_explained = processes.has_explained(rank)

@@ -18,7 +18,7 @@ def train(config: TrainConfig, name: str = "") -> dict:
 
     trackers.check_trackers(config)
     world = ProcessContext.here(config)
-    config = world.stated(config)
+    config = world.apply_to(config)
     with (
         directory.locate_run(config, name) if world.is_first else directory.unknown_run_directory() as found
     ):  # refuses before anything heavy is imported

@@ -197,7 +197,7 @@ def test_adapters_never_go_on_experts(tmp_path):
             "v_proj",
             "o_proj",
         }
-        assert not started.built.adapter.peft_config()["target_parameters"]
+        assert not started.built.adapter.adapter_config()["target_parameters"]
 
 
 def test_a_dense_layer_that_peft_takes_for_an_expert_is_refused(tmp_path):

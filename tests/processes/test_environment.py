@@ -41,7 +41,7 @@ def test_alone():
 def test_torchrun():
     world = ProcessContext.here(config(), TORCHRUN)
     assert world == ProcessContext(3, 4, 1, "the launcher", "10.0.0.1", "29500") and not world.is_first
-    stated = world.stated(config())
+    stated = world.apply_to(config())
     assert stated.world_size == 4 and stated.sources["world_size"] == "the launcher"
 
 

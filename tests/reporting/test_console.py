@@ -169,7 +169,7 @@ def test_silent_still_tells_what_the_plan_could_not_do(capsys):
 def test_bar_is_one_line_with_what_is_said_above_it(capsys):
     bar = ProgressBarReporter(plan_of(), 10)
     bar.step({**RECORD, "step": 1})
-    bar.say("said")
+    bar.info("said")
     bar.step({**RECORD, "step": 10})
     bar.close()
     out, err = capsys.readouterr()

@@ -22,7 +22,7 @@ from anyqlora.planning.backends import BackendManager
 def whole(strategy, parameter) -> torch.Tensor:
     """All of a trained tensor, on every process."""
     value = parameter.detach()
-    return strategy.whole(value) if isinstance(value, DTensor) else value
+    return strategy.full_tensor(value) if isinstance(value, DTensor) else value
 
 
 def joined():

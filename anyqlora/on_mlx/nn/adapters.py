@@ -145,7 +145,7 @@ class Lora:
                 )
         return dict(sorted(names.items()))
 
-    def peft_config(self) -> dict:
+    def adapter_config(self) -> dict:
         """adapter_config.json, as PEFT itself writes it."""
         from peft import LoraConfig
 
@@ -194,7 +194,7 @@ class Full:
         model.unfreeze()
         return {name: name for name in sorted(name for name, _ in tree_flatten(model.trainable_parameters()))}
 
-    def peft_config(self) -> dict:
+    def adapter_config(self) -> dict:
         return {}
 
 

@@ -31,5 +31,5 @@ class Full:
     def tensors(self, trainable: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return trainable
 
-    def peft_config(self) -> dict:
+    def adapter_config(self) -> dict:
         return {}

@@ -92,7 +92,7 @@ class Lora:
     def tensors(self, trainable: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return trainable
 
-    def peft_config(self) -> dict:
+    def adapter_config(self) -> dict:
         return is_plain_name(
             {**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
         )

@@ -81,8 +81,8 @@ class Pissa(_SvdInitialized):
             out[name] = torch.cat([value, first], 0) if ".lora_A." in name else torch.cat([value, -first], 1)
         return out
 
-    def peft_config(self) -> dict:
-        about = super().peft_config()
+    def adapter_config(self) -> dict:
+        about = super().adapter_config()
         return is_plain_name({**about, "r": 2 * about["r"], "lora_alpha": 2 * about["lora_alpha"]})
 
 

@@ -38,13 +38,13 @@ LEFT_OUT = (
 class LoadPolicy:
     """What happens to each weight on its way in.
 
-    `choose(model)` sees the model before any weight is read; `fill(name, module, weight) -> Parameter` packs a weight [out, in]
+    `select_targets(model)` sees the model before any weight is read; `fill(name, module, weight) -> Parameter` packs a weight [out, in]
     in float32 or, where that is exact, bf16; `quantizer` says what modules hold them.
     """
 
     quantizer: object
     fill: Callable[[str, nn.Module, torch.Tensor], nn.Parameter]
-    choose: Callable[[nn.Module], None]
+    select_targets: Callable[[nn.Module], None]
 
 
 @register_quantization_config(METHOD)
@@ -225,7 +225,7 @@ def meta_model(model: nn.Module, quantizer) -> dict:
 def meta_model_with_shapes(
     directory: str,
     quantizer,
-    choose: Callable[[nn.Module], None],
+    select_targets: Callable[[nn.Module], None],
     about: dict,
     *,
     dtype: torch.dtype,
@@ -239,7 +239,7 @@ def meta_model_with_shapes(
     eager = {"experts_implementation": "eager"} if quantizer.bits < 16 else {}
     with torch.device("meta"), _without_reports():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **eager)
-    choose(model)
+    select_targets(model)
     for name in about["layers"]:
         module = model.get_submodule(name)
         if isinstance(module, Conv1D):

@@ -194,7 +194,7 @@ class Strategy:
         for name, state in by_parameter_name(tensors).items():
             p = self.trainable[name]
             self.optimizer.state[p] = {
-                key: self.count(value, p.device)
+                key: self.restore_step(value, p.device)
                 if key == "step"
                 else self.local_shard(p, value).to(p.device, copy=True)
                 for key, value in state.items()

@@ -302,7 +302,9 @@ class DeepSpeed(MultiProcessStrategy):
             for key, value in state.items():
                 if key not in there:
                     there[key] = (
-                        torch.zeros_like(flat) if tuple(value.shape) == tuple(shape) else self.count(value, flat.device)
+                        torch.zeros_like(flat)
+                        if tuple(value.shape) == tuple(shape)
+                        else self.restore_step(value, flat.device)
                     )
         if self.stage < 3:
             link_moments(self.zero)

@@ -45,7 +45,7 @@ class HookList(NullHooks):
     def span(self, name: str):
         with contextlib.ExitStack() as stack:
             for one in self.watches:
-                stack.enter_context(one.part(name))
+                stack.enter_context(one.span(name))
             yield
 
     def evaluation(self, evaluate: Callable):

@@ -41,22 +41,22 @@ class Timeline(NullHooks):
         self.left = max(0, self.left - 1)
         if self.profile is not None and not self.left:
             self.profile.stop()
-            found = events(self.profile.events(), self.run.ranks.rank)
+            found = events(self.profile.events(), self.run.process_group.rank)
             self.profile = None
-            self._write([event for rank in self.run.ranks.every(found) for event in rank])
+            self._write([event for rank in self.run.process_group.all_gather_object(found) for event in rank])
 
     def close(self) -> None:
         if self.profile is not None:  # the run ended before; the others are not asked any more
             self.profile.stop()
-            self._write(events(self.profile.events(), self.run.ranks.rank))
+            self._write(events(self.profile.events(), self.run.process_group.rank))
             self.profile = None
 
     def _write(self, found: list[dict]) -> None:
-        if self.run.ranks.is_first:
+        if self.run.process_group.is_first:
             trace = {
                 "traceEvents": found,
                 "displayTimeUnit": "ms",
-                "otherData": {"collectives": counted(found, self.run.ranks.rank)},
+                "otherData": {"collectives": counted(found, self.run.process_group.rank)},
             }
             replace_file(self.path, json.dumps(trace).encode(), FileSystem())
 

@@ -35,14 +35,14 @@ class LocalSgd(MultiProcessStrategy):
     def step(self, *, max_grad_norm, skip=False) -> StepResult:
         scale = self.scaler.get_scale()
         norm = self.clip(max_grad_norm).double()
-        square, bad = self.summed(
+        square, bad = self.all_reduce_sum(
             torch.stack([norm.nan_to_num(0, 0, 0) ** 2, (~torch.isfinite(norm)).double()])
         ).tolist()
         is_finite = not bad  # on any process: all skip together
         if is_finite and not skip:
             self.update()
         self.scaler.update(overflowed=not is_finite)
-        self.forget()
+        self.zero_grad()
         self.steps += 1
         if self.steps % self.options.every == 0:
             self.load_trainable(self.average())
@@ -51,7 +51,7 @@ class LocalSgd(MultiProcessStrategy):
         )
 
     def average(self) -> dict[str, torch.Tensor]:
-        return {name: self.summed(p.detach().clone()) / self.world_size for name, p in self.trainable.items()}
+        return {name: self.all_reduce_sum(p.detach().clone()) / self.world_size for name, p in self.trainable.items()}
 
     def gather_trainable(self) -> dict[str, torch.Tensor]:
         average = self.average()

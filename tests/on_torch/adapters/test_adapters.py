@@ -88,7 +88,7 @@ def test_rslora_is_scaled_by_the_root_of_the_rank(base, tmp_path):
         assert {module.scaling["default"] for module in started.model.modules() if isinstance(module, LoraLayer)} == {
             scale
         }
-        assert started.built.adapter.peft_config()["use_rslora"] == (kind == "rslora")
+        assert started.built.adapter.adapter_config()["use_rslora"] == (kind == "rslora")
 
 
 def test_an_adapter_that_gets_no_gradient_is_named(base, tmp_path):

@@ -171,7 +171,7 @@ def test_settings_and_options_say_the_same():
         ({"strategy": "megatron"}, "Megatron-LM is not offered"),
         ({"strategy": "pipeline"}, "not offered"),
         ({"strategy": "tpu"}, "not offered"),
-        ({"strategy": "ddp", "strategy_opt": "buckets=3"}, "unknown option 'buckets' of DdpPlugin"),
+        ({"strategy": "ddp", "strategy_opt": "buckets=3"}, "unknown option 'buckets' of DdpOptions"),
         ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb=many"}, "bucket_cap_mb: 'many' is not a whole number"),
         ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb=0"}, "at least 1"),
         ({"strategy": "ddp", "strategy_opt": "bucket_cap_mb"}, "is not name=value"),
