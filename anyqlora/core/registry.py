@@ -134,6 +134,11 @@ OPTIMIZERS = {
     "paged_adamw_8bit": "bitsandbytes.optim:PagedAdamW8bit",
 }
 
+ENGINES = {  # framework -> the engine of the training loop
+    "torch": "anyqlora.on_torch.engine:TorchEngine",
+    "mlx": "anyqlora.on_mlx.engine:MlxEngine",
+}
+
 RANKS = {  # framework -> how the processes of a run meet and talk
     "torch": "anyqlora.on_torch.parallel.process_group:TorchProcessGroup",
     "mlx": "anyqlora.on_mlx.process_group:MlxProcessGroup",

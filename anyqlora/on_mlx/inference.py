@@ -14,10 +14,10 @@ from anyqlora.data.examples import prompt_ids
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory
 from anyqlora.on_mlx.build import BuiltModel, build
+from anyqlora.on_mlx.engine import load
 from anyqlora.on_mlx.evaluate import evaluator
 from anyqlora.on_mlx.generate import answers
 from anyqlora.on_mlx.runtime import Runtime
-from anyqlora.on_mlx.state import load
 from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import ConsoleReporter
 from anyqlora.runs.finished import EvalContext, FinishedRun

@@ -1,12 +1,29 @@
-"""Fine-tune a language model: flags -> plan -> data -> loop -> adapter."""
+"""Supervised fine-tuning: the loop, whole and once, for torch and MLX, and the way to it from a configuration.
+
+train       one process finds the run, consults the table, makes the plan; starts the others, or goes on itself
+work        each process meets the others, reads the rows, and trains
+train_loop  the loop
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from anyqlora.config.schema import TrainConfig
+from anyqlora.core import registry
+
+if TYPE_CHECKING:
+    from anyqlora.processes.environment import ProcessContext
+    from anyqlora.runs.directory import RunDirectory
+    from anyqlora.training.engine import Engine
+    from anyqlora.training.session import TrainingSession
+
+# What each function needs is imported in it: a run is refused before anything heavy is imported.
 
 
 def train(config: TrainConfig, name: str = "") -> dict:
-    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns the content of result.json.
+    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns result.json's content.
 
     `name` is the directory that was found for a run without a `run_name`, where another process has found it.
     """
@@ -17,174 +34,78 @@ def train(config: TrainConfig, name: str = "") -> dict:
     from anyqlora.runs import directory
 
     trackers.check_trackers(config)
-    world = ProcessContext.here(config)
-    config = world.apply_to(config)
-    with (
-        directory.locate_run(config, name) if world.is_first else directory.unknown_run_directory() as found
-    ):  # refuses before anything heavy is imported
+    context = ProcessContext.here(config)
+    config = context.apply_to(config)
+    with directory.locate_run(config, name) if context.is_first else directory.unknown_run_directory() as run_directory:
         manager = BackendManager(config.backend, verbose=config.verbose)
         plan = manager.plan(config)
-        plan = manager.plan(found.keep_planned(config, plan))  # a run that goes on keeps what it chose
-        if plan.world_size == world.size:
-            return work(found, plan, world, config)
-        found.check(plan.config, plan.global_batch)
-        with found.hand_over():
-            return launch(config, plan, found.directory.name)
+        plan = manager.plan(run_directory.keep_planned(config, plan))  # a run that goes on keeps what it chose
+        if plan.world_size == context.size:
+            return work(run_directory, plan, context, config)
+        run_directory.check(plan.config, plan.global_batch)
+        with run_directory.hand_over():
+            return launch(config, plan, run_directory.directory.name)
 
 
-def work(found, plan, world, config: TrainConfig) -> dict:
+def work(run_directory: RunDirectory, plan, context: ProcessContext, config: TrainConfig) -> dict:
     """What each process of a run of `config`, planned so, does: meet the others, read the rows, and train."""
     from anyqlora.data import chat_template, dataset, stream, tokenizer
     from anyqlora.models.hub import base_directory
     from anyqlora.reporting import select
     from anyqlora.training import handshake
-    from anyqlora.training.follower import WorkerSession
     from anyqlora.training.session import TrainingSession
 
-    with handshake.join_processes(plan, world) as ranks:
-        plan = handshake.agree_on_plan(ranks, found, plan, config)
-        select.announce_plan(plan, ranks)
-        words = tokenizer.load_tokenizer(str(base_directory(plan.config)), plan.config.trust_remote_code)
-        chat_template.set_template(words, plan.config)
-        rows = dataset.load_data(plan.config, words)
-        handshake.check_same_data(ranks, rows)
-        kind = TrainingSession if ranks.is_first else WorkerSession
-        with kind(found, plan, rows, stream.make_stream(plan, rows.train, ranks.rank), words, ranks) as run:
-            return run.already_finished() if run.finished else LOOPS[plan.framework](run)
+    with handshake.join_processes(plan, context) as process_group:
+        plan = handshake.agree_on_plan(process_group, run_directory, plan, config)
+        select.announce_plan(plan, process_group)
+        tokenizer_ = tokenizer.load_tokenizer(str(base_directory(plan.config)), plan.config.trust_remote_code)
+        chat_template.set_template(tokenizer_, plan.config)
+        data = dataset.load_data(plan.config, tokenizer_)
+        handshake.check_same_data(process_group, data)
+        rows = stream.make_stream(plan, data.train, process_group.rank)
+        with TrainingSession(run_directory, plan, data, rows, tokenizer_, process_group) as session:
+            if session.is_finished:
+                return session.outputs.report_finished()
+            return train_loop(session, registry.load(registry.ENGINES[plan.framework]))
 
 
-def torch_loop(run) -> dict:
-    """Train on a torch device: CUDA, ROCm, XPU, MPS or CPU."""
-    import torch
+def train_loop(session: TrainingSession, make_engine: Callable[[TrainingSession], Engine]) -> dict:
+    """Fine-tune: the engine computes on its framework, the session knows what comes next and what the processes agree on."""
+    engine, evaluations = make_engine(session), session.evaluations
+    with engine.phase("load"):
+        loaded = engine.load(session.data.sample(session.plan.batch_size))
+    session.announce(loaded)
+    if start := session.starting_point():
+        engine.restore(start)
+    evaluator = engine.evaluator(session)
+    if evaluations.comes_first:
+        session.evaluate(session.first_step, evaluator)
 
-    from anyqlora.on_torch.assembly.build import build, optimizer_factory
-    from anyqlora.on_torch.assembly.checks import check_gradients
-    from anyqlora.on_torch.device import is_out_of_memory, seed_everything, set_deterministic
-    from anyqlora.on_torch.evaluate import evaluator
-    from anyqlora.on_torch.profiling.profiler import make_hooks
-    from anyqlora.on_torch.runtime import Runtime
-    from anyqlora.on_torch.state import finished, restore, restore_best, snapshot
+    for step, lr in session.steps():
+        with engine.span("data"):
+            batches = session.batches(step)
+        seed, trained_tokens = session.seed(step), session.trained_tokens(step)
+        while (
+            loss := session.all_reduce_loss(step, engine.gradients(batches, seed, trained_tokens))
+        ) is None:  # out of memory
+            engine.discard_step()
+            batches = session.halve_micro_batch(step)
+        if session.should_check_gradients(step):
+            engine.check_gradients()
+        with engine.phase("step"):
+            result = engine.step(lr, session.config.max_grad_norm, skip=session.should_skip(loss))
+        session.report(step, loss, result, lr, engine.used_memory())
+        for note in engine.step_done():
+            session.console.warn(note)
 
-    config = run.config
-    set_deterministic(config.deterministic)
-    seed_everything(config.seed)
-    runtime = run.on_exit(Runtime(run.plan))
-    memory = run.on_exit(runtime.memory)
-    watched = run.on_exit(make_hooks(run, memory))  # nothing, unless profiling is asked for
-    with watched.phase("load"):
-        built = build(config, runtime, run.data.sample(run.plan.batch_size))
-    for note in built.notes:
-        run.console.warn(note)
-    for line in built.news:
-        run.console.info(line)
-    run.check_room(sum(p.numel() for p in built.trainable.values()))
-    model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(config))
-    restore(runtime, run)
-    evaluation = watched.evaluation(evaluator(run, runtime.unwrap_model(model), runtime))
-    if run.data.held_out and (not run.restored or run.pending_evaluation):
-        run.evaluate(run.first_step, evaluation)
+        if session.due("evaluate", step):
+            session.evaluate(step + 1, evaluator)
+        if session.due("save", step):
+            session.save(step + 1, engine.snapshot)
 
-    def gradients(step: int, batches: list) -> float | None:
-        """Accumulate the step's gradients. Returns the sum of this process's token losses, or None when memory ran out."""
-        seed_everything(run.seed(step))
-        trained = run.trained(step)  # of the whole step: every token weighs the same
-        total = torch.zeros((), device=runtime.device)
-        try:
-            for number, batch in enumerate(batches, 1):
-                is_final = number == len(batches)
-                with runtime.micro_batch(is_final):
-                    with watched.phase("forward"), runtime.forward():
-                        loss = runtime.loss(model, batch, runtime.device)
-                    with watched.phase("backward", is_final):
-                        runtime.backward(loss / trained)
-                total += loss.detach()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            run.out_of_memory(step)
-            return None
-        return float(total)
-
-    for step, lr in run.steps():
-        with watched.span("data"):
-            batches = run.batches(step)
-        while (loss := run.all_reduce_loss(step, gradients(step, batches))) is None:
-            runtime.discard_step()
-            batches = run.halve_micro_batch(step)
-        if run.should_check_gradients(step):
-            check_gradients(runtime.strategy)
-        with watched.phase("step"):
-            result = runtime.step(lr, config.max_grad_norm, skip=run.should_skip(loss))
-        run.report(step, loss, result, lr, memory.used())
-        watched.step_done()
-
-        if run.due("evaluate", step):
-            run.evaluate(step + 1, evaluation)
-        if run.due("save", step):
-            run.save(step + 1, lambda: snapshot(runtime, built))
-
-    if run.ends_unevaluated:
-        run.evaluate(run.last_step, evaluation)
-    restore_best(runtime, run)
-    sha256 = run.write_finished(*finished(runtime, built, run))
-    return run.finish(sha256, memory.peak())
-
-
-def mlx_loop(run) -> dict:
-    """Train on MLX: Apple silicon, or MLX's builds for Linux."""
-    from anyqlora.on_mlx.build import build, check_gradients
-    from anyqlora.on_mlx.evaluate import evaluator
-    from anyqlora.on_mlx.memory import is_out_of_memory
-    from anyqlora.on_mlx.runtime import Runtime
-    from anyqlora.on_mlx.state import finished, restore, restore_best, snapshot
-
-    config = run.config
-    runtime = Runtime(run.plan)
-    memory = run.on_exit(runtime.memory)
-    built = build(config, runtime)
-    for note in built.notes:
-        run.console.warn(note)
-    run.check_room(sum(value.size for value in built.trainable().values()))
-    runtime.prepare(built, run.process_group)
-    restore(runtime, run)
-    evaluation = evaluator(run, built)
-    if run.data.held_out and (not run.restored or run.pending_evaluation):
-        run.evaluate(run.first_step, evaluation)
-
-    def gradients(step: int, batches: list) -> float | None:
-        """Accumulate the step's gradients. Returns the sum of this process's token losses, or None when memory ran out."""
-        runtime.seed(run.seed(step))
-        trained = run.trained(step)  # of the whole step: every token weighs the same
-        try:
-            return sum(runtime.backward(batch, trained) for batch in batches)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            run.out_of_memory(step)
-            return None
-
-    for step, lr in run.steps():
-        batches = run.batches(step)
-        while (loss := run.all_reduce_loss(step, gradients(step, batches))) is None:
-            runtime.discard_step()
-            batches = run.halve_micro_batch(step)
-        if run.should_check_gradients(step):
-            check_gradients(runtime.reduced())
-        result = runtime.step(lr, config.max_grad_norm, skip=run.should_skip(loss))
-        run.report(step, loss, result, lr, memory.used())
-        if note := memory.strained():
-            run.console.warn(note)
-
-        if run.due("evaluate", step):
-            run.evaluate(step + 1, evaluation)
-        if run.due("save", step):
-            run.save(step + 1, lambda: snapshot(runtime, built))
-
-    if run.ends_unevaluated:
-        run.evaluate(run.last_step, evaluation)
-    restore_best(runtime, run)
-    sha256 = run.write_finished(*finished(runtime, built, run))
-    return run.finish(sha256, memory.peak())
-
-
-LOOPS = {"torch": torch_loop, "mlx": mlx_loop}
+    if evaluations.comes_last:
+        session.evaluate(session.last_step, evaluator)
+    if best := session.best_adapter():
+        engine.load_trainable(best)
+    final = engine.final_files(session.tokenizer, session.outputs.pretrained_files)
+    return session.finish(final, engine.peak_memory())

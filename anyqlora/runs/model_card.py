@@ -78,7 +78,7 @@ def model_card(run) -> str:
         precision=plan.precision,
         backend=plan.backend,
         tokens=run.written_state.tokens_trained,
-        evaluation=evaluation(run.progress.before, run.after),
+        evaluation=evaluation(run.state.before, run.evaluations.final),
         usage=WHOLE if full else packed_note(config, base) + PEFT.format(base=json.dumps(place)),
     )
 

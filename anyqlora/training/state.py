@@ -1,10 +1,15 @@
-"""All that a run has come to besides tensors: what state.json holds and a resumed run takes up."""
+"""What a run has come to besides tensors, which state.json holds; and what passes between the session and its engine."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import NamedTuple
+
+import numpy as np
+
+from anyqlora.core.files import Content
 
 
 @dataclass
@@ -65,3 +70,40 @@ class StepResult(NamedTuple):
     grad_norm: float
     skipped: bool
     loss_scale: float
+
+
+Arrays = dict[str, np.ndarray]
+
+
+class LoadSummary(NamedTuple):
+    """What came of loading: `notes` are fast paths that the plan names and this model cannot take, `news` what else is worth a line."""
+
+    notes: Sequence[str]
+    news: Sequence[str]
+    trained_numbers: int  # elements of all trained tensors
+
+
+class StartingPoint(NamedTuple):
+    """What training starts from beside the base model: a checkpoint, or the adapter of another run."""
+
+    origin: str  # named where a tensor does not fit
+    adapter: Arrays  # emptied once its tensors are in place
+    moments: Arrays | None = None  # optimizer state, {"tensor|key": array}; None: none yet
+    loop: Mapping | None = None  # what else the engine's snapshot held
+
+
+class Snapshot(NamedTuple):
+    """What a checkpoint holds of the engine; empty on processes that write none."""
+
+    adapter: Arrays
+    moments: Arrays
+    adapter_config: Mapping
+    loop: Mapping  # {"scaler": state of the loss scaler}
+
+
+class FinalFiles(NamedTuple):
+    """What was learned as files of `folder` in the run directory; `weights` is the one whose sha256 the result states."""
+
+    folder: str
+    files: dict[str, Content]
+    weights: str

@@ -267,11 +267,11 @@ def test_a_run_on_a_terminal_has_a_panel_and_leaves_a_report(tmp_path, monkeypat
 
 
 def test_a_run_that_fails_gives_the_terminal_back(tmp_path, monkeypatch):
-    def fail(run):
+    def fail(run, make_engine):
         run.console.step({**RECORD, "step": 1})
         raise RunError("on purpose")
 
-    monkeypatch.setitem(sft.LOOPS, "torch", fail)
+    monkeypatch.setattr(sft, "train_loop", fail)
     settings = resolve.resolve({**SMALL, "output_dir": str(tmp_path), "backend": "cpu"}, environ={})
     with terminal_of(monkeypatch) as written, pytest.raises(RunError, match="on purpose"):
         sft.train(settings)

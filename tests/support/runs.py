@@ -22,13 +22,13 @@ def run(output, name="run", during=None, **settings) -> Path:
     config = resolve(
         {"output_dir": str(output), "run_name": name, "backend": "cpu", **settings}, environ={}, said="test"
     )
-    loops = dict(sft.LOOPS)
-    sft.LOOPS.update({name: lambda run, loop=loop: loop(_watched(run, during)) for name, loop in loops.items()})
+    loop = sft.train_loop
+    sft.train_loop = lambda session, make_engine: loop(_watched(session, during), make_engine)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             sft.train(config)
     finally:
-        sft.LOOPS.update(loops)
+        sft.train_loop = loop
     return Path(output) / name
 
 

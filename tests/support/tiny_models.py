@@ -15,12 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 from anyqlora.config.resolve import resolve
 from anyqlora.models.architectures import DEMO_BASE
-from anyqlora.on_torch.assembly.build import build, optimizer_factory
 from anyqlora.on_torch.assembly.checks import check_gradients
+from anyqlora.on_torch.engine import TorchEngine
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.quantizers.experts import PackedExperts
-from anyqlora.on_torch.runtime import Runtime
-from anyqlora.on_torch.state import finished
 from anyqlora.recipes import sft
 from tests.support.paths import ROOT
 
@@ -165,15 +163,15 @@ def randomise(model, seed):
 
 
 def opened(config):
-    """The Run that train.py hands to its loop."""
-    runs, loops = [], dict(sft.LOOPS)
-    sft.LOOPS["torch"] = lambda run: runs.append(run) or {}
+    """The session that a run hands to its loop."""
+    sessions, loop = [], sft.train_loop
+    sft.train_loop = lambda session, make_engine: sessions.append(session) or {}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             sft.train(config)
     finally:
-        sft.LOOPS.update(loops)
-    return runs[0]
+        sft.train_loop = loop
+    return sessions[0]
 
 
 def few_rows(directory) -> str:
@@ -210,11 +208,9 @@ class Started:
         )
         self.run = opened(config)
         self.plan, self.tokenizer = self.run.plan, self.run.tokenizer
-        self.runtime = Runtime(self.plan)
-        self.built = build(self.plan.config, self.runtime)
-        self.model, _, self.optimizer = self.runtime.prepare(
-            self.built.model, self.built.trainable, optimizer_factory(self.plan.config)
-        )
+        self.engine = TorchEngine(self.run)
+        self.engine.load(())
+        self.runtime, self.built, self.model = self.engine.runtime, self.engine.built, self.engine.model
 
     def loss(self, batch) -> torch.Tensor:
         """The sum over trained tokens, as train.py computes it."""
@@ -233,9 +229,9 @@ class Started:
 
     def finish(self) -> Path:
         """The directory of the finished adapter or model."""
-        folder, files, weights = finished(self.runtime, self.built, self.run)
-        self.run.write_finished(folder, files, weights)
-        return self.run.directory / folder
+        final = self.engine.final_files(self.tokenizer, self.run.outputs.pretrained_files)
+        self.run.outputs.write_final(final, lambda: "")
+        return self.run.directory / final.folder
 
     @torch.no_grad()
     def logits(self, ids, training=False) -> torch.Tensor:

@@ -11,7 +11,7 @@ from anyqlora.data.readers.sources import DEMO
 from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.runs.directory import IDENTITY
 from anyqlora.runs.finished import read_run
-from anyqlora.training.session import TrainingSession
+from anyqlora.training.outputs import RunOutputs
 from tests.support import runs
 from tests.training.test_session import SMALL, adapter_bytes, fail
 
@@ -150,7 +150,7 @@ def test_a_forced_run_is_evaluated_on_its_own_rows(tmp_path, monkeypatch):
         "max_steps": 8,
     }
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(TrainingSession, "write_finished", lambda *_: 1 / 0)
+        patch.setattr(RunOutputs, "write_final", lambda *_: 1 / 0)
         runs.run(tmp_path, **settings)
     others = tmp_path / "others.jsonl"
     others.write_text("".join((DEMO / "heldout.jsonl").read_text().splitlines(keepends=True)[:3]))

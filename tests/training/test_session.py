@@ -22,6 +22,7 @@ from anyqlora.recipes import sft
 from anyqlora.runs import directory as run_directory
 from anyqlora.runs.checkpoints import Checkpoints
 from anyqlora.runs.directory import IDENTITY
+from anyqlora.training.outputs import RunOutputs
 from anyqlora.training.session import TrainingSession
 from tests.support import runs
 
@@ -146,7 +147,7 @@ def test_every_kind_of_moments_goes_on_to_the_same_bytes(optimizer, tmp_path):
 
 def loop_of(monkeypatch, act):
     """A loop that does something before its first step."""
-    monkeypatch.setitem(sft.LOOPS, "torch", act)
+    monkeypatch.setattr(sft, "train_loop", lambda session, make_engine: act(session))
 
 
 def fail(error):
@@ -343,7 +344,7 @@ def test_a_run_that_stopped_early_and_died_before_it_was_written_ends_as_one_tha
     settings = misled(tmp_path, early_stopping=1)
     whole = runs.run(tmp_path, "whole", **settings)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(TrainingSession, "write_finished", lambda *_: 1 / 0)
+        patch.setattr(RunOutputs, "write_final", lambda *_: 1 / 0)
         runs.run(tmp_path, **settings)
     directory = runs.run(tmp_path, **settings)
     assert runs.result(whole)["steps"] < 40 and runs.result(directory)["eval"] == runs.result(whole)["eval"]
