@@ -45,7 +45,7 @@ def sides(seed: int, steps: int) -> dict[str, list[str]]:
             "lr": 2e-4,
             "lr_scheduler": "constant",
             "warmup_steps": 0,
-            "wd": 0.0,
+            "weight_decay": 0.0,
             "lora_rank": 16,
             "lora_alpha": 32,
             "lora_dropout": 0.0,
@@ -57,8 +57,8 @@ def sides(seed: int, steps: int) -> dict[str, list[str]]:
         return [sys.executable, f"benchmarks/peers/{script}.py", json.dumps(asked), "1", *map(json.dumps, arguments)]
 
     return {
-        **{name: command("ours", frozen_products=products) for name, products in OURS.items()},
-        MODULES: command("ours", fused=False),
+        **{name: command("ours", frozen_matmul=products) for name, products in OURS.items()},
+        MODULES: command("ours", fused_lora=False),
         PEER: command("trl", {}),
         ONCE: command("trl_once", {}),
         EXACT: command("ours", precision="fp32"),

@@ -63,11 +63,11 @@ CONFIGURATIONS = [  # shape, rows in a micro-batch, tokens of a row, what is not
     (SMALL, 1, 512, {"lora_dropout": 0.1, "precision": "bf16", "gradient_accumulation_steps": 2}),
     (SMALL, 1, 512, {"adapter": "dora", "precision": "bf16_autocast"}),
     (SMALL, 1, 256, {"packing": True, "lora_dropout": 0.1}),
-    (SMALL, 2, 512, {**RECOMPUTED, "recomputed_layers": 15}),
-    (SMALL, 2, 512, {**RECOMPUTED, "recomputed_layers": 22, "precision": "bf16"}),
-    (WIDE, 1, 512, {**RECOMPUTED, "recomputed_layers": 2}),
-    (SMALL, 4, 512, {"precision": "bf16", "frozen_products": "int8"}),
-    (WIDE, 2, 512, {**RECOMPUTED, "precision": "bf16", "frozen_products": "int8"}),
+    (SMALL, 2, 512, {**RECOMPUTED, "checkpointed_layers": 15}),
+    (SMALL, 2, 512, {**RECOMPUTED, "checkpointed_layers": 22, "precision": "bf16"}),
+    (WIDE, 1, 512, {**RECOMPUTED, "checkpointed_layers": 2}),
+    (SMALL, 4, 512, {"precision": "bf16", "frozen_matmul": "int8"}),
+    (WIDE, 2, 512, {**RECOMPUTED, "precision": "bf16", "frozen_matmul": "int8"}),
 ]
 
 

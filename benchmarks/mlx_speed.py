@@ -49,7 +49,7 @@ def main() -> None:
         "lr": 2e-4,
         "lr_scheduler": "constant",
         "warmup_steps": 0,
-        "wd": 0.0,
+        "weight_decay": 0.0,
         "lora_rank": 16,
         "lora_alpha": 32,
         "lora_dropout": 0.0,

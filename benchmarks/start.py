@@ -45,7 +45,7 @@ def main() -> None:
         "max_steps": 1,
         "lr_scheduler": "constant",
         "warmup_steps": 0,
-        "wd": 0.0,
+        "weight_decay": 0.0,
         "lora_dropout": 0.0,
         "context_length": a.length,
         "use_gradient_checkpointing": False,

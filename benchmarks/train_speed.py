@@ -63,7 +63,7 @@ def our_sides(settings: dict, ways: list[str], products: list[str]) -> dict[str,
         for number, way in enumerate(ways)
     }
     return sides | {
-        f"anyqlora {kind}": Side(f"anyqlora {kind}", {**settings, "kernels": ways[0], "frozen_products": kind})
+        f"anyqlora {kind}": Side(f"anyqlora {kind}", {**settings, "kernels": ways[0], "frozen_matmul": kind})
         for kind in products
         if kind != "full"
     }
@@ -248,9 +248,7 @@ def main() -> None:
     p.add_argument(
         "--kernels", default="auto", help="ours runs once for each of these (settings.kernels), comma-separated"
     )
-    p.add_argument(
-        "--products", default="full", help="and for each of these (settings.frozen_products), comma-separated"
-    )
+    p.add_argument("--products", default="full", help="and for each of these (settings.frozen_matmul), comma-separated")
     p.add_argument("--without", default="", help="sides to leave out, comma-separated")
     p.add_argument(
         "--unsloth-python",
@@ -280,7 +278,7 @@ def main() -> None:
         "lr": a.lr,
         "lr_scheduler": "constant",
         "warmup_steps": 0,
-        "wd": 0.0,
+        "weight_decay": 0.0,
         "lora_rank": a.rank,
         "lora_alpha": 2 * a.rank,
         "lora_dropout": 0.0,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from anyqlora.config.resolve import canonical_argv
-from anyqlora.config.schema import SETTINGS, canonical_name, parse_value
+from anyqlora.config.schema import SETTINGS, canonical_settings, parse_value
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 
@@ -51,7 +51,7 @@ def _key(key: str, own: Mapping[str, type], settings: tuple[str, ...]) -> str:
         return key
     known = [*own, *settings]
     try:
-        found = canonical_name(key, WHERE)
+        found = next(iter(canonical_settings(key, "", WHERE)))
     except UsageError:
         found = ""
     if found in settings:

@@ -6,7 +6,7 @@ from anyqlora.cli import arguments
 from anyqlora.core.terminal import printable
 
 USAGE = """usage: python -m anyqlora eval [RUN] [--dataset FILE] [--max_new_tokens N] [--eval_batch_size N] [--exact_match true|false]
-                              [--samples N] [--backend NAME] [--model_name BASE] [--offline true] [--trust_remote_code true]
+                              [--num_samples N] [--backend NAME] [--model_name BASE] [--offline true] [--trust_remote_code true]
 
 RUN is a run directory, or a name in ./runs; without it the newest finished run is taken. Without --dataset the run's own held-out
 rows are evaluated, as at its end."""
@@ -15,7 +15,7 @@ SETTINGS = (
     "max_new_tokens",
     "eval_batch_size",
     "exact_match",
-    "samples",
+    "num_samples",
     "backend",
     "model_name",
     "offline",
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     from anyqlora.reporting.console import ConsoleReporter
     from anyqlora.runs.opened import load_finetuned
 
-    tuned = load_finetuned(run, {"samples": 0, **values})
+    tuned = load_finetuned(run, {"num_samples": 0, **values})
     rows = run.held_out(tuned.tokenizer, other, ConsoleReporter(tuned.plan, 0).warn)
     found = tuned.evaluate(rows)
     print(printable(f"{run.directory}: {len(rows)} held-out rows{f' of {other}' if other else ''}"))

@@ -34,7 +34,7 @@ JOB = {
     "lora_dropout": 0.0,
     "lr": 2e-4,
     "warmup_steps": 3,
-    "wd": 0.01,
+    "weight_decay": 0.01,
     "context_length": 128,
     "save_steps": 0,
     "log_to": "none",

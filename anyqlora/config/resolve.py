@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from anyqlora.config import strategy_options
-from anyqlora.config.schema import ALIASES, AUTO, SETTINGS, TrainConfig, canonical_name, parse_value, value_types
+from anyqlora.config.schema import (
+    ALIASES,
+    AUTO,
+    SETTINGS,
+    SPLIT_ALIASES,
+    TrainConfig,
+    canonical_name,
+    canonical_settings,
+    parse_value,
+    value_types,
+)
 from anyqlora.config.validate import overridden, validate
 from anyqlora.core.errors import UsageError
 
@@ -50,14 +60,16 @@ def canonical_argv(argv: list[str]) -> list[str]:
                 f"unexpected argument {word!r}", where="command line", cure="settings are given as --name value"
             )
         flag, equals, value = word[2:].partition("=")
-        name = canonical_name(flag, f"command line: --{flag}")
-        if name in seen:
-            raise UsageError(
-                f"--{flag}: {name} was already given as --{seen[name]}", where="command line", cure="give it once"
-            )
-        seen[name] = flag
+        names = canonical_settings(flag, "", f"command line: --{flag}")
+        for name in names:
+            if name in seen:
+                raise UsageError(
+                    f"--{flag}: {name} was already given as --{seen[name]}", where="command line", cure="give it once"
+                )
+            seen[name] = flag
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
+                name = next(iter(names))
                 if bool not in value_types(name):
                     raise UsageError(
                         f"--{flag} needs a value",
@@ -68,7 +80,8 @@ def canonical_argv(argv: list[str]) -> list[str]:
             else:
                 value = argv[position]
                 position += 1
-        out.append(f"--{name.replace('_', '-')}={value}")
+        for name, stated in canonical_settings(flag, value, f"command line: --{flag}").items():
+            out.append(f"--{name.replace('_', '-')}={str(stated).lower() if isinstance(stated, bool) else stated}")
     return out
 
 
@@ -108,14 +121,17 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
     found = {}
     if environ.get("FSDP_BACKEND"):
         found["backend"] = (environ["FSDP_BACKEND"], "FSDP_BACKEND")
-    of_strategies = strategy_options.options_from_environment(environ, ENV_PREFIX, {**SETTINGS, **ALIASES})
+    names = {**SETTINGS, **ALIASES, **SPLIT_ALIASES}
+    of_strategies = strategy_options.options_from_environment(environ, ENV_PREFIX, names)
     for variable, raw in sorted(environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in of_strategies:
             continue
-        name = canonical_name(variable.removeprefix(ENV_PREFIX).lower(), variable)
-        if SETTINGS[name].metadata["cli_only"] and name != "config":
-            raise UsageError(f"{name} can only be given on the command line", where=variable, cure=f"--{name} {raw}")
-        found[name] = (raw, variable)
+        for name, value in canonical_settings(variable.removeprefix(ENV_PREFIX).lower(), raw, variable).items():
+            if SETTINGS[name].metadata["cli_only"] and name != "config":
+                raise UsageError(
+                    f"{name} can only be given on the command line", where=variable, cure=f"--{name} {raw}"
+                )
+            found[name] = (value, variable)
     if of_strategies:
         own = found.get("strategy_opt", ("", ""))[0]
         found["strategy_opt"] = (",".join(filter(None, [own, *of_strategies.values()])), ", ".join(of_strategies))
@@ -153,11 +169,13 @@ def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
     found = {}
     for key, node in tree.value:
         where = f"{path}:{key.start_mark.line + 1}"
-        name = canonical_name(str(key.value), where)
-        if name in found:
-            raise UsageError(
-                f"{name} is stated twice; first at {found[name][1]}", where=where, cure="take one of them out"
-            )
+        names = canonical_settings(str(key.value), None, where)
+        for name in names:
+            if name in found:
+                raise UsageError(
+                    f"{name} is stated twice; first at {found[name][1]}", where=where, cure="take one of them out"
+                )
+        name = next(iter(names))
         if SETTINGS[name].metadata["cli_only"]:
             raise UsageError(
                 f"{name} can only be given on the command line",
@@ -177,7 +195,8 @@ def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
                 cure="a number, a text, true or false, or a list of them, without tags",
             )
         values = [None if item.tag.endswith(":null") else item.value for item in items]
-        found[name] = (values if isinstance(node, yaml.SequenceNode) else values[0], where)
+        stated = canonical_settings(str(key.value), values if isinstance(node, yaml.SequenceNode) else values[0], where)
+        found |= {name: (value, where) for name, value in stated.items()}
     return found
 
 
@@ -196,9 +215,10 @@ def resolve(
     None in `given` means not given. With neither a model nor a dataset the embedded job is the lowest file layer.
     """
     given = {
-        canonical_name(k, said): (v, f"{said}: --{k}" if said == "command line" else said)
-        for k, v in (given or {}).items()
-        if v is not None
+        name: (value, f"{said}: --{stated}" if said == "command line" else said)
+        for stated, raw in (given or {}).items()
+        if raw is not None
+        for name, value in canonical_settings(stated, raw, said).items()
     }
     environment = from_environment(os.environ if environ is None else environ)
     config_file = (given.get("config") or environment.get("config") or ("", ""))[0]

@@ -44,7 +44,7 @@ class TrainConfig:
         AUTO, "how frozen weights are kept; auto: as train_type says", choices=(AUTO, *registry.QUANTIZERS)
     )
     adapter: str = setting(AUTO, "what is learned; auto: as train_type says", choices=(AUTO, *registry.ADAPTERS))
-    n_bits: int | str = setting(AUTO, "4 or 8: qlora's nf4 or int8; auto: as quantizer says", also=("bits",))
+    bits: int | str = setting(AUTO, "4 or 8: qlora's nf4 or int8; auto: as quantizer says", also=("n_bits",))
     double_quant: bool = setting(True, "quantize the 4-bit scales too", also=("bnb_4bit_use_double_quant",))
     affine_group_size: int = setting(
         64, "weights of a row that share a scale and a bias of an affine quantizer", choices=(32, 64, 128)
@@ -140,9 +140,9 @@ class TrainConfig:
     adam_beta1: float = setting(0.9, "AdamW's first decay", low=0, high=0.999999)
     adam_beta2: float = setting(0.999, "AdamW's second decay", low=0, high=0.999999)
     adam_eps: float = setting(1e-8, "AdamW's denominator floor", also=("adam_epsilon",), low=0)
-    wd: float = setting(0.1, "weight decay", also=("weight_decay",), low=0)
+    weight_decay: float = setting(0.1, "weight decay", also=("wd",), low=0)
     apply_gradient_clipping: bool = setting(True, "clip the gradient norm")
-    grad_norm: float = setting(1.0, "largest gradient norm; 0 clips nothing", also=("max_grad_norm",), low=0)
+    max_grad_norm: float = setting(1.0, "largest gradient norm; 0 clips nothing", also=("grad_norm",), low=0)
     precision: str = setting(
         AUTO,
         "arithmetic: auto is bf16 where the device has it",
@@ -158,9 +158,10 @@ class TrainConfig:
     use_gradient_checkpointing: bool | str = setting(
         AUTO, "recompute activations in backward", choices=(AUTO, True, False), also=("gradient_checkpointing",)
     )
-    recomputed_layers: int | str = setting(
+    checkpointed_layers: int | str = setting(
         AUTO,
         "layers that recompute, the first ones; auto: with gradient checkpointing all, or as few as make the run fit where the plan chose it",
+        also=("recomputed_layers",),
         low=0,
     )
     kernels: str = setting(
@@ -169,34 +170,47 @@ class TrainConfig:
         choices=(AUTO, *registry.KERNELS),
     )
     reentrant_checkpointing: bool = setting(False, "the older, reentrant form of checkpointing")
-    fused: bool | str = setting(
+    fused_lora: bool | str = setting(
         AUTO,
         "LoRA in one function with its frozen weight; auto: wherever that is the same",
         choices=(AUTO, True, False),
+        also=("fused",),
     )
-    fused_head: bool | str = setting(
+    fused_linear_cross_entropy: bool | str = setting(
         AUTO,
         "output head and loss in one, whose logits are never in memory; auto: in bf16 on a CPU with AVX512-BF16 and VNNI and without AMX",
         choices=(AUTO, True, False),
+        also=("fused_head",),
     )
-    frozen_products: str = setting(
+    frozen_matmul: str = setting(
         "full",
         "products with frozen weights: full (as precision says), or of numbers rounded to int8 (CPUs with VNNI or AMX; int8_backward: in the backward pass alone) or fp8 (NVIDIA GPUs from 8.9 on), where a row shows that they are near: less time, slightly other numbers",
         choices=registry.FROZEN_PRODUCTS,
+        also=("frozen_products",),
     )
-    weight_cache: int | str = setting(
-        AUTO, "layers whose dequantized weights stay in memory; auto: as many as there is plenty of room for", low=0
+    dequantized_layers: int | str = setting(
+        AUTO,
+        "layers whose dequantized weights stay in memory; auto: as many as there is plenty of room for",
+        also=("weight_cache",),
+        low=0,
     )
-    threads: int | str = setting(
-        AUTO, "processor threads of the arithmetic; auto: OMP_NUM_THREADS, or each core where layers are wide", low=1
+    cpu_threads: int | str = setting(
+        AUTO,
+        "processor threads of the arithmetic; auto: OMP_NUM_THREADS, or each core where layers are wide",
+        also=("threads",),
+        low=1,
     )
-    flat: bool | str = setting(
+    padding_free: bool | str = setting(
         AUTO,
         "rows one after another without padding, attention by document; auto: on a CPU",
         choices=(AUTO, True, False),
+        also=("flat",),
     )
-    loss_rows: int | str = setting(
-        AUTO, "trained tokens whose logits are made at a time; 0: those of a whole micro-batch", low=0
+    logits_chunk_tokens: int | str = setting(
+        AUTO,
+        "trained tokens whose logits are made at a time; 0: those of a whole micro-batch",
+        also=("loss_rows",),
+        low=0,
     )
     use_cpu_offload: bool | str = setting(AUTO, "keep frozen weights in host memory", choices=(AUTO, True, False))
     use_activation_cpu_offload: bool = setting(False, "keep saved activations in host memory")
@@ -225,7 +239,7 @@ class TrainConfig:
     strategy_config: str = setting("", "file of the strategy's options", also=("deepspeed", "fsdp_config"))
     strategy_opt: str = setting("", "options of the strategy: name=value,name=value")
     mesh: str = setting("", "device mesh: batch=2,model=2")
-    layout: str = setting("", "tensor layout: default or a file")
+    tensor_layout: str = setting("", "tensor layout: default or a file", also=("layout",))
     sharding_strategy: str = setting(
         "full_shard", "what FSDP shards", choices=registry.SHARDING_STRATEGIES, also=("fsdp_sharding_strategy",)
     )
@@ -250,20 +264,21 @@ class TrainConfig:
     eval_steps: int = setting(0, "optimizer steps between evaluations; 0: at the end only", low=0)
     eval_batch_size: int = setting(8, "rows per batch of an evaluation", also=("per_device_eval_batch_size",), low=1)
     max_new_tokens: int = setting(64, "tokens generated per answer in evaluation and samples", low=1)
-    early_stopping: int = setting(
-        0, "evaluations without improvement before the run ends; 0: never", also=("early_stopping_patience",), low=0
+    early_stopping_patience: int = setting(
+        0, "evaluations without improvement before the run ends; 0: never", also=("early_stopping",), low=0
     )
-    samples: int = setting(0, "held-out prompts answered and shown at each evaluation", low=0)
+    num_samples: int = setting(0, "held-out prompts answered and shown at each evaluation", also=("samples",), low=0)
     exact_match: bool | str = setting(
         AUTO,
         "evaluate by generated answers too; auto: when the held-out answers are short",
         choices=(AUTO, True, False),
     )
     save_steps: int = setting(100, "optimizer steps between checkpoints; 0: at the end only", low=0)
-    keep: str = setting(
-        "2",
-        "checkpoints kept: a number >= 2, or best (the two newest, and the best, which the run ends with)",
-        also=("save_total_limit",),
+    save_total_limit: int = setting(
+        2, "newest checkpoints that stay; one alone would be the one that a damaged disk hits", low=2
+    )
+    load_best_model_at_end: bool = setting(
+        False, "end with the weights of the best evaluation, whose checkpoint stays too"
     )
     resume: str = setting(
         AUTO,
@@ -283,9 +298,9 @@ class TrainConfig:
     )
     log_every_n_steps: int = setting(1, "optimizer steps between logged lines", also=("logging_steps",), low=1)
     project_name: str = setting("anyqlora", "tracker's project", also=("wandb_project",))
-    name: str = setting("", "tracker's name for the run")
-    group: str = setting("", "tracker's group")
-    entity: str = setting("", "wandb's entity")
+    tracker_name: str = setting("", "tracker's name for the run", also=("name",))
+    tracker_group: str = setting("", "tracker's group", also=("group",))
+    tracker_entity: str = setting("", "wandb's entity", also=("entity",))
     verbose: bool = setting(False, "say more while preparing")
     config: str = setting("", "YAML file of settings", cli_only=True)
 
@@ -301,10 +316,10 @@ class TrainConfig:
     timeline: str = setting(
         "", "write the first steps' phases and collectives as a Chrome trace: a file name inside the run directory"
     )
-    wait_steps: int = setting(0, "profiler: steps waited in a cycle", low=0)
+    profile_wait: int = setting(0, "profiler: steps waited in a cycle", also=("wait_steps",), low=0)
     profiler_warmup_steps: int = setting(0, "profiler: warm-up steps in a cycle", low=0)
-    active_steps: int = setting(2, "profiler: recorded steps in a cycle", low=1)
-    repeat: int = setting(0, "profiler: cycles; 0: to the end", low=0)
+    profile_active: int = setting(2, "profiler: recorded steps in a cycle", also=("active_steps",), low=1)
+    profile_repeat: int = setting(0, "profiler: cycles; 0: to the end", also=("repeat",), low=0)
     profiling_frequency: int = setting(10, "steps between profiler cycles", low=1)
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -318,9 +333,9 @@ class TrainConfig:
         return self.sources.get(name, "default") not in ("default", "preset", "plan")
 
     @property
-    def max_grad_norm(self) -> float | None:
+    def clip_norm(self) -> float | None:
         """The norm that gradients are cut to; None where they are not."""
-        return self.grad_norm or None if self.apply_gradient_clipping else None
+        return self.max_grad_norm or None if self.apply_gradient_clipping else None
 
     def with_(self, **changes) -> TrainConfig:
         return dataclasses.replace(self, **changes)
@@ -355,6 +370,16 @@ _VALUE_ALIASES = {  # what others call it
 # ------------------------------------------------------------------------------------------------ values and names
 
 
+def _from_keep(value: object) -> dict[str, object]:
+    """What `keep` says, which was one setting: a number of checkpoints, or best (the two newest, and the best)."""
+    if value == "best":
+        return {"save_total_limit": 2, "load_best_model_at_end": True}
+    return {"save_total_limit": value, "load_best_model_at_end": False}
+
+
+SPLIT_ALIASES = {"keep": _from_keep}  # a name that says two settings -> {setting: value} of its value
+
+
 def canonical_name(name: str, where: str) -> str:
     """The setting that `name` (either spelling, or an alias) stands for. Raises UsageError with a suggestion."""
     plain = name.replace("-", "_")
@@ -366,6 +391,12 @@ def canonical_name(name: str, where: str) -> str:
             cure="python train.py --help lists the settings",
         )
     return plain
+
+
+def canonical_settings(name: str, value: object, where: str) -> dict[str, object]:
+    """{setting: value} of what is stated as `name`: one, or those of a name in SPLIT_ALIASES. Raises UsageError."""
+    split = SPLIT_ALIASES.get(name.replace("-", "_"))
+    return split(value) if split else {canonical_name(name, where): value}
 
 
 def parse_value(name: str, raw: object, where: str) -> object:

@@ -172,7 +172,7 @@ class DeepSpeedOptions(StrategyOptions):
         found = cls._zero(*stated.pop("zero_optimization"))
         for key, setting in cls.OURS.items():
             value, where = stated.pop(key, ("auto", ""))
-            ours = getattr(config, setting)
+            ours = config.clip_norm if setting == "max_grad_norm" else getattr(config, setting)
             if value != "auto" and ours != "auto" and float(value) != float(ours or 0):
                 raise UsageError(
                     f"{key} {value} contradicts {setting} {ours}",

@@ -12,9 +12,9 @@ from anyqlora.core.errors import NotSupported, UsageError
 
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 SUPERSEDED = {  # a setting -> those that it decides or that say the same in other words
-    "train_type": ("quantizer", "adapter", "n_bits"),
-    "n_bits": ("quantizer",),
-    "quantizer": ("n_bits",),
+    "train_type": ("quantizer", "adapter", "bits"),
+    "bits": ("quantizer",),
+    "quantizer": ("bits",),
     "warmup_steps": ("warmup_ratio",),
     "warmup_ratio": ("warmup_steps",),
     "eval_dataset": ("eval_fraction",),
@@ -69,27 +69,27 @@ def validate(config: TrainConfig) -> TrainConfig:
             "LoftQ starts from what quantization lost, and nothing is quantized",
             "--adapter pissa, or --quantizer nf4",
         )
-    if config.flat is True and config.loss_rows == 0:
-        contradiction("flat", "loss_rows", "whole logits are made of padded rows")
-    if config.fused is True:
+    if config.padding_free is True and config.logits_chunk_tokens == 0:
+        contradiction("padding_free", "logits_chunk_tokens", "whole logits are made of padded rows")
+    if config.fused_lora is True:
         if config.adapter not in registry.FUSED_ADAPTERS:
-            contradiction("fused", "adapter", "only what is W x + scale B A x is fused", "--fused auto")
+            contradiction("fused_lora", "adapter", "only what is W x + scale B A x is fused", "--fused_lora auto")
         if config.quantizer not in registry.FUSED_QUANTIZERS:
             contradiction(
-                "fused",
+                "fused_lora",
                 "quantizer",
                 f"only products with a dequantized weight are fused: {', '.join(registry.FUSED_QUANTIZERS)}",
-                "--fused auto",
+                "--fused_lora auto",
             )
     if config.reentrant_checkpointing and config.use_gradient_checkpointing is False:
         contradiction("reentrant_checkpointing", "use_gradient_checkpointing", "there is nothing to recompute")
     if (
-        config.recomputed_layers != "auto"
+        config.checkpointed_layers != "auto"
         and config.use_gradient_checkpointing in (True, False)
-        and bool(config.recomputed_layers) != config.use_gradient_checkpointing
+        and bool(config.checkpointed_layers) != config.use_gradient_checkpointing
     ):
         contradiction(
-            "recomputed_layers",
+            "checkpointed_layers",
             "use_gradient_checkpointing",
             "one says that something is recomputed, the other that nothing is",
         )
@@ -108,20 +108,20 @@ def validate(config: TrainConfig) -> TrainConfig:
     if config.eval_dataset and config.eval_fraction:
         contradiction("eval_fraction", "eval_dataset", "both say what is held out")
     held_out = config.eval_dataset or config.eval_fraction
-    for name in ("eval_steps", "early_stopping", "samples"):
+    for name in ("eval_steps", "early_stopping_patience", "num_samples"):
         if getattr(config, name) and not held_out:
             raise UsageError(
                 f"{name} needs held-out rows", where=where(name), cure="--eval_dataset FILE or --eval_fraction 0.05"
             )
-    if config.early_stopping and not config.eval_steps:
-        raise UsageError("early_stopping needs eval_steps", where=where("early_stopping"), cure="--eval_steps 50")
-    if config.keep == "best" and not (held_out and config.eval_steps):
-        raise UsageError("keep best needs evaluations", where=where("keep"), cure="--eval_dataset FILE --eval_steps 50")
-    if config.keep != "best" and (not config.keep.isdigit() or int(config.keep) < 2):
+    if config.early_stopping_patience and not config.eval_steps:
         raise UsageError(
-            f"keep: {config.keep!r} is neither a number of at least 2 nor best",
-            where=where("keep"),
-            cure="--keep 2: one checkpoint alone would be the one that a damaged disk hits",
+            "early_stopping_patience needs eval_steps", where=where("early_stopping_patience"), cure="--eval_steps 50"
+        )
+    if config.load_best_model_at_end and not (held_out and config.eval_steps):
+        raise UsageError(
+            "load_best_model_at_end needs evaluations",
+            where=where("load_best_model_at_end"),
+            cure="--eval_dataset FILE --eval_steps 50",
         )
     _seen(config, where)
     _confined("run_name", config.run_name, where("run_name"))
@@ -144,12 +144,12 @@ def _seen(config: TrainConfig, where) -> None:
         )
     if (
         config.profile
-        and config.wait_steps + config.profiler_warmup_steps + config.active_steps > config.profiling_frequency
+        and config.profile_wait + config.profiler_warmup_steps + config.profile_active > config.profiling_frequency
     ):
         raise UsageError(
             "a profiler cycle (wait, warm-up, active) is longer than profiling_frequency",
             where=where("profiling_frequency"),
-            cure="a larger --profiling_frequency, or fewer --active_steps",
+            cure="a larger --profiling_frequency, or fewer --profile_active",
         )
     for name in _OF_PROFILE:
         if not config.profile and getattr(config, name) != SETTINGS[name].default:
@@ -163,10 +163,10 @@ _OF_PROFILE = (
     "with_shapes",
     "export_trace",
     "export_memory_timeline",
-    "wait_steps",
+    "profile_wait",
     "profiler_warmup_steps",
-    "active_steps",
-    "repeat",
+    "profile_active",
+    "profile_repeat",
     "profiling_frequency",
 )
 _REFUSED = {  # setting -> the one value that says what happens anyway, why there is no other
@@ -211,7 +211,7 @@ _ONLY_WITH = (  # settings, the setting that they depend on, when they do someth
     (("lr_power",), "lr_scheduler", lambda c: c.lr_scheduler == "polynomial", "only polynomial has an exponent"),
     (("lr_decay",), "lr_scheduler", lambda c: c.lr_scheduler == "exponential", "only exponential decays by a factor"),
     (("cosine_min_lr_ratio",), "lr_scheduler", lambda c: c.lr_scheduler != "constant", "a constant rate has no floor"),
-    (("grad_norm",), "apply_gradient_clipping", lambda c: c.apply_gradient_clipping, "nothing is clipped"),
+    (("max_grad_norm",), "apply_gradient_clipping", lambda c: c.apply_gradient_clipping, "nothing is clipped"),
     (
         ("double_quant",),
         "quantizer",
@@ -234,13 +234,13 @@ _ONLY_WITH = (  # settings, the setting that they depend on, when they do someth
     ),
     *(
         (
-            ("frozen_products",),
+            ("frozen_matmul",),
             other,
-            lambda c, other=other, known=known: c.frozen_products == "full" or getattr(c, other) in known,
+            lambda c, other=other, known=known: c.frozen_matmul == "full" or getattr(c, other) in known,
             "only products of LoRA layers that are fused are rounded",
         )
         for other, known in (
-            ("fused", (AUTO, True)),
+            ("fused_lora", (AUTO, True)),
             ("adapter", registry.FUSED_ADAPTERS),
             ("quantizer", registry.FUSED_QUANTIZERS),
         )
@@ -267,14 +267,14 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
         "train_type", config.train_type, registry.TRAIN_TYPES, config.sources.get("train_type", "")
     )
     sources = dict(config.sources)
-    bits = config.n_bits
+    bits = config.bits
     if bits != AUTO and config.quantizer == AUTO and quantizer != "none":
         by_bits = {4: quantizer, 8: "int8"}
         if bits not in by_bits:
             raise NotSupported(
-                f"n_bits: {bits}-bit weights are not built; 4 and 8 are",
-                where=sources.get("n_bits", ""),
-                cure="--n_bits 4 or 8, or --train_type lora for 16",
+                f"bits: {bits}-bit weights are not built; 4 and 8 are",
+                where=sources.get("bits", ""),
+                cure="--bits 4 or 8, or --train_type lora for 16",
             )
         quantizer = by_bits[bits]
     for name, preset, pole in (("quantizer", quantizer, "none"), ("adapter", adapter, "full")):
@@ -290,14 +290,14 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
             contradiction(name, "train_type", f"{config.train_type} means {name} {preset}")
     registry.lookup("quantizer", config.quantizer, registry.QUANTIZERS, sources.get("quantizer", ""))
     registry.lookup("adapter", config.adapter, registry.ADAPTERS, sources.get("adapter", ""))
-    if config.train_type in registry.FUSED_TYPES and config.fused is not True:
-        if config.fused is False:
-            contradiction("fused", "train_type", f"{config.train_type} means fused LoRA")
-        config = config.with_(fused=True)
-        sources["fused"] = "preset"
+    if config.train_type in registry.FUSED_TYPES and config.fused_lora is not True:
+        if config.fused_lora is False:
+            contradiction("fused_lora", "train_type", f"{config.train_type} means fused LoRA")
+        config = config.with_(fused_lora=True)
+        sources["fused_lora"] = "preset"
     if bits != AUTO and registry.BITS[config.quantizer] != bits:
-        contradiction("n_bits", "quantizer", f"{config.quantizer} has {registry.BITS[config.quantizer]} bits")
-    return config.with_(n_bits=registry.BITS[config.quantizer], sources=sources)
+        contradiction("bits", "quantizer", f"{config.quantizer} has {registry.BITS[config.quantizer]} bits")
+    return config.with_(bits=registry.BITS[config.quantizer], sources=sources)
 
 
 def _layer(source: str) -> str:

@@ -33,13 +33,13 @@ QUANTIZERS = {
     "nvfp4": "anyqlora.on_mlx.nn.quantizers:Nvfp4",
 }
 WAYS = (
-    "fused",
-    "fused_head",
-    "flat",
+    "fused_lora",
+    "fused_linear_cross_entropy",
+    "padding_free",
     "kernels",
-    "loss_rows",
-    "threads",
-    "weight_cache",
+    "logits_chunk_tokens",
+    "cpu_threads",
+    "dequantized_layers",
     "quantized_cache",
 )  # settings that say how something is computed, not what
 PACKED = ("nf4", "fp4", "affine4")  # quantizers that write files

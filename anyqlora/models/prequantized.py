@@ -82,7 +82,7 @@ def resolve_quantizer(draft, about: dict) -> None:
             )
         draft.choose("affine_group_size", group)
     if found != config.quantizer:
-        asked = next((name for name in ("quantizer", "n_bits") if config.asked(name)), None)
+        asked = next((name for name in ("quantizer", "bits") if config.asked(name)), None)
         asked = asked or ("train_type" if config.quantizer == "none" and config.asked("train_type") else None)
         if asked:
             raise UsageError(
@@ -91,4 +91,4 @@ def resolve_quantizer(draft, about: dict) -> None:
                 cure=f"--quantizer {found}, or the same model with unquantized weights",
             )
         draft.adjust("quantizer", found, "the checkpoint's weights are quantized already")
-        draft.choose("n_bits", BITS[found])
+        draft.choose("bits", BITS[found])

@@ -59,12 +59,12 @@ def build(config: TrainConfig, runtime: Runtime) -> BuiltModel:
         quantized_as(described) is not None,
     )
     names = adapter.attach(model, described["model_type"])
-    loss, why = loss_for(model, config.loss_rows)
+    loss, why = loss_for(model, config.logits_chunk_tokens)
     built = BuiltModel(
         model, names, adapter, quantizer, loss, [f"logits of all tokens are made for the loss: {why}"] if why else []
     )
     if plan.use_gradient_checkpointing:
-        for block in model.layers[: None if config.recomputed_layers == AUTO else config.recomputed_layers]:
+        for block in model.layers[: None if config.checkpointed_layers == AUTO else config.checkpointed_layers]:
             recompute(block)
     model.train()
     assert_in_effect(built)

@@ -22,9 +22,7 @@ def against_mlx_lm(run: FinishedRun, adapter: Path, changed: dict) -> tuple[floa
 
     base = base_directory(run.config.with_(**changed))
     packed = quantized_as(read_config(base))
-    quantizer = (
-        {"quantizer": packed, "n_bits": 4} if packed else {"quantizer": "none", "n_bits": 16, "train_type": "lora"}
-    )
+    quantizer = {"quantizer": packed, "bits": 4} if packed else {"quantizer": "none", "bits": 16, "train_type": "lora"}
     ours = load_finetuned(run, plan_here(run, {**changed, **quantizer, "backend": "mlx", "precision": "fp32"}))
     described = read_config(base)
     added = translate_config(described, base, run.config.context_length)

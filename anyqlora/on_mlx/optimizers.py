@@ -28,7 +28,7 @@ class Rates(NamedTuple):
         """Of step 1, 2, ...; in float64 until each is an array."""
         numbers = (
             rate,
-            1 - rate * config.wd,
+            1 - rate * config.weight_decay,
             rate / (1 - config.adam_beta1**step),
             math.sqrt(1 - config.adam_beta2**step),
         )
@@ -42,7 +42,9 @@ def adamw(value: mx.array, gradient: mx.array, state: dict, rates: Rates, config
 
 def adam(value: mx.array, gradient: mx.array, state: dict, rates: Rates, config: TrainConfig) -> mx.array:
     """The decay is part of the gradient."""
-    return _adam(value, gradient + config.wd * value if config.wd else gradient, state, rates, config)
+    return _adam(
+        value, gradient + config.weight_decay * value if config.weight_decay else gradient, state, rates, config
+    )
 
 
 def _adam(value, gradient, state, rates, config):
@@ -54,12 +56,12 @@ def _adam(value, gradient, state, rates, config):
 
 
 def sgd(value: mx.array, gradient: mx.array, state: dict, rates: Rates, config: TrainConfig) -> mx.array:
-    return value - rates.rate * (gradient + config.wd * value if config.wd else gradient)
+    return value - rates.rate * (gradient + config.weight_decay * value if config.weight_decay else gradient)
 
 
 def adadelta(value: mx.array, gradient: mx.array, state: dict, rates: Rates, config: TrainConfig) -> mx.array:
     """Zeiler 2012."""
-    gradient = gradient + config.wd * value if config.wd else gradient
+    gradient = gradient + config.weight_decay * value if config.weight_decay else gradient
     squares, deltas = (state.get(name, mx.zeros_like(value)) for name in ("square_avg", "acc_delta"))
     squares = squares * RHO + gradient * gradient * (1 - RHO)
     delta = mx.sqrt(deltas + ADADELTA_EPS) / mx.sqrt(squares + ADADELTA_EPS) * gradient

@@ -49,8 +49,8 @@ class Runtime:
         self.memory = MemoryMonitor(self.device, plan.memory.total if plan.memory else 0)
         if self.device.type == "cpu":
             set_primitive_cache(plan.memory.products if plan.memory else COMPILED)
-            if plan.config.threads != "auto":
-                torch.set_num_threads(plan.config.threads)
+            if plan.config.cpu_threads != "auto":
+                torch.set_num_threads(plan.config.cpu_threads)
         self.loss = (
             token_loss  # (model, batch, device) -> sum over trained tokens; `build` may put a faster one in its place
         )

@@ -74,7 +74,7 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)
     if not own:
         raise RunError(
-            "this architecture's attention is more than causal attention within documents", cure="--flat false"
+            "this architecture's attention is more than causal attention within documents", cure="--padding_free false"
         )
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))

@@ -141,8 +141,8 @@ FLOAT8_FROM = (8, 9)  # compute capability
 
 
 _NOT_ON_MLX = {
-    "threads": "MLX chooses its own",
-    "weight_cache": "each product has packed weights of its own kind",
+    "cpu_threads": "MLX chooses its own",
+    "dequantized_layers": "each product has packed weights of its own kind",
     "quantized_cache": "it reads what `python -m anyqlora quantize` writes, given as model_name",
     "profile": "it is torch's profiler",
     "profile_memory": "MLX keeps no record of memory by phase; metrics.jsonl has each step's",

@@ -69,7 +69,7 @@ def plan_batch(draft, shapes, free: int | None) -> None:
         trial = config.with_(
             batch_size=micro,
             use_gradient_checkpointing=recomputed > 0,
-            recomputed_layers=recomputed,
+            checkpointed_layers=recomputed,
             gradient_accumulation_steps=-(-rows * steps // micro),
         )
         estimate = memory.estimate(shapes, trial)
@@ -78,7 +78,7 @@ def plan_batch(draft, shapes, free: int | None) -> None:
     def fits(micro: int, recomputed: int) -> bool:
         return needed(micro, recomputed) <= HEADROOM * free
 
-    recomputed = config.recomputed_layers
+    recomputed = config.checkpointed_layers
     if config.use_gradient_checkpointing == AUTO:
         if recomputed == AUTO:
             parts = (0, 4) if config.use_activation_cpu_offload else (0, 1, 2, 3, 4)
@@ -87,7 +87,7 @@ def plan_batch(draft, shapes, free: int | None) -> None:
         draft.choose("use_gradient_checkpointing", recomputed > 0)
     elif recomputed == AUTO:
         recomputed = 0 if not config.use_gradient_checkpointing else shapes.layers if shapes else AUTO
-    draft.choose("recomputed_layers", recomputed)
+    draft.choose("checkpointed_layers", recomputed)
     if is_known:
         micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(m, recomputed)), 1)
     else:
@@ -119,14 +119,21 @@ def plan_dequantized_layers(draft, shapes, free: int | None) -> None:
     """Dequantized weights of as many layers as fit into half of the free memory beside all else: of all, a half, a quarter or none,
     and of the free memory a power of two, so that two runs on one machine hardly ever choose otherwise."""
     config = draft.config
-    if config.weight_cache != AUTO:
+    if config.dequantized_layers != AUTO:
         return
     layers = 0
-    if shapes is not None and free and config.fused and (config.quantizer, config.frozen_products) != ("none", "full"):
+    if (
+        shapes is not None
+        and free
+        and config.fused_lora
+        and (config.quantizer, config.frozen_matmul) != ("none", "full")
+    ):
         room = (1 << free.bit_length() - 1) // 2
         trials = (shapes.layers, shapes.layers // 2, shapes.layers // 4)
-        layers = next((n for n in trials if memory.estimate(shapes, config.with_(weight_cache=n)).total <= room), 0)
-    draft.choose("weight_cache", layers)
+        layers = next(
+            (n for n in trials if memory.estimate(shapes, config.with_(dequantized_layers=n)).total <= room), 0
+        )
+    draft.choose("dequantized_layers", layers)
 
 
 def halve(batch_size: int, gradient_accumulation_steps: int) -> tuple[int, int]:

@@ -169,9 +169,9 @@ def resolve_mesh(draft, devices: int) -> None:
     Without a mesh the model axis has all processes, of which there is one for each of `devices` unless somebody says. Raises LayoutError.
     """
     config = draft.config
-    if not (config.mesh or config.layout or config.strategy == "tp"):
+    if not (config.mesh or config.tensor_layout or config.strategy == "tp"):
         return
-    name = next(n for n in ("mesh", "layout", "strategy") if getattr(config, n))
+    name = next(n for n in ("mesh", "tensor_layout", "strategy") if getattr(config, n))
     where = config.sources.get(name, "")
     if config.strategy not in (AUTO, "tp"):
         raise LayoutError(
@@ -202,9 +202,9 @@ def resolve_mesh(draft, devices: int) -> None:
     draft.choose("strategy", "tp")
     draft.choose("world_size", world)
     draft.choose("mesh", format_rules(mesh))
-    draft.choose("layout", config.layout or DEFAULT)
-    if draft.config.layout != DEFAULT:
-        from_file(draft.config.layout)
+    draft.choose("tensor_layout", config.tensor_layout or DEFAULT)
+    if draft.config.tensor_layout != DEFAULT:
+        from_file(draft.config.tensor_layout)
 
 
 def check(config: TrainConfig, shapes: ModelShape | None) -> None:
@@ -247,7 +247,7 @@ def check(config: TrainConfig, shapes: ModelShape | None) -> None:
             where=config.sources.get("strategy", ""),
             cure="--strategy fsdp",
         )
-    if config.layout == DEFAULT:
+    if config.tensor_layout == DEFAULT:
         ways = mesh_axes(config.mesh)[MODEL]
         for linear in shapes.linears:
             check_split(linear, linear.split, ways, config, config.sources.get("mesh", ""))
@@ -257,7 +257,7 @@ def check(config: TrainConfig, shapes: ModelShape | None) -> None:
 
 def slice_of(shapes: ModelShape | None, config: TrainConfig) -> ModelShape | None:
     """The shapes of what each process computes with, from which its memory is predicted; by a layout file they are taken as whole."""
-    if shapes is None or config.strategy != "tp" or config.layout != DEFAULT:
+    if shapes is None or config.strategy != "tp" or config.tensor_layout != DEFAULT:
         return shapes
     ways = mesh_axes(config.mesh)[MODEL]
     linears = tuple(
@@ -285,7 +285,7 @@ def has_split_heads(shapes: ModelShape) -> bool:
 
 def check_split(linear: LinearShape, split: str, ways: int, config: TrainConfig, where: str) -> None:
     """Raises LayoutError when `linear` cannot be split so into `ways` slices that quantize as the whole does."""
-    cure = "another --mesh, or a --layout FILE that keeps it whole"
+    cure = "another --mesh, or a --tensor_layout FILE that keeps it whole"
     if split == COLUMNS and linear.outputs % ways:
         raise LayoutError(
             f"{linear.name} has {linear.outputs} outputs, which {ways} processes cannot share evenly",
@@ -314,5 +314,5 @@ def check_heads(heads: int, kv_heads: int, ways: int, where: str) -> None:
         raise LayoutError(
             f"{heads} heads and {kv_heads} key heads cannot be shared evenly by {ways} processes",
             where=where,
-            cure="another --mesh, or a --layout FILE that keeps attention whole",
+            cure="another --mesh, or a --tensor_layout FILE that keeps attention whole",
         )

@@ -109,8 +109,7 @@ class RunPlan:
             f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
             f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
             f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels"
-            + f", frozen weights multiplied in {c.frozen_products.replace('_', ' in ')}"
-            * (c.frozen_products != "full"),
+            + f", frozen weights multiplied in {c.frozen_matmul.replace('_', ' in ')}" * (c.frozen_matmul != "full"),
             *self._choices(),
             f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
             f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
@@ -156,23 +155,27 @@ class RunPlan:
         c = self.config
         cached = format_bytes(self.memory.parts.get("dequantized weights", 0)) if self.memory else "some memory"
         taken = (
-            (c.fused, "LoRA fused with its weight", "no float32 copies, inputs kept once"),
-            (c.fused_head is True, "output head and loss in one", "no logits in memory, and none that are rounded"),
+            (c.fused_lora, "LoRA fused with its weight", "no float32 copies, inputs kept once"),
             (
-                c.loss_rows and c.fused_head is not True,
-                f"logits of {c.loss_rows} tokens at a time",
+                c.fused_linear_cross_entropy is True,
+                "output head and loss in one",
+                "no logits in memory, and none that are rounded",
+            ),
+            (
+                c.logits_chunk_tokens and c.fused_linear_cross_entropy is not True,
+                f"logits of {c.logits_chunk_tokens} tokens at a time",
                 "no logits of a whole batch, none of untrained tokens",
             ),
-            (c.flat is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
+            (c.padding_free is True, "rows without padding", "no product with padding, no mask of tokens x tokens"),
             (
-                c.weight_cache not in (0, AUTO),
-                f"weights of {c.weight_cache} layers kept dequantized",
+                c.dequantized_layers not in (0, AUTO),
+                f"weights of {c.dequantized_layers} layers kept dequantized",
                 f"{cached} for two dequantizations per step",
             ),
             (not c.use_gradient_checkpointing, "activations kept", "no second forward pass"),
             (
-                c.use_gradient_checkpointing and c.recomputed_layers != AUTO,
-                f"layers recomputed: the first {c.recomputed_layers}",
+                c.use_gradient_checkpointing and c.checkpointed_layers != AUTO,
+                f"layers recomputed: the first {c.checkpointed_layers}",
                 "no second forward pass through others, whose activations are kept",
             ),
             (
@@ -180,7 +183,7 @@ class RunPlan:
                 "quantized weights kept on disk",
                 "no quantization at the next start",
             ),
-            (c.threads != AUTO, f"{c.threads} threads", "as many as the layers' width keeps busy"),
+            (c.cpu_threads != AUTO, f"{c.cpu_threads} threads", "as many as the layers' width keeps busy"),
         )
         return [
             f"{'fast paths' if not number else '':12}{what}: {buys}"
@@ -393,19 +396,19 @@ def _quantizer(draft, backend, row, found) -> None:
         return
     in_row = config.quantizer in row.quantizers
     same_bits = next((name for name in found.quantizers if BITS.get(name) == BITS.get(config.quantizer)), None)
-    if config.asked("n_bits") and not config.asked("quantizer") and same_bits and not in_row:
+    if config.asked("bits") and not config.asked("quantizer") and same_bits and not in_row:
         draft.adjust(
             "quantizer",
             same_bits,
-            f"backend {backend} has no {config.quantizer}; this is its own of {config.n_bits} bits",
+            f"backend {backend} has no {config.quantizer}; this is its own of {config.bits} bits",
         )
         return
-    if "none" not in found.quantizers or any(map(config.asked, ("quantizer", "train_type", "n_bits"))):
+    if "none" not in found.quantizers or any(map(config.asked, ("quantizer", "train_type", "bits"))):
         _refuse(config, "quantizer", backend, in_row, found, found.quantizers)
     why = found.why(config.quantizer) if in_row else f"backend {backend} has no {config.quantizer}"
     instead = "int8" if "int8" in found.quantizers else "none"
     draft.adjust("quantizer", instead, why)
-    draft.choose("n_bits", 8 if instead == "int8" else 16)
+    draft.choose("bits", 8 if instead == "int8" else 16)
 
 
 def _groups(draft, shapes) -> None:
@@ -450,24 +453,24 @@ def _kernels(draft, backend, row, found) -> None:
 
 def _products(draft, backend, row, found) -> None:
     """Products of frozen weights in fewer bits are for 16-bit arithmetic, where they are twice as fast."""
-    config, asked = draft.config, draft.config.frozen_products
-    where = config.sources.get("frozen_products", "")
+    config, asked = draft.config, draft.config.frozen_matmul
+    where = config.sources.get("frozen_matmul", "")
     if asked == "full":
         return
     if asked not in found.products:
         why = found.why(f"{asked} products") or f"backend {backend} has no {asked} products"
-        raise UsageError(f"frozen_products {asked}: {why}", where=where, cure=f"one of: {', '.join(found.products)}")
+        raise UsageError(f"frozen_matmul {asked}: {why}", where=where, cure=f"one of: {', '.join(found.products)}")
     if DTYPE_OF[config.precision] != "bf16":
         raise UsageError(
-            f"frozen_products {asked}: it is for precision bf16, and this is {config.precision}",
+            f"frozen_matmul {asked}: it is for precision bf16, and this is {config.precision}",
             where=where,
-            cure="--frozen_products full",
+            cure="--frozen_matmul full",
         )
     if config.strategy not in FUSED_STRATEGIES:
         raise NotSupported(
-            f"frozen_products {asked}: not built for strategy {config.strategy} yet",
+            f"frozen_matmul {asked}: not built for strategy {config.strategy} yet",
             where=where,
-            cure="--frozen_products full",
+            cure="--frozen_matmul full",
         )
 
 
@@ -504,21 +507,21 @@ def _placement(draft, backend, row) -> None:
 def _fast_paths(draft, row, shapes, found) -> None:
     """What computes the same in less time or memory, wherever it applies."""
     is_built = row.framework == "torch" and draft.config.strategy in FUSED_STRATEGIES
-    for name in ("fused", "flat"):
+    for name in ("fused_lora", "padding_free"):
         if getattr(draft.config, name) is True and not is_built:
             raise NotSupported(
                 f"{name}: not built for strategy {draft.config.strategy} on {row.framework} yet",
                 where=draft.config.sources.get(name, ""),
                 cure=f"--{name} auto",
             )
-    draft.choose("fused", is_built and memory.is_fused(draft.config))
-    if draft.config.flat == AUTO:
-        draft.choose("flat", is_built and row.device == "cpu" and draft.config.loss_rows != 0)
+    draft.choose("fused_lora", is_built and memory.is_fused(draft.config))
+    if draft.config.padding_free == AUTO:
+        draft.choose("padding_free", is_built and row.device == "cpu" and draft.config.logits_chunk_tokens != 0)
     _fused_head(draft, shapes, found)
-    draft.choose("loss_rows", memory.loss_rows(shapes, draft.config))
-    if draft.config.threads == AUTO and found.cores:
+    draft.choose("logits_chunk_tokens", memory.logits_chunk_tokens(shapes, draft.config))
+    if draft.config.cpu_threads == AUTO and found.cores:
         narrow = shapes is not None and shapes.hidden * shapes.intermediate < NARROW
-        draft.choose("threads", found.threads or (1 if narrow else max(1, found.cores // max(1, found.processes))))
+        draft.choose("cpu_threads", found.threads or (1 if narrow else max(1, found.cores // max(1, found.processes))))
 
 
 def _fused_head(draft, shapes, found) -> None:
@@ -534,17 +537,21 @@ def _fused_head(draft, shapes, found) -> None:
                 ),
                 (found.why("fused head"), found.why("fused head")),
                 (config.adapter == "full", "the head learns, whose gradient is made of logits"),
-                (config.loss_rows == 0, "loss_rows 0 asks for all logits"),
+                (config.logits_chunk_tokens == 0, "logits_chunk_tokens 0 asks for all logits"),
                 (shapes is not None and shapes.capped_logits, "the model caps its logits"),
             )
             if holds
         ),
         "",
     )
-    if why and config.fused_head is True and config.asked("fused_head"):
-        raise UsageError(f"fused_head: {why}", where=config.sources["fused_head"], cure="--fused_head auto")
-    if why or config.fused_head == AUTO:
-        draft.choose("fused_head", not why)
+    if why and config.fused_linear_cross_entropy is True and config.asked("fused_linear_cross_entropy"):
+        raise UsageError(
+            f"fused_linear_cross_entropy: {why}",
+            where=config.sources["fused_linear_cross_entropy"],
+            cure="--fused_linear_cross_entropy auto",
+        )
+    if why or config.fused_linear_cross_entropy == AUTO:
+        draft.choose("fused_linear_cross_entropy", not why)
 
 
 def _quantized_cache(draft, row, described: dict | None, shapes) -> None:

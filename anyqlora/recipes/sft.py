@@ -93,7 +93,7 @@ def train_loop(session: TrainingSession, make_engine: Callable[[TrainingSession]
         if session.should_check_gradients(step):
             engine.check_gradients()
         with engine.phase("step"):
-            result = engine.step(lr, session.config.max_grad_norm, skip=session.should_skip(loss))
+            result = engine.step(lr, session.config.clip_norm, skip=session.should_skip(loss))
         session.report(step, loss, result, lr, engine.used_memory())
         for note in engine.step_done():
             session.console.warn(note)

@@ -72,7 +72,7 @@ def evaluations(result: dict) -> Table | None:
 
 
 def learned_at(result: dict) -> int:
-    """The step whose weights were written: with keep best it may be an earlier one than the last."""
+    """The step whose weights were written: with load_best_model_at_end it may be an earlier one than the last."""
     return ((result.get("eval") or {}).get("after") or {}).get("step", result["steps"])
 
 

@@ -21,7 +21,12 @@ from anyqlora.core.errors import UsageError
 from anyqlora.core.redaction import redacted
 
 BOTH = ("wandb", "trackio")
-NAMING = {"project_name": BOTH, "name": BOTH, "group": BOTH, "entity": ("wandb",)}  # setting -> who reads it
+NAMING = {
+    "project_name": BOTH,
+    "tracker_name": BOTH,
+    "tracker_group": BOTH,
+    "tracker_entity": ("wandb",),
+}  # setting -> who reads it
 WANDB_SECONDS = 30  # to reach the server before the run goes on offline
 
 
@@ -76,8 +81,8 @@ class TrackerContext:
         """Where the run belongs, in the words that wandb and trackio share."""
         return {
             "project": self.settings["project_name"],
-            "name": self.settings["name"] or redacted(self.directory.name),
-            "group": self.settings["group"] or None,
+            "name": self.settings["tracker_name"] or redacted(self.directory.name),
+            "group": self.settings["tracker_group"] or None,
             "config": self.settings,
         }
 
@@ -154,7 +159,7 @@ class Wandb:
             identity.write_text(secrets.token_hex(8))
         about = {
             **run.about,
-            "entity": run.settings["entity"] or None,
+            "entity": run.settings["tracker_entity"] or None,
             "dir": str(run.directory),
             "id": identity.read_text(),
             "resume": "allow",

@@ -66,23 +66,23 @@ IDENTITY_SETTINGS = (
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
-    "wd",
+    "weight_decay",
     "apply_gradient_clipping",
-    "grad_norm",
+    "max_grad_norm",
     "spike_guard",
-    "early_stopping",
+    "early_stopping_patience",
 )
 RECOMPUTATION = (
     "use_gradient_checkpointing",
-    "recomputed_layers",
+    "checkpointed_layers",
 )  # who states one of these asks for something else than was chosen
 PLANNED_SETTINGS = (
-    "fused",
-    "fused_head",
-    "loss_rows",
-    "flat",
-    "weight_cache",
-    "threads",
+    "fused_lora",
+    "fused_linear_cross_entropy",
+    "logits_chunk_tokens",
+    "padding_free",
+    "dequantized_layers",
+    "cpu_threads",
     *RECOMPUTATION,
 )  # by a plan, and kept in checkpoints
 TOKENIZER_FILES = (

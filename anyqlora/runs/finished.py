@@ -26,7 +26,7 @@ from anyqlora.reporting.console import ConsoleReporter
 
 OF_SEVERAL = (
     "mesh",
-    "layout",
+    "tensor_layout",
     "strategy_config",
     "strategy_opt",
     "sharding_strategy",
@@ -174,7 +174,7 @@ def plan_here(run: FinishedRun, changed: dict):
     config = run.config.with_(
         strict=False,
         sources=sources,
-        **{**together, "strategy": "single", "world_size": 1, "frozen_products": "full", **changed, **own},
+        **{**together, "strategy": "single", "world_size": 1, "frozen_matmul": "full", **changed, **own},
     )
     if "backend" not in changed and config.backend not in BackendManager().available():
         print(

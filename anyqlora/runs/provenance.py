@@ -65,8 +65,8 @@ def environment(plan) -> dict:
         "machine": platform.machine(),
         "release": platform.release(),
         "processor": processor(),
-        "threads": plan.config.threads
-        if plan.config.threads != "auto"
+        "cpu_threads": plan.config.cpu_threads
+        if plan.config.cpu_threads != "auto"
         else os.environ.get("OMP_NUM_THREADS") or physical_cores(),
         **versions(),
         "backend": str(plan.backend),
@@ -76,15 +76,15 @@ def environment(plan) -> dict:
         "world_size": plan.world_size,
         "batch_size": plan.batch_size,
         "use_gradient_checkpointing": plan.use_gradient_checkpointing,
-        "recomputed_layers": plan.config.recomputed_layers,
-        "fused": plan.config.fused,
-        "fused_head": plan.config.fused_head,
-        "loss_rows": plan.config.loss_rows,
-        "flat": plan.config.flat,
-        "weight_cache": plan.config.weight_cache,
+        "checkpointed_layers": plan.config.checkpointed_layers,
+        "fused_lora": plan.config.fused_lora,
+        "fused_linear_cross_entropy": plan.config.fused_linear_cross_entropy,
+        "logits_chunk_tokens": plan.config.logits_chunk_tokens,
+        "padding_free": plan.config.padding_free,
+        "dequantized_layers": plan.config.dequantized_layers,
         "deterministic": plan.config.deterministic,
         "kernels": plan.kernels,
-        "frozen_products": plan.config.frozen_products,
+        "frozen_matmul": plan.config.frozen_matmul,
     }
 
 

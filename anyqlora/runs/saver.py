@@ -32,14 +32,14 @@ class CheckpointSaver:
         self.tags = {"identity": place.identity, "machine": machine}
         self.identity = place.directory / IDENTITY
         self.checkpoints = Checkpoints(place.directory / "checkpoints", disk)
-        self.best_kept = config.keep == "best"
-        self.keep = 2 if self.best_kept else int(config.keep)
         self.told_full = False
 
     def check_room(self, trained_numbers: int) -> None:
         """Raises DiskFull when the checkpoints that will be kept clearly do not fit: adapter and two moments, 4 bytes each."""
         directory = self.checkpoints.directory
-        most = self.keep + self.best_kept + 1  # the newest is written before the oldest goes
+        most = (
+            self.config.save_total_limit + self.config.load_best_model_at_end + 1
+        )  # the newest is written before the oldest goes
         needed = trained_numbers * 4 * (3 * most + 1)
         there = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         free = shutil.disk_usage(directory.parent).free
@@ -58,7 +58,7 @@ class CheckpointSaver:
         self, step: int, state: dict, best: dict | None, is_last_chance: bool, snapshot: Callable[[], tuple]
     ) -> bool:
         """Write the checkpoint of `step` finished steps. Returns whether it stands. `snapshot()` gives adapter, moments, adapter_config, loop
-        state; `best` is the evaluation whose checkpoint `keep best` keeps, once this one is written.
+        state; `best` is the evaluation whose checkpoint `load_best_model_at_end` keeps, once this one is written.
 
         A full disk is told once and training goes on, or ends with DiskFull where on_disk_full says so or where it is the
         last chance to keep anything; older checkpoints stay as they are.
@@ -85,7 +85,7 @@ class CheckpointSaver:
             self._not_saved(step, error, is_last_chance)
             return False
         else:
-            self._prune(step, best["step"] if self.best_kept and best else None)
+            self._prune(step, best["step"] if self.config.load_best_model_at_end and best else None)
             return True
         finally:
             self.seconds += time.perf_counter() - began
@@ -104,7 +104,7 @@ class CheckpointSaver:
 
     def _prune(self, step: int, best: int | None) -> None:
         try:
-            self.checkpoints.prune(step, self.keep, best)
+            self.checkpoints.prune(step, self.config.save_total_limit, best)
         except OSError as error:
             self.warn(f"an old checkpoint cannot be removed ({error.strerror or error})")
 

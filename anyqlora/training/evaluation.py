@@ -82,7 +82,7 @@ def evaluator(
     exact = config.exact_match
     if exact == AUTO:  # worth its time where answers fit and are not essays
         exact = bool(lengths) and max(lengths) <= config.max_new_tokens and len(lengths) <= EXACT_MATCH_ROWS
-    mute = [e.where for e in questions(held_out, exact, config.samples) if not fits(e.prompt_ids)]
+    mute = [e.where for e in questions(held_out, exact, config.num_samples) if not fits(e.prompt_ids)]
     if mute:
         run.console.warn(
             f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, "
@@ -99,7 +99,7 @@ def evaluator(
                 batch_size=rows,
                 exact_match=exact,
                 max_new_tokens=config.max_new_tokens,
-                shown=config.samples,
+                shown=config.num_samples,
                 ends=learned_ends(run.data.report),
                 between=run.check_signals,
             )

@@ -11,7 +11,8 @@ from anyqlora.training.state import TrainState, is_better
 
 NOTHING_GAINED = (
     "the held-out loss was {before:.4f} before step 1 and is {after:.4f} after step {step}: on rows that it was not trained on "
-    "the model is no better than it was; a lower --learning_rate, fewer epochs, or --keep best with --eval_steps may help"
+    "the model is no better than it was; a lower --learning_rate, fewer epochs, or --load_best_model_at_end true with "
+    "--eval_steps may help"
 )
 
 
@@ -29,12 +30,12 @@ class EvaluationPolicy:
         self.config, self.state, self.outputs = config, state, outputs
         self.has_held_out, self.is_resumed = has_held_out, is_resumed
         self.first_step, self.final = state.step, state.after
-        self.keeps_best = config.keep == "best"
+        self.keeps_best = config.load_best_model_at_end
         if self.keeps_best and state.best and not outputs.has_checkpoint(state.kept):
-            # `keep` was a number before, or the checkpoint is damaged: it is none that the run can end with.
+            # Nobody asked for it before, or the checkpoint is damaged: it is none that the run can end with.
             outputs.console.warn(
-                f"the best step so far, {(state.kept or state.best)['step']}, has no checkpoint: keep best looks for another "
-                "one from here on"
+                f"the best step so far, {(state.kept or state.best)['step']}, has no checkpoint: another is looked for "
+                "from here on"
             )
             state.kept = None
 
@@ -50,7 +51,7 @@ class EvaluationPolicy:
 
     @property
     def stops_early(self) -> bool:
-        return 0 < self.config.early_stopping <= self.state.without_improvement
+        return 0 < self.config.early_stopping_patience <= self.state.without_improvement
 
     def due(self, done: int, is_last: bool) -> bool:
         """Whether one comes after `done` finished steps; the one after the last step is `comes_last`."""
@@ -87,7 +88,7 @@ class EvaluationPolicy:
         return self.final if is_best else self.state.kept
 
     def earlier_best(self) -> dict | None:
-        """The evaluation of the step that `keep best` ends with, where that is not the last step."""
+        """The evaluation of the step that `load_best_model_at_end` ends with, where that is not the last step."""
         best = self.state.kept if self.keeps_best else None
         is_earlier = best and best["step"] != self.state.step and not is_better(self.final, best)
         return best if is_earlier else None

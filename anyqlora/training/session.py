@@ -344,7 +344,7 @@ class TrainingSession:
     # ------------------------------------------------------------------------------------------------ the end
 
     def best_adapter(self) -> Arrays | None:
-        """What was learned at the step that `keep best` ends with; None where that is the last step anyway."""
+        """What was learned at the step that `load_best_model_at_end` ends with; None where that is the last step anyway."""
         if not self.evaluations.keeps_best:
             return None
         best, last = self.evaluations.earlier_best(), self.evaluations.final

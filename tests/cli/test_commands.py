@@ -37,7 +37,7 @@ SMALL = {
     "precision": "fp32",
     "max_steps": 3,
     "lr": 3e-3,
-    "samples": 3,
+    "num_samples": 3,
     "lora_rank": 4,
     "max_new_tokens": 24,
     "exact_match": True,
@@ -91,12 +91,12 @@ def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows,
         small = {
             name: value for name, value in SMALL.items() if settings.get("train_type") != "full" or name != "lora_rank"
         }
-        finished = runs.run(tmp_path, **{**small, "samples": 0, **held_out, **settings})
+        finished = runs.run(tmp_path, **{**small, "num_samples": 0, **held_out, **settings})
     from anyqlora.on_torch.inference import load
     from anyqlora.on_torch.memory.malloc import MallocTuner
 
     run, keeping = read_run(finished), MallocTuner.keeping
-    tuned = load(run, {"samples": 0})
+    tuned = load(run, {"num_samples": 0})
     assert MallocTuner.keeping == keeping, "pages are kept for steps, of which there are none"
     found = tuned.evaluate(run.held_out(tuned.tokenizer))
     after = runs.result(finished)["eval"]["after"]
@@ -122,7 +122,7 @@ def test_eval_on_other_rows_agrees_with_peft(tmp_path, capsys):
     import peft
     import transformers
 
-    directory = runs.run(tmp_path, **{**SMALL, "train_type": "lora", "samples": 0})
+    directory = runs.run(tmp_path, **{**SMALL, "train_type": "lora", "num_samples": 0})
     other = tmp_path / "other.jsonl"
     some = HELD_OUT.read_text().splitlines()[20:26]
     other.write_text("\n".join(some) + "\n")
@@ -147,7 +147,7 @@ def test_eval_refuses_rows_that_have_changed(tmp_path, rows):
     mine = tmp_path / "mine.jsonl"
     mine.write_bytes(rows.read_bytes())
     directory = runs.run(
-        tmp_path, **{**SMALL, "max_steps": 1, "samples": 0, "eval_dataset": str(mine), "exact_match": False}
+        tmp_path, **{**SMALL, "max_steps": 1, "num_samples": 0, "eval_dataset": str(mine), "exact_match": False}
     )
     mine.write_text(mine.read_text().replace("white", "black", 1))
     assert mine.read_bytes() != rows.read_bytes()
@@ -282,7 +282,7 @@ def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, 
         json.dumps({"messages": [{"role": "user", "content": "Rosa"}, {"role": "assistant", "content": "sold"}]}) + "\n"
     )
     directory = runs.run(
-        tmp_path, **{**SMALL, "model_name": str(base), "dataset": str(talk), "samples": 0, "max_steps": 1}
+        tmp_path, **{**SMALL, "model_name": str(base), "dataset": str(talk), "num_samples": 0, "max_steps": 1}
     )
     asked, answer = [], FineTunedModel.answer
     monkeypatch.setattr(
@@ -305,7 +305,7 @@ def test_a_base_model_learns_and_answers_through_a_stated_template(tmp_path, cap
     mine.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    settings = {**SMALL, "dataset": str(talk), "eval_dataset": str(talk), "samples": 1, "max_steps": 1}
+    settings = {**SMALL, "dataset": str(talk), "eval_dataset": str(talk), "num_samples": 1, "max_steps": 1}
     assert main(["data", "--model_name", str(DEMO_BASE), "--dataset", str(talk), "--chat_template", str(mine)]) == 0
     assert "user: Rosa<eos>assistant: [[sold<eos>]]" in capsys.readouterr().out
     directory = runs.run(tmp_path, **settings, chat_template=str(mine))
@@ -391,7 +391,7 @@ def unusual(tmp_path_factory):
                 **SMALL,
                 "model_name": "base_m",
                 "dataset": "a.jsonl=2,b.jsonl=0.5",
-                "samples": 0,
+                "num_samples": 0,
                 "max_steps": 1,
                 "exact_match": False,
                 "on_bad_row": "skip",
@@ -424,7 +424,7 @@ def test_held_out_rows_are_found_from_any_directory(unusual, tmp_path, monkeypat
             "model_name": "./base_m",
             "dataset": "a.jsonl",
             "eval_dataset": "b.jsonl",
-            "samples": 0,
+            "num_samples": 0,
             "max_steps": 1,
             "exact_match": False,
         },
@@ -480,7 +480,7 @@ def test_a_whole_model_needs_no_base(tmp_path, capsys):
             **settings,
             "train_type": "full",
             "model_name": str(base),
-            "samples": 0,
+            "num_samples": 0,
             "max_steps": 1,
             "exact_match": False,
         },
@@ -525,7 +525,7 @@ def short(tmp_path_factory):
         eval_dataset=str(place / "rows.jsonl"),
         max_steps=1,
         batch_size=2,
-        samples=2,
+        num_samples=2,
         exact_match=True,
         max_new_tokens=200,
         precision="fp32",
@@ -650,7 +650,7 @@ def test_config_explain_says_where_each_value_comes_from(tmp_path, capsys, monke
     for line in (
         "lr = 0.0002  run.yaml:7",
         "seed = 7  run.yaml:6",
-        "wd = 0.25  ANYQLORA_WD",
+        "weight_decay = 0.25  ANYQLORA_WD",
         "lora_rank = 8  command line: --lora-rank",
         "quantizer = nf4  preset",
         "batch_size = auto  default",

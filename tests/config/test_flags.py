@@ -41,7 +41,7 @@ TINY = {
     "save_steps": 0,
     "precision": "fp32",
     "warmup_steps": 0,
-    "wd": 0,
+    "weight_decay": 0,
     "use_gradient_checkpointing": False,
 }
 SHOWN: set[str] = set()
@@ -106,7 +106,7 @@ def plain(tmp_path_factory):
 # ------------------------------------------------------------------------------------------------- what is trained
 
 
-@shows("train_type", "quantizer", "n_bits", "double_quant", "precision", "lora_dropout", "adapter")
+@shows("train_type", "quantizer", "bits", "double_quant", "precision", "lora_dropout", "adapter")
 def test_each_way_of_keeping_and_learning_weights_gives_other_numbers(plain, tmp_path):
     """The first step sees the frozen weights alone, since an adapter starts at zero; the second sees the adapter too."""
     ways = {
@@ -116,7 +116,7 @@ def test_each_way_of_keeping_and_learning_weights_gives_other_numbers(plain, tmp
             "none": {"quantizer": "none"},
             "fp4": {"quantizer": "fp4"},
             "int8": {"quantizer": "int8"},
-            "8 bits": {"n_bits": 8},
+            "8 bits": {"bits": 8},
             "plain scales": {"double_quant": False},
             "bf16": {"precision": "bf16"},
             "dropout": {"lora_dropout": 0.5},
@@ -153,7 +153,7 @@ def test_smaller_groups_keep_more_of_the_weights(tmp_path):
     "lora_alpha",
     "lora_target_modules",
     "lr",
-    "wd",
+    "weight_decay",
     "adam_beta1",
     "adam_beta2",
     "adam_eps",
@@ -170,7 +170,7 @@ def test_one_step_of_adamw_is_the_formula(tmp_path):
         "adam_beta1": 0.5,
         "adam_beta2": 0.9,
         "adam_eps": 1e-3,
-        "wd": 0.5,
+        "weight_decay": 0.5,
         "apply_gradient_clipping": False,
     }
     start = runs.adapter(run(tmp_path, "start", **common, lr=0))
@@ -188,11 +188,11 @@ def test_one_step_of_adamw_is_the_formula(tmp_path):
     assert runs.metrics(twice)[0]["grad_norm"] == pytest.approx(2 * runs.metrics(directory)[0]["grad_norm"], rel=1e-5)
 
 
-@shows("optimizer", "grad_norm")
+@shows("optimizer", "max_grad_norm")
 def test_one_step_of_sgd_is_as_long_as_the_clipped_gradient(tmp_path):
-    directory = run(tmp_path, optimizer="sgd", max_steps=1, lr=1, grad_norm=0.01)
+    directory = run(tmp_path, optimizer="sgd", max_steps=1, lr=1, max_grad_norm=0.01)
     assert runs.metrics(directory)[0]["grad_norm"] > 0.02
-    assert resolve({**TINY, "max_grad_norm": 0}, environ={}).max_grad_norm is None  # as Hugging Face's trainer has it
+    assert resolve({**TINY, "max_grad_norm": 0}, environ={}).clip_norm is None  # as Hugging Face's trainer has it
     moved = [value for name, value in runs.adapter(directory).items() if ".lora_B." in name]
     assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.01, rel=1e-3)
     assert not load_file(next((directory / "checkpoints").iterdir()) / "optimizer.safetensors")
@@ -232,7 +232,7 @@ def test_the_seed_draws_another_start_and_another_order(plain, tmp_path):
     )
 
 
-@shows("use_gradient_checkpointing", "recomputed_layers", "reentrant_checkpointing", "deterministic")
+@shows("use_gradient_checkpointing", "checkpointed_layers", "reentrant_checkpointing", "deterministic")
 def test_checkpointing_runs_each_block_twice_and_the_reentrant_form_first_without_a_graph(plain, tmp_path):
     with forwards("LlamaMLP") as blocks:
         deterministic = []
@@ -246,7 +246,7 @@ def test_checkpointing_runs_each_block_twice_and_the_reentrant_form_first_withou
         on = [blocks.pop(0)[1] for _ in range(len(blocks))]
         run(tmp_path, "reentrant", max_steps=1, use_gradient_checkpointing=True, reentrant_checkpointing=True)
         reentrant = [blocks.pop(0)[1] for _ in range(len(blocks))]
-        run(tmp_path, "first", max_steps=1, use_gradient_checkpointing=True, recomputed_layers=1)
+        run(tmp_path, "first", max_steps=1, use_gradient_checkpointing=True, checkpointed_layers=1)
         first = [blocks.pop(0)[1] for _ in range(len(blocks))]
         run(
             tmp_path,
@@ -259,26 +259,28 @@ def test_checkpointing_runs_each_block_twice_and_the_reentrant_form_first_withou
     assert deterministic == [True, False]
 
 
-@shows("loss_rows")
+@shows("logits_chunk_tokens")
 def test_logits_of_so_many_tokens_are_made_at_a_time(plain, tmp_path):
     made = {}
     for rows in (0, 4):
         with logits_made() as sizes:
-            found = run(tmp_path, str(rows), loss_rows=rows)
+            found = run(tmp_path, str(rows), logits_chunk_tokens=rows)
         assert losses(found) == pytest.approx(losses(plain), rel=1e-6)
         made[rows] = max(sizes)
     assert made[4] == 4 < made[0]
-    assert planned("a100", loss_rows=16).memory.needed("loss") < planned("a100", loss_rows=0).memory.needed("loss")
+    assert planned("a100", logits_chunk_tokens=16).memory.needed("loss") < planned(
+        "a100", logits_chunk_tokens=0
+    ).memory.needed("loss")
 
 
-@shows("fused")
+@shows("fused_lora")
 def test_fused_layers_compute_what_pefts_own_do(plain, tmp_path):
     """No product that LoRA's narrow matrices are in is autograd's own; the numbers are the same."""
-    unfused = run(tmp_path, fused=False)
+    unfused = run(tmp_path, fused_lora=False)
     assert losses(unfused) == pytest.approx(losses(plain), rel=1e-6) and losses(unfused) != losses(plain)
 
 
-@shows("fused_head")
+@shows("fused_linear_cross_entropy")
 def test_a_head_that_is_one_with_its_loss_makes_no_logits(tmp_path):
     manager = BackendManager("cpu")
     if "native" not in manager.found.kernels or manager.found.why("fused head"):
@@ -286,46 +288,48 @@ def test_a_head_that_is_one_with_its_loss_makes_no_logits(tmp_path):
     found = {}
     for is_fused in ("auto", False):
         with logits_made() as sizes:
-            found[is_fused] = losses(run(tmp_path, str(is_fused), fused_head=is_fused, precision="bf16")), any(sizes)
+            found[is_fused] = (
+                losses(run(tmp_path, str(is_fused), fused_linear_cross_entropy=is_fused, precision="bf16")),
+                any(sizes),
+            )
     assert [made for _, made in found.values()] == [False, True]
     assert found["auto"][0] == pytest.approx(found[False][0], rel=2e-3) and found["auto"][0] != found[False][0]
 
 
-@shows("flat")
+@shows("padding_free")
 def test_flat_rows_have_no_padding(plain, tmp_path):
     with forwards("LlamaMLP") as blocks:
-        padded = run(tmp_path, flat=False, max_steps=1)
+        padded = run(tmp_path, padding_free=False, max_steps=1)
         sizes = [shape for shape, _ in blocks]
         del blocks[:]
-        run(tmp_path, "flat", flat=True, max_steps=1)
+        run(tmp_path, "flat", padding_free=True, max_steps=1)
     assert losses(padded) == pytest.approx(losses(plain)[:1], rel=1e-6)
     tokens = runs.metrics(plain)[0]["tokens"]
     tokens += padding_rows(tokens)
     assert {shape[0] for shape in sizes} == {4} and {shape[:2] for shape, _ in blocks if shape[1] > 12} == {(1, tokens)}
-    assert planned("a100").config.flat is False
+    assert planned("a100").config.padding_free is False
 
 
-@shows("frozen_products")
+@shows("frozen_matmul")
 def test_rounded_products(tmp_path):
     if "int8" not in BackendManager("cpu").found.products:
         pytest.skip("this processor's int8 products may saturate")
     whole, ours, back = (
-        losses(run(tmp_path, kind, frozen_products=kind, precision="bf16"))
-        for kind in ("full", "int8", "int8_backward")
+        losses(run(tmp_path, kind, frozen_matmul=kind, precision="bf16")) for kind in ("full", "int8", "int8_backward")
     )
     assert ours != whole and ours == pytest.approx(whole, rel=0.02)
     assert back not in (whole, ours) and back[0] == whole[0] and back == pytest.approx(whole, rel=0.02)
     bf16, fp8, int8, both, beside = (
         memory.cache_bytes(
             architectures.model_shape(architectures.read_config(DEMO_BASE)),
-            resolve({**TINY, "precision": "bf16", **some, "weight_cache": 2}, environ={}),
+            resolve({**TINY, "precision": "bf16", **some, "dequantized_layers": 2}, environ={}),
         )
         for some in (
             {},
-            {"frozen_products": "fp8"},
-            {"frozen_products": "int8"},
-            {"frozen_products": "int8_backward"},
-            {"frozen_products": "int8_backward", "quantizer": "none"},
+            {"frozen_matmul": "fp8"},
+            {"frozen_matmul": "int8"},
+            {"frozen_matmul": "int8_backward"},
+            {"frozen_matmul": "int8_backward", "quantizer": "none"},
         )
     )
     assert (
@@ -333,7 +337,7 @@ def test_rounded_products(tmp_path):
     )  # float8 is there once for each direction; without a quantizer weights are there anyway
 
 
-@shows("weight_cache")
+@shows("dequantized_layers")
 def test_dequantized_weights_of_so_many_layers_are_kept(tmp_path):
     """Each of the embedded base's layers has seven linears, dequantized in forward and in backward unless they are kept."""
     from anyqlora.on_torch.quantizers.bnb import Nf4
@@ -343,14 +347,14 @@ def test_dequantized_weights_of_so_many_layers_are_kept(tmp_path):
         Nf4.dequantize = lambda self, module: made.append(module) or dequantize(self, module)
         counts, found = [], []
         for layers in (0, 1, 3):
-            found.append(losses(run(tmp_path, str(layers), weight_cache=layers, max_steps=2)))
+            found.append(losses(run(tmp_path, str(layers), dequantized_layers=layers, max_steps=2)))
             counts.append(len(made))
             del made[:]
     finally:
         Nf4.dequantize = dequantize
     assert found[0] == found[1] == found[2]
     assert counts[0] > counts[1] + 25 > counts[2] + 50 and counts[2] == 21
-    cached, plain = (planned("a100", weight_cache=layers).memory.moments["update"] for layers in (3, 0))
+    cached, plain = (planned("a100", dequantized_layers=layers).memory.moments["update"] for layers in (3, 0))
     assert "dequantized weights" not in plain and cached["dequantized weights"] == 3 * 4 * (
         2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
     )
@@ -370,24 +374,24 @@ def test_quantized_weights_are_kept_where_it_says_and_within_the_limit(plain, tm
         resolve({**TINY, "quantized_cache": False, "quantized_cache_limit": 3}, environ={}, said="test")
 
 
-@shows("threads")
+@shows("cpu_threads")
 def test_threads_are_those_that_are_stated_or_one_for_narrow_layers(tmp_path):
     before, seen = torch.get_num_threads(), []
     try:
-        run(tmp_path, "two", threads=2, max_steps=1, during=lambda step: seen.append(torch.get_num_threads()))
+        run(tmp_path, "two", cpu_threads=2, max_steps=1, during=lambda step: seen.append(torch.get_num_threads()))
     finally:
         torch.set_num_threads(before)
-    assert seen == [2] and read(tmp_path / "two", "env.json")["threads"] == 2
-    assert planned("nothing", train_type="lora").config.threads == 1  # the embedded base is narrow
+    assert seen == [2] and read(tmp_path / "two", "env.json")["cpu_threads"] == 2
+    assert planned("nothing", train_type="lora").config.cpu_threads == 1  # the embedded base is narrow
     wide = {
         "model_name": str(MODELS / "llama-3-8b"),
         "dataset": "alpaca_sample",
         "train_type": "lora",
     }
     machine = json.loads((MACHINES / "nothing.json").read_text())["machine"]
-    assert planned("nothing", **wide).config.threads == machine["cores"] > 1
+    assert planned("nothing", **wide).config.cpu_threads == machine["cores"] > 1
     stated = BackendManager("auto", machine=Machine.from_dict({**machine, "threads": 3}))
-    assert stated.plan(resolve({**TINY, **wide}, environ={})).config.threads == 3
+    assert stated.plan(resolve({**TINY, **wide}, environ={})).config.cpu_threads == 3
 
 
 @contextlib.contextmanager
@@ -598,7 +602,7 @@ def test_how_conversations_are_written_and_where_a_run_starts(plain, tmp_path):
     "packing",
     "log_every_n_steps",
     "save_steps",
-    "keep",
+    "save_total_limit",
 )
 def test_steps_and_their_batches(tmp_path):
     """Seven rows, two at a time, two times a step: two steps an epoch."""
@@ -610,7 +614,7 @@ def test_steps_and_their_batches(tmp_path):
         "num_epochs": 2,
         "max_steps": -1,
         "context_length": 400,
-        "flat": False,
+        "padding_free": False,
     }
     with forwards("Embedding") as shapes:
         directory = run(tmp_path, **common, log_every_n_steps=3, save_steps=1)
@@ -618,7 +622,7 @@ def test_steps_and_their_batches(tmp_path):
     assert read(directory, "data_report.json")["rows"] == 7 and runs.result(directory)["steps"] == 4
     assert [m["step"] for m in runs.metrics(directory)] == [3, 4]
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
-    kept = run(tmp_path, "three", **{**common, "max_steps": 3}, save_steps=1, keep=3)
+    kept = run(tmp_path, "three", **{**common, "max_steps": 3}, save_steps=1, save_total_limit=3)
     assert len(list((kept / "checkpoints").iterdir())) == runs.result(kept)["steps"] == 3
     packed = run(tmp_path, "packed", **common, packing=True)
     assert (
@@ -632,10 +636,11 @@ def test_steps_and_their_batches(tmp_path):
     "eval_fraction",
     "eval_steps",
     "eval_batch_size",
-    "samples",
+    "num_samples",
     "exact_match",
     "max_new_tokens",
-    "early_stopping",
+    "early_stopping_patience",
+    "load_best_model_at_end",
 )
 def test_evaluation(tmp_path):
     held_out = write(
@@ -651,7 +656,7 @@ def test_evaluation(tmp_path):
             eval_dataset=str(held_out),
             eval_steps=1,
             eval_batch_size=2,
-            samples=2,
+            num_samples=2,
             exact_match=False,
             max_new_tokens=2,
         )
@@ -664,7 +669,13 @@ def test_evaluation(tmp_path):
     lines = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
     assert len(lines) == 8 and max(len(line["answer"]) for line in lines) < 16
     longer = run(
-        tmp_path, "longer", eval_fraction=0.25, dataset=str(held_out), samples=1, max_new_tokens=40, exact_match=True
+        tmp_path,
+        "longer",
+        eval_fraction=0.25,
+        dataset=str(held_out),
+        num_samples=1,
+        max_new_tokens=40,
+        exact_match=True,
     )
     assert (
         all("exact_match" in e for e in runs.evaluations(longer))
@@ -680,9 +691,13 @@ def test_evaluation(tmp_path):
         lr=3,
         lr_scheduler="constant",
         max_steps=9,
-        early_stopping=1,
+        early_stopping_patience=1,
+        load_best_model_at_end=True,
     )
     assert runs.result(worse)["steps"] < 9
+    seen = {e["step"]: e["loss"] for e in runs.evaluations(worse) if e["step"]}
+    best = min(seen, key=seen.get)
+    assert runs.result(worse)["eval"]["after"]["step"] == best < runs.result(worse)["steps"]
 
 
 # --------------------------------------------------------------------------------------------------- where and how it runs
@@ -707,15 +722,17 @@ def test_what_the_plan_decides(plain):
         planned("h200", world_size=1, use_cpu_offload=True)
 
 
-@shows("mesh", "layout")
+@shows("mesh", "tensor_layout")
 def test_a_mesh_and_a_layout_split_the_model_over_processes(tmp_path):
     """Two processes that train.py starts, by a layout in a file, against one."""
     layout = tmp_path / "layout.yaml"
     layout.write_text(".*mlp.(gate|up)_proj.weight: [model, null]\n.*mlp.down_proj.weight: [null, model]\n")
-    directory = run(tmp_path, "split", mesh="model=2", layout=str(layout), double_quant=False, train_type="qlora")
+    directory = run(
+        tmp_path, "split", mesh="model=2", tensor_layout=str(layout), double_quant=False, train_type="qlora"
+    )
     alone = run(tmp_path, "alone", double_quant=False, train_type="qlora")
     plan = read(directory, "plan.json")
-    assert (plan["strategy"], plan["world_size"], plan["config"]["mesh"], plan["config"]["layout"]) == (
+    assert (plan["strategy"], plan["world_size"], plan["config"]["mesh"], plan["config"]["tensor_layout"]) == (
         "tp",
         2,
         "batch=1,model=2",
@@ -830,7 +847,7 @@ def test_what_is_between_processes_needs_several(name):
         {"lr_power": 2},
         {"lr_decay": 0.5},
         {"lr_scheduler": "constant", "cosine_min_lr_ratio": 0.1},
-        {"apply_gradient_clipping": False, "grad_norm": 0.5},
+        {"apply_gradient_clipping": False, "max_grad_norm": 0.5},
         {"quantizer": "int8", "double_quant": True},
         {"dataset_samples": 5},
         {"train_type": "full", "lora_rank": 16},
@@ -861,7 +878,7 @@ def test_a_run_that_broke_off_and_where_it_lies(tmp_path):
             raise Cut
 
     common = {"save_steps": 1, "max_steps": 4, "save_model": False}
-    profiled = {**common, "profile": True, "active_steps": 1, "profiling_frequency": 2, "export_trace": False}
+    profiled = {**common, "profile": True, "profile_active": 1, "profiling_frequency": 2, "export_trace": False}
     with pytest.raises(Cut):
         run(tmp_path / "here", "mine", cut, **profiled)
     directory = tmp_path / "here" / "mine"
@@ -913,13 +930,13 @@ def init(**about): return Recorder(**about)
 """
 
 
-@shows("log_to", "project_name", "name", "group", "entity", "verbose")
+@shows("log_to", "project_name", "tracker_name", "tracker_group", "tracker_entity", "verbose")
 def test_what_is_said_and_told(tmp_path, monkeypatch, capsys):
     """The tracker is a package of the test's own that writes down what it is told."""
     (tmp_path / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)  # whichever another test has imported
-    told = {"project_name": "the-project", "name": "the-name", "group": "the-group", "entity": "the-entity"}
+    told = {f"tracker_{key}": f"the-{key}" for key in ("name", "group", "entity")} | {"project_name": "the-project"}
 
     def said(place, **settings):
         sft.train(
@@ -950,10 +967,10 @@ def test_what_is_said_and_told(tmp_path, monkeypatch, capsys):
     "with_shapes",
     "export_trace",
     "export_memory_timeline",
-    "wait_steps",
+    "profile_wait",
     "profiler_warmup_steps",
-    "active_steps",
-    "repeat",
+    "profile_active",
+    "profile_repeat",
     "profiling_frequency",
 )
 def test_profiles(plain, tmp_path):
@@ -961,16 +978,16 @@ def test_profiles(plain, tmp_path):
     common = {
         "profile": True,
         "profiling_output": "seen",
-        "wait_steps": 1,
+        "profile_wait": 1,
         "profiler_warmup_steps": 1,
-        "active_steps": 1,
+        "profile_active": 1,
         "profiling_frequency": 3,
         "batch_size": 1,
         "max_steps": 6,
         "lora_target_modules": "q_proj",
     }
     directory = run(
-        tmp_path, **common, repeat=1, with_stack=True, with_shapes=True, export_trace=False, profile_memory=True
+        tmp_path, **common, profile_repeat=1, with_stack=True, with_shapes=True, export_trace=False, profile_memory=True
     )
     assert [p.name for p in (directory / "seen").iterdir()] == ["step-000003"]
     assert sorted(p.name for p in (directory / "seen/step-000003").iterdir()) == ["operators.txt"]

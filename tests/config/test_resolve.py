@@ -10,7 +10,7 @@ import yaml
 from fastcore.script import anno_parser
 
 from anyqlora.config.resolve import add_flags, canonical_argv, from_environment, resolve
-from anyqlora.config.schema import ALIASES, SETTINGS, TrainConfig, parse_value
+from anyqlora.config.schema import ALIASES, SETTINGS, SPLIT_ALIASES, TrainConfig, parse_value
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.runs.provenance import resolved_yaml
@@ -103,7 +103,7 @@ def settings(environ=None, **given):
 
 
 def test_every_flag_of_the_specification_is_a_setting():
-    assert not set(FSDP_QLORA) - set(SETTINGS)
+    assert not set(FSDP_QLORA) - {*SETTINGS, *ALIASES, *SPLIT_ALIASES}
     assert all(f.metadata["help"] for f in SETTINGS.values())
 
 
@@ -136,9 +136,9 @@ def test_command_line_over_environment_over_file_over_default(tmp_path):
     file.write_text("model_name: m\nlr: 1e-4\n\nseed: 1\nlora_rank: 4\n")
     environ = {"ANYQLORA_SEED": "2", "ANYQLORA_LORA_RANK": "8"}
     config = resolve({"config": str(file), "lora_rank": "16"}, environ=environ)
-    assert (config.lr, config.seed, config.lora_rank, config.wd) == (1e-4, 2, 16, 0.1)
+    assert (config.lr, config.seed, config.lora_rank, config.weight_decay) == (1e-4, 2, 16, 0.1)
     assert config.sources["lr"] == f"{file}:2" and config.sources["seed"] == "ANYQLORA_SEED"
-    assert config.sources["lora_rank"] == "command line: --lora_rank" and config.sources["wd"] == "default"
+    assert config.sources["lora_rank"] == "command line: --lora_rank" and config.sources["weight_decay"] == "default"
     assert resolve({"config": str(file), "seed": 3}, environ=environ, said="code").seed == 3
 
 
@@ -146,14 +146,14 @@ def test_command_line_over_environment_over_file_over_default(tmp_path):
     ("file", "line", "expected"),
     [
         (
-            {"train_type": "qlora", "quantizer": "nf4", "adapter": "lora", "n_bits": 4},
+            {"train_type": "qlora", "quantizer": "nf4", "adapter": "lora", "bits": 4},
             {"train_type": "full"},
-            {"quantizer": "none", "adapter": "full", "n_bits": 16},
+            {"quantizer": "none", "adapter": "full", "bits": 16},
         ),
         ({"quantizer": "nf4", "adapter": "lora"}, {"train_type": "lora"}, {"quantizer": "none", "adapter": "lora"}),
         ({"quantizer": "nf4", "adapter": "lora"}, {"train_type": "bnb_dora"}, {"quantizer": "nf4", "adapter": "dora"}),
-        ({"quantizer": "nf4"}, {"n_bits": 8}, {"quantizer": "int8"}),
-        ({"n_bits": 4}, {"quantizer": "int8"}, {"quantizer": "int8", "n_bits": 8}),
+        ({"quantizer": "nf4"}, {"bits": 8}, {"quantizer": "int8"}),
+        ({"bits": 4}, {"quantizer": "int8"}, {"quantizer": "int8", "bits": 8}),
         ({"warmup_steps": 0}, {"warmup_ratio": 0.5}, {"warmup_steps": -1, "warmup_ratio": 0.5}),
         ({"warmup_ratio": 0.5}, {"warmup_steps": 7}, {"warmup_steps": 7}),
         ({"eval_dataset": "x.jsonl"}, {"eval_fraction": 0.1}, {"eval_dataset": "", "eval_fraction": 0.1}),
@@ -274,24 +274,24 @@ def test_flags_that_are_refused(argv, message):
         ({"precision": "fp8"}, "unknown value 'fp8'"),
         ({"optimizer": "adammw"}, "did you mean 'adamw'"),
         ({"max_steps": "0"}, "neither -1 nor"),
-        ({"keep": "1"}, "at least 2"),
+        ({"save_total_limit": 1}, "at least 2"),
         ({"run_name": "../x"}, "not a plain name"),
         ({"run_name": "a/b"}, "not a plain name"),
         ({"profiling_output": "..", "profile": "true"}, "not a plain name"),
         ({"train_type": "qlora", "quantizer": "none"}, "contradicts"),
         ({"train_type": "lora", "quantizer": "nf4"}, "contradicts"),
-        ({"n_bits": "8", "quantizer": "nf4"}, "contradicts"),
+        ({"bits": "8", "quantizer": "nf4"}, "contradicts"),
         ({"train_type": "full", "lora_rank": "4"}, "contradicts"),
         ({"adapter": "full", "train_type": "full", "quantizer": "nf4"}, "contradicts"),
         ({"warmup_steps": "1", "warmup_ratio": "0.1", "dataset": "d"}, "both state the warm-up"),
         ({"eval_steps": "5"}, "needs held-out rows"),
         ({"eval_fraction": "0.1", "eval_dataset": "x"}, "both say what is held out"),
-        ({"early_stopping": "2", "eval_fraction": "0.1"}, "needs eval_steps"),
+        ({"early_stopping_patience": "2", "eval_fraction": "0.1"}, "needs eval_steps"),
         ({"use_gradient_checkpointing": "false", "reentrant_checkpointing": "true"}, "nothing to recompute"),
-        ({"use_gradient_checkpointing": "false", "recomputed_layers": "2"}, "the other that nothing is"),
-        ({"use_gradient_checkpointing": "true", "recomputed_layers": "0"}, "the other that nothing is"),
-        ({"keep": "best"}, "needs evaluations"),
-        ({"profile": "true", "active_steps": "20"}, "longer than profiling_frequency"),
+        ({"use_gradient_checkpointing": "false", "checkpointed_layers": "2"}, "the other that nothing is"),
+        ({"use_gradient_checkpointing": "true", "checkpointed_layers": "0"}, "the other that nothing is"),
+        ({"load_best_model_at_end": True}, "needs evaluations"),
+        ({"profile": "true", "profile_active": "20"}, "longer than profiling_frequency"),
         ({"seed": "99999999999999999999"}, "seed: '99999999999999999999' is not between 0 and 9223372036854775807"),
         ({"seed": "9223372036854775808"}, "between 0 and"),
         ({"lora_alpha": "0"}, "lora_alpha: '0' is not greater than 0"),
@@ -320,7 +320,7 @@ def test_whole_numbers_keep_every_digit(text, value):
         ({"adapter": "llama_pro"}, "llama_pro"),
         ({"strategy": "megatron"}, "megatron"),
         ({"low_memory": "false"}, "low_memory"),
-        ({"n_bits": "3"}, "n_bits"),
+        ({"bits": "3"}, "bits"),
         ({"loading_workers": "4"}, "loading_workers"),
         ({"hqq_group_size": "32"}, "hqq_group_size"),
         ({"llama_pro_path": "p"}, "llama_pro_path"),
@@ -334,7 +334,7 @@ def test_what_is_not_built_is_refused_by_name(given, name):
 
 
 @pytest.mark.parametrize(
-    "train_type, n_bits, expected",
+    "train_type, bits, expected",
     [
         ("qlora", "auto", ("nf4", "lora", 4)),
         ("qlora", "8", ("int8", "lora", 8)),
@@ -343,9 +343,9 @@ def test_what_is_not_built_is_refused_by_name(given, name):
         ("bnb_dora", "auto", ("nf4", "dora", 4)),
     ],
 )
-def test_presets(train_type, n_bits, expected):
-    config = settings(train_type=train_type, n_bits=n_bits)
-    assert (config.quantizer, config.adapter, config.n_bits) == expected
+def test_presets(train_type, bits, expected):
+    config = settings(train_type=train_type, bits=bits)
+    assert (config.quantizer, config.adapter, config.bits) == expected
     assert settings(quantizer="fp4", adapter="rslora").adapter == "rslora"
 
 
@@ -378,7 +378,7 @@ def test_trust_remote_code_is_not_read_from_the_environment():
 
 
 def test_the_resolved_file_gives_the_same_configuration(tmp_path):
-    config = settings(lr="3e-5", lora_target_modules="q_proj,v_proj", packing="true", name="a: b # c")
+    config = settings(lr="3e-5", lora_target_modules="q_proj,v_proj", packing="true", tracker_name="a: b # c")
     file = tmp_path / "config.resolved.yaml"
     file.write_text(resolved_yaml(config))
     assert yaml.safe_load(file.read_text())["lr"] == 3e-5

@@ -117,7 +117,12 @@ def test_the_hook_sees_sockets(tmp_path):
 @pytest.mark.slow
 def test_neither_hash_seed_nor_place_nor_language_changes_a_byte(tmp_path):
     """The first steps of the embedded job in this process and in another one, where all of that is otherwise."""
-    short = {"max_steps": "12", "eval_dataset": "", "samples": "0", "config": str(configs_directory() / "first.yaml")}
+    short = {
+        "max_steps": "12",
+        "eval_dataset": "",
+        "num_samples": "0",
+        "config": str(configs_directory() / "first.yaml"),
+    }
     here = runs.run(tmp_path / "here", **short)
     flags = [
         word

@@ -58,7 +58,7 @@ def damages(drawn: random.Random, other, flips: int):
 @pytest.fixture(scope="module")
 def other(job, tmp_path_factory):
     """The checkpoint of the same step of a run with another seed."""
-    trial = trials.run(tmp_path_factory.mktemp("other"), job, seed=43, keep="24", save_steps=NEWEST)
+    trial = trials.run(tmp_path_factory.mktemp("other"), job, seed=43, save_total_limit=24, save_steps=NEWEST)
     return trial.directory / "checkpoints" / f"step-{NEWEST:06d}"
 
 

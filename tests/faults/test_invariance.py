@@ -37,17 +37,17 @@ def test_the_job_is_what_it_says(whole):
 @quick_and_full
 def test_evaluating_and_sampling_change_no_byte(job, whole, tmp_path, full):
     """Evaluation, generation, samples and what is shown, at any steps and any number of times."""
-    every = {"eval_steps": 1, "samples": 3, "exact_match": True, "max_new_tokens": 4}
+    every = {"eval_steps": 1, "num_samples": 3, "exact_match": True, "max_new_tokens": 4}
     ways = {
         "at every step, with answers": every,
-        "never": {"eval_steps": 0, "eval_dataset": "", "samples": 0},
+        "never": {"eval_steps": 0, "eval_dataset": "", "num_samples": 0},
         "in other batches": {"eval_batch_size": 3},
-        "at every third": {"eval_steps": 3, "samples": 0},
+        "at every third": {"eval_steps": 3, "num_samples": 0},
         "shown as a bar": {"log_to": "tqdm"},
         "not shown": {"log_to": "none"},
         "logged now and then": {"log_every_n_steps": 7},
         "profiled": {"profile_memory": True},
-        "saved at every step": {"save_steps": 1, "keep": "30"},
+        "saved at every step": {"save_steps": 1, "save_total_limit": 30},
     }
 
     def try_one(item):
@@ -126,12 +126,12 @@ def test_a_long_run_grows_by_nothing(job, tmp_path, full):
             **job,
             "max_steps": steps,
             "save_steps": 10,
-            "keep": "2",
+            "save_total_limit": 2,
             "batch_size": 1,
             "gradient_accumulation_steps": 1,
             "eval_steps": 0,
             "eval_dataset": "",
-            "samples": 0,
+            "num_samples": 0,
             "log_to": "none",
         },
     )

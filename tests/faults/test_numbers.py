@@ -14,7 +14,7 @@ from tests.support import counts, faults, trials
 from tests.support.counts import quick_and_full
 
 NAN, INF = math.nan, math.inf
-EACH_STEP = {"save_steps": 1, "keep": "100"}  # so that what each step did can be looked at
+EACH_STEP = {"save_steps": 1, "save_total_limit": 100}  # so that what each step did can be looked at
 
 
 @quick_and_full
@@ -135,7 +135,7 @@ def test_label_noise_is_skipped_and_nothing_else(job, tmp_path, full):
         "max_steps": steps,
         "eval_steps": 0,
         "eval_dataset": "",
-        "samples": 0,
+        "num_samples": 0,
         "save_steps": 100,
         "spike_guard": 8.0,
         "dataset": str(tmp_path / "noisy.jsonl"),

@@ -36,24 +36,30 @@ def test_stop_after_any_step(job, whole, tmp_path, full):
 KINDS = {
     "fp16, with a loss scale that overflows": {"precision": "fp16_autocast"},
     "early stopping": {
-        "early_stopping": 1,
+        "early_stopping_patience": 1,
         "lr": 0.3,
         "lr_scheduler": "constant",
         "warmup_steps": 0,
-        "grad_norm": 100,
+        "max_grad_norm": 100,
         "eval_steps": 2,
     },
-    "keep best": {"keep": "best", "lr": 0.3, "lr_scheduler": "constant", "grad_norm": 100, "eval_steps": 2},
+    "keep best": {
+        "load_best_model_at_end": True,
+        "lr": 0.3,
+        "lr_scheduler": "constant",
+        "max_grad_norm": 100,
+        "eval_steps": 2,
+    },
     "packed rows": {"packing": True},
     "another optimizer": {"optimizer": "adam", "lr_scheduler": "cosine_with_restarts", "lr_cycles": 3},
     "plain LoRA": {"train_type": "lora"},
     "a full fine-tune": {"train_type": "full", "lr": 1e-4},
     "DoRA": {"train_type": "bnb_dora"},
-    "8 bits": {"n_bits": 8},
+    "8 bits": {"bits": 8},
     "bf16": {"precision": "bf16"},
     "checkpointed activations": {"use_gradient_checkpointing": True},
     "a spike guard": {"spike_guard": 4.0, "max_steps": 24},
-    "no held-out rows": {"eval_dataset": "", "eval_steps": 0, "samples": 0},
+    "no held-out rows": {"eval_dataset": "", "eval_steps": 0, "num_samples": 0},
 }
 
 
@@ -63,8 +69,8 @@ def test_stop_in_runs_of_other_kinds(job, tmp_path, full):
 
     def stop_and_go(item):
         kind, changes = item
-        settings = {**job, "max_steps": 24 if full else 9, "samples": 0, **changes}
-        settings.update(samples=0 if not settings["eval_dataset"] else 1)
+        settings = {**job, "max_steps": 24 if full else 9, "num_samples": 0, **changes}
+        settings.update(num_samples=0 if not settings["eval_dataset"] else 1)
         for name in [name for name in ("lora_rank", "lora_dropout") if changes.get("train_type") == "full"]:
             del settings[name]
         reference = trials.run(tmp_path / kind / "whole", settings)
@@ -185,7 +191,7 @@ def test_second_interrupt_ends_a_long_step_at_once(job, tmp_path, full):
 @quick_and_full
 def test_sigusr1_saves_and_changes_nothing(job, whole, tmp_path, full):
     times = 5 if full else 2
-    trial = trials.run(tmp_path, job, faults.signal_at, 6, signal.SIGUSR1, times, keep="20")
+    trial = trials.run(tmp_path, job, faults.signal_at, 6, signal.SIGUSR1, times, save_total_limit=20)
     saved = trials.good_steps(trial.directory)
     wanted = sorted({*range(SAVED_EVERY, STEPS + 1, SAVED_EVERY), *range(7, 7 + times)})
     problems = trials.differences(trial.directory, whole) + ([] if saved == wanted else [f"saved {saved}"])

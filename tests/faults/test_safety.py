@@ -16,7 +16,7 @@ from tests.support import counts, faults, trials
 from tests.support.counts import quick_and_full
 from tests.support.paths import ROOT
 
-SHORT = {"max_steps": 2, "eval_dataset": "", "eval_steps": 0, "samples": 0, "save_steps": 1}
+SHORT = {"max_steps": 2, "eval_dataset": "", "eval_steps": 0, "num_samples": 0, "save_steps": 1}
 PRODUCT = [ROOT / "train.py", ROOT / "backend_manager.py", *sorted((ROOT / "anyqlora").rglob("*.py"))]
 
 
@@ -352,10 +352,10 @@ def test_secrets_are_nowhere(job, tmp_path, full):
     address = f"https://user:{SECRETS['url']}@example.invalid/rows.jsonl?token={SECRETS['query']}"
     environment = {name: SECRETS[name] for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_SERVICE_PASSWORD")}
     stated = {
-        "name": f"of {SECRETS['yaml']}",
-        "group": SECRETS["HF_TOKEN"],
+        "tracker_name": f"of {SECRETS['yaml']}",
+        "tracker_group": SECRETS["HF_TOKEN"],
         "project_name": SECRETS["WANDB_API_KEY"],
-        "entity": SECRETS["MY_SERVICE_PASSWORD"],
+        "tracker_entity": SECRETS["MY_SERVICE_PASSWORD"],
     }
     runs_of = {
         "works": stated,
@@ -403,7 +403,7 @@ def test_a_terminal_is_not_steered_and_a_page_is_not_written(job, tmp_path):
             "max_steps": 2,
             "dataset": str(place),
             "eval_dataset": str(place),
-            "samples": 3,
+            "num_samples": 3,
             "max_new_tokens": 4,
             "lora_target_modules": ".*(q_proj|v_proj|<b>)",
         },

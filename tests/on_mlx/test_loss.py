@@ -185,8 +185,11 @@ def test_a_run_says_what_the_plan_chose(tmp_path):
         "lora_dropout": 0,
         "save_steps": 0,
     }
-    whole, some = (runs.run(tmp_path, str(rows), **settings, loss_rows=rows) for rows in (0, 5))
-    assert [json.loads((run / "plan.json").read_text())["config"]["loss_rows"] for run in (whole, some)] == [0, 5]
+    whole, some = (runs.run(tmp_path, str(rows), **settings, logits_chunk_tokens=rows) for rows in (0, 5))
+    assert [json.loads((run / "plan.json").read_text())["config"]["logits_chunk_tokens"] for run in (whole, some)] == [
+        0,
+        5,
+    ]
     np.testing.assert_allclose(
         [m["loss"] for m in runs.metrics(some)], [m["loss"] for m in runs.metrics(whole)], rtol=1e-6
     )

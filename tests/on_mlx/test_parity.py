@@ -20,7 +20,7 @@ SETTINGS = {
     "max_steps": STEPS,
     "precision": "fp32",
     "context_length": 128,
-    "wd": 0.01,
+    "weight_decay": 0.01,
     "lora_rank": 8,
     "lora_alpha": 16,
     "warmup_steps": 3,
@@ -133,7 +133,7 @@ def test_files_are_the_same_but_for_rounding(base, tmp_path):
 )  # the CPU build compiles with g++
 def test_updates_are_torchs_compiled_or_not(name, theirs):
     """With decay, at a rate that changes: a compiled update is traced once, so nothing of a step may be a constant in it."""
-    config = resolve({"model_name": "demo", "dataset": "demo", "optimizer": name, "wd": 0.1}, environ={})
+    config = resolve({"model_name": "demo", "dataset": "demo", "optimizer": name, "weight_decay": 0.1}, environ={})
     start, *gradients = (np.random.default_rng(n).normal(size=(8, 16)).astype(np.float32) for n in range(5))
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
     reference = theirs([parameter], weight_decay=0.1)

@@ -92,7 +92,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, more):
 
 @pytest.mark.parametrize(
     ("more", "is_last"),
-    [({}, True), ({"lr": 0.03, "lr_scheduler": "constant", "grad_norm": 100}, False)],
+    [({}, True), ({"lr": 0.03, "lr_scheduler": "constant", "max_grad_norm": 100}, False)],
     ids=["last", "earlier"],
 )
 def test_keep_best_ends_with_the_best_step(tmp_path, more, is_last):
@@ -105,8 +105,8 @@ def test_keep_best_ends_with_the_best_step(tmp_path, more, is_last):
             "eval_dataset": str(held_out),
             "eval_steps": 2,
             "exact_match": False,
-            "samples": 0,
-            "keep": "best",
+            "num_samples": 0,
+            "load_best_model_at_end": True,
             "save_steps": 0,
             **more,
         },
@@ -181,7 +181,7 @@ def test_recomputing_with_dropout_changes_nothing(tmp_path):
                 "lora_dropout": 0.3,
                 "max_steps": 4,
                 "use_gradient_checkpointing": layers > 0,
-                "recomputed_layers": layers,
+                "checkpointed_layers": layers,
             },
         )
         for layers in (0, 1, 9)
@@ -250,7 +250,7 @@ def test_evaluating_changes_nothing(tmp_path):
         lora_dropout=0.1,
         eval_dataset=str(held_out),
         eval_steps=2,
-        samples=2,
+        num_samples=2,
         max_new_tokens=4,
         exact_match=False,
     )
@@ -265,7 +265,7 @@ def test_an_evaluation_says_what_torchs_says(tmp_path):
         "lora_dropout": 0,
         "max_steps": 4,
         "eval_dataset": str(held_out),
-        "samples": 12,
+        "num_samples": 12,
         "max_new_tokens": 24,
         "exact_match": True,
     }

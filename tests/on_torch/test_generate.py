@@ -73,7 +73,7 @@ def said(chatty, tmp_path_factory):
         lora_dropout=0,
         precision="fp32",
         save_steps=0,
-        samples=2,
+        num_samples=2,
         max_new_tokens=12,
         lr_scheduler="constant",
     )

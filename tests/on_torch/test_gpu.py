@@ -53,7 +53,7 @@ def test_int8_learns(tmp_path):
 def test_float8_products_learn_the_same(kernels, tmp_path):
     settings = {**SHORT, "backend": "cuda", "precision": "bf16", "lr": 5e-4, "kernels": kernels}
     try:
-        ours = losses(runs.run(tmp_path, "fp8", **settings, frozen_products="fp8"))
+        ours = losses(runs.run(tmp_path, "fp8", **settings, frozen_matmul="fp8"))
     except UsageError as error:
         pytest.skip(str(error))  # no float8 on this GPU
     whole = losses(runs.run(tmp_path, "full", **settings))

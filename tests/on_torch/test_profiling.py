@@ -31,12 +31,12 @@ SMALL = {
     "lora_dropout": 0.1,
     "log_to": "none",
 }
-PROFILED = {"profile": True, "profiling_frequency": 3, "wait_steps": 1, "active_steps": 1}
+PROFILED = {"profile": True, "profiling_frequency": 3, "profile_wait": 1, "profile_active": 1}
 BARE = {**PROFILED, "export_trace": False}
 FULL = {
     **PROFILED,
-    "wait_steps": 0,
-    "repeat": 1,
+    "profile_wait": 0,
+    "profile_repeat": 1,
     "with_stack": True,
     "with_shapes": True,
     "export_memory_timeline": True,
@@ -138,10 +138,10 @@ def test_the_schedule_is_that_of_torch(wait, warmup, active, repeat):
     config = resolve(
         {
             "profile": True,
-            "wait_steps": wait,
+            "profile_wait": wait,
             "profiler_warmup_steps": warmup,
-            "active_steps": active,
-            "repeat": repeat,
+            "profile_active": active,
+            "profile_repeat": repeat,
             "profiling_frequency": wait + warmup + active,
         },
         environ={},
@@ -151,7 +151,7 @@ def test_the_schedule_is_that_of_torch(wait, warmup, active, repeat):
 
 
 def test_the_last_step_of_a_run_ends_a_recording():
-    config = resolve({"profile": True, "active_steps": 3, "profiling_frequency": 5}, environ={})
+    config = resolve({"profile": True, "profile_active": 3, "profiling_frequency": 5}, environ={})
     assert [action(config, step, 7) for step in (5, 6, 7)] == [
         ProfilerAction.RECORD,
         ProfilerAction.RECORD_AND_SAVE,
@@ -163,7 +163,7 @@ def test_flags_that_would_do_nothing_are_refused():
     with pytest.raises(UsageError, match="with_stack needs profile"):
         resolve({"with_stack": True}, environ={})
     with pytest.raises(UsageError, match="longer than profiling_frequency"):
-        resolve({"profile": True, "active_steps": 11}, environ={})
+        resolve({"profile": True, "profile_active": 11}, environ={})
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

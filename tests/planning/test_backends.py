@@ -558,7 +558,7 @@ def test_third_party_backend_is_found_planned_and_held_to_its_row(acme, monkeypa
     out = capsys.readouterr().out
     assert "backend     acme (torch, device cpu)" in out
     assert "precision: asked bf16, got fp32: backend acme does not compute in bf16" in out
-    assert anyqlora(["plan", "--backend", "acme", "--n_bits", "8"]) == 2
+    assert anyqlora(["plan", "--backend", "acme", "--bits", "8"]) == 2
     assert "backend acme has no int8" in capsys.readouterr().err
     manager = BackendManager("acme")
     assert manager.backend == "acme"

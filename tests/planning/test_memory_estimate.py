@@ -181,8 +181,8 @@ def activations(model_type, **settings):
         {"lora_dropout": 0.1, "precision": "bf16_autocast"},
         {"use_gradient_checkpointing": True},
         {"use_gradient_checkpointing": True, "precision": "bf16"},
-        {"use_gradient_checkpointing": True, "recomputed_layers": 1},
-        {"use_gradient_checkpointing": True, "recomputed_layers": 1, "precision": "bf16"},
+        {"use_gradient_checkpointing": True, "checkpointed_layers": 1},
+        {"use_gradient_checkpointing": True, "checkpointed_layers": 1, "precision": "bf16"},
         {"adapter": "dora"},
         {"adapter": "dora", "precision": "bf16"},
         {"adapter": "full", "quantizer": "none"},
@@ -244,8 +244,8 @@ def estimate(**settings):
     ("settings", "counted"),
     [
         ({}, False),
-        ({"fused_head": False}, True),
-        ({"fused": False}, True),
+        ({"fused_linear_cross_entropy": False}, True),
+        ({"fused_lora": False}, True),
         ({"lora_target_modules": "default"}, True),
         ({"lora_rank": 3}, True),
         ({"precision": "fp32"}, False),
@@ -257,8 +257,8 @@ def test_what_onednn_compiles_is_counted_where_it_has_something_to_compile(setti
         **{
             "backend": "cpu",
             "kernels": "native",
-            "fused": True,
-            "fused_head": True,
+            "fused_lora": True,
+            "fused_linear_cross_entropy": True,
             "lora_target_modules": "all",
             **settings,
         }
@@ -291,7 +291,7 @@ def test_every_lever_moves_memory_the_way_it_should():
         {"adapter": "dora"},
     ):
         assert estimate(**larger).total > base, larger
-    for larger in ({"gradient_accumulation_steps": 2}, {"loss_rows": 0}):
+    for larger in ({"gradient_accumulation_steps": 2}, {"logits_chunk_tokens": 0}):
         assert estimate(**larger).needed("loss") > estimate().needed("loss"), larger
     assert estimate(eval_dataset="x", eval_batch_size=512).peak == "evaluation"
     assert (
@@ -300,7 +300,7 @@ def test_every_lever_moves_memory_the_way_it_should():
 
 
 def test_the_more_layers_recompute_the_less_is_kept_and_the_last_of_them_is_alone_at_work():
-    needed = [estimate(use_gradient_checkpointing=n > 0, recomputed_layers=n) for n in range(33)]
+    needed = [estimate(use_gradient_checkpointing=n > 0, checkpointed_layers=n) for n in range(33)]
     assert all(
         more.needed("loss") < less.needed("loss") and more.needed("backward") < less.needed("backward")
         for less, more in itertools.pairwise(needed)
@@ -317,7 +317,7 @@ def test_the_more_layers_recompute_the_less_is_kept_and_the_last_of_them_is_alon
     assert (
         needed[32].moments
         == estimate(use_gradient_checkpointing=True).moments
-        == estimate(use_gradient_checkpointing=True, recomputed_layers=99).moments
+        == estimate(use_gradient_checkpointing=True, checkpointed_layers=99).moments
     )
 
 

@@ -42,7 +42,7 @@ PLANNED = (
     "world_size",
     "quantizer",
     "adapter",
-    "n_bits",
+    "bits",
     "kernels",
 )
 
@@ -163,7 +163,7 @@ def test_example_configs_plan_everywhere_or_are_refused_by_name(path, machine, c
         {"context_length": 4096},
         {"lora_rank": 256},
         {"train_type": "full"},
-        {"n_bits": 8},
+        {"bits": 8},
         {"optimizer": "sgd"},
     ],
     ids=str,
@@ -299,25 +299,25 @@ def test_as_few_layers_recompute_as_make_a_run_fit_in_quarters():
         length: plan("a100", batch_size=4, context_length=length, strategy="single")
         for length in range(1024, 4609, 128)
     }
-    counts = [p.config.recomputed_layers for p in chosen.values()]
+    counts = [p.config.checkpointed_layers for p in chosen.values()]
     assert counts == sorted(counts) and set(counts) == {0, 8, 16, 24, 32}
     shapes = architectures.model_shape(architectures.read_config(Path(LLAMA_8B)))
     for p in chosen.values():
-        assert p.use_gradient_checkpointing == (p.config.recomputed_layers > 0)
-        if p.config.recomputed_layers and p.batch_size == 4:
-            fewer = p.config.recomputed_layers - 8
-            less = p.config.with_(use_gradient_checkpointing=fewer > 0, recomputed_layers=fewer, weight_cache=0)
+        assert p.use_gradient_checkpointing == (p.config.checkpointed_layers > 0)
+        if p.config.checkpointed_layers and p.batch_size == 4:
+            fewer = p.config.checkpointed_layers - 8
+            less = p.config.with_(use_gradient_checkpointing=fewer > 0, checkpointed_layers=fewer, dequantized_layers=0)
             assert p.memory.total <= HEADROOM * p.memory_free < memory.estimate(shapes, less).total
-    eight = next(p for p in chosen.values() if p.config.recomputed_layers == 8)
+    eight = next(p for p in chosen.values() if p.config.checkpointed_layers == 8)
     assert "layers recomputed: the first 8: no second forward pass through others" in "\n".join(eight.explain())
     assert (
-        plan("h200", recomputed_layers=5).use_gradient_checkpointing
-        and plan("h200", recomputed_layers=5).config.recomputed_layers == 5
+        plan("h200", checkpointed_layers=5).use_gradient_checkpointing
+        and plan("h200", checkpointed_layers=5).config.checkpointed_layers == 5
     )
-    assert plan("h200", use_gradient_checkpointing=True).config.recomputed_layers == 32
+    assert plan("h200", use_gradient_checkpointing=True).config.checkpointed_layers == 32
     assert plan(
         "a100", batch_size=4, context_length=2048, use_activation_cpu_offload=True
-    ).config.recomputed_layers in (0, 32)
+    ).config.checkpointed_layers in (0, 32)
 
 
 def test_evaluation_takes_fewer_rows_where_memory_is_short_and_training_does_not_pay_for_it():
@@ -335,14 +335,18 @@ def test_evaluation_takes_fewer_rows_where_memory_is_short_and_training_does_not
 def test_fast_paths_are_chosen_where_they_apply_and_said():
     chosen = plan("nothing", train_type="lora", context_length=128)
     c = chosen.config
-    assert (c.fused, c.flat, c.weight_cache) == (True, True, 0) and c.loss_rows == 64
+    assert (c.fused_lora, c.padding_free, c.dequantized_layers) == (True, True, 0) and c.logits_chunk_tokens == 64
     said = "\n".join(chosen.explain())
     assert "LoRA fused with its weight" in said and "rows without padding" in said and "logits of 64 tokens" in said
-    assert c.fused_head is False
+    assert c.fused_linear_cross_entropy is False
     dora = plan("a100", adapter="dora").config
-    assert (dora.fused, dora.flat, dora.weight_cache) == (False, False, 0) and dora.loss_rows == 512
-    with pytest.raises(UsageError, match="fused = True contradicts adapter = dora"):
-        plan("a100", adapter="dora", fused=True)
+    assert (dora.fused_lora, dora.padding_free, dora.dequantized_layers) == (
+        False,
+        False,
+        0,
+    ) and dora.logits_chunk_tokens == 512
+    with pytest.raises(UsageError, match="fused_lora = True contradicts adapter = dora"):
+        plan("a100", adapter="dora", fused_lora=True)
 
 
 FAST = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni")
@@ -357,7 +361,7 @@ FAST = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni")
         (("avx2",), {}, "portable ones"),
         (FAST, {"precision": "fp32"}, "portable ones"),
         (FAST, {"kernels": "portable"}, "portable ones"),
-        (FAST, {"loss_rows": 0}, "all logits"),
+        (FAST, {"logits_chunk_tokens": 0}, "all logits"),
         (FAST, {"model": {"model_type": "gemma2", "final_logit_softcapping": 30.0}}, "caps its logits"),
     ],
 )
@@ -368,14 +372,16 @@ def test_head_and_loss_are_one_where_c_does_that(features, settings, why, tmp_pa
     settings["model_name"] = described(tmp_path, **settings.pop("model", {}))
     found = manager.plan(asked(**settings))
     said = "\n".join(found.explain())
-    assert found.config.fused_head is ("output head and loss in one" in said) is (not why)
+    assert found.config.fused_linear_cross_entropy is ("output head and loss in one" in said) is (not why)
     if why:
-        with pytest.raises(UsageError, match=f"fused_head: .*{why}") as refused:
-            manager.plan(asked(**settings, fused_head=True))
-        assert refused.value.cure == "--fused_head auto"
+        with pytest.raises(UsageError, match=f"fused_linear_cross_entropy: .*{why}") as refused:
+            manager.plan(asked(**settings, fused_linear_cross_entropy=True))
+        assert refused.value.cure == "--fused_linear_cross_entropy auto"
     else:
-        assert found.config.loss_rows == 512 and "logits of" not in said
-        assert "logits of 256 tokens" in "\n".join(manager.plan(asked(**settings, fused_head=False)).explain())
+        assert found.config.logits_chunk_tokens == 512 and "logits of" not in said
+        assert "logits of 256 tokens" in "\n".join(
+            manager.plan(asked(**settings, fused_linear_cross_entropy=False)).explain()
+        )
 
 
 def test_weights_stay_dequantized_where_there_is_plenty_of_room_and_runs_choose_alike():
@@ -391,7 +397,14 @@ def test_weights_stay_dequantized_where_there_is_plenty_of_room_and_runs_choose_
         )
         return [
             getattr(config, name)
-            for name in ("fused", "flat", "loss_rows", "weight_cache", "use_gradient_checkpointing", "threads")
+            for name in (
+                "fused_lora",
+                "padding_free",
+                "logits_chunk_tokens",
+                "dequantized_layers",
+                "use_gradient_checkpointing",
+                "cpu_threads",
+            )
         ]
 
     assert choices(0.98) == choices(0.95) == choices(0.93) and choices(0.98)[3] == 32  # 128 GiB lies at 0.91 of it
@@ -438,9 +451,7 @@ def test_mlx_has_its_own_way_for_processes_to_talk():
 
 
 def test_bits_that_are_asked_for_are_had_in_a_backends_own_form():
-    assert (
-        ledger(plan("m3", n_bits=8)) == {"quantizer": ("int8", "affine8")} and plan("m3", n_bits=4).quantizer == "nf4"
-    )
+    assert ledger(plan("m3", bits=8)) == {"quantizer": ("int8", "affine8")} and plan("m3", bits=4).quantizer == "nf4"
     with pytest.raises(UsageError, match="backend mlx has no int8"):
         plan("m3", quantizer="int8")
 
@@ -487,7 +498,7 @@ def test_a_backend_other_than_the_managers_is_refused():
     [
         ("quantizers", "nf4", {"train_type": "qlora"}),
         ("quantizers", "nf4", {"quantizer": "nf4"}),
-        ("quantizers", "int8", {"n_bits": 8}),
+        ("quantizers", "int8", {"bits": 8}),
         ("quantizers", "none", {"train_type": "lora"}),
         ("optimizers", "adamw", {}),
         ("optimizers", "adamw_8bit", {"optimizer": "adamw_8bit"}),
@@ -518,11 +529,11 @@ def test_a_removed_dtype_is_adjusted():
 
 def test_without_bitsandbytes_the_preset_gives_way_and_what_was_asked_is_refused():
     assert ledger(plan("nothing")) == {"quantizer": ("nf4", "none")}
-    assert plan("nothing").config.n_bits == 16
+    assert plan("nothing").config.bits == 16
     for settings in (
         {"train_type": "qlora"},
         {"quantizer": "fp4"},
-        {"n_bits": 8},
+        {"bits": 8},
         {"optimizer": "adamw_8bit", "train_type": "lora"},
     ):
         with pytest.raises(UsageError, match="bitsandbytes is not installed"):
@@ -675,7 +686,10 @@ def test_several_devices_hold_the_model_each_or_shards_of_it(tmp_path):
         < plan("h200", train_type="lora", model_name=str(large), strategy="ddp").memory.total
     )
     assert BackendManager("auto", machine=MACHINES["h200"]).plan(sharded.config).config == sharded.config
-    assert (small.kernels, small.config.fused) == ("exact", True) and (sharded.kernels, sharded.config.fused) == (
+    assert (small.kernels, small.config.fused_lora) == ("exact", True) and (
+        sharded.kernels,
+        sharded.config.fused_lora,
+    ) == (
         "portable",
         False,
     )
@@ -727,7 +741,7 @@ def test_processes_of_one_machine_share_its_memory_and_its_cores(backend, machin
     ) and "for each of" not in str([*alone.explain(), *far.explain()])
     if backend == "cpu":
         cores, wide = MACHINES[machine].cores, {"model_name": LLAMA_8B}
-        assert cores >= 8 and [planned(n, here, **wide).config.threads for n, here in ((1, 0), (4, 0), (4, 2))] == [
+        assert cores >= 8 and [planned(n, here, **wide).config.cpu_threads for n, here in ((1, 0), (4, 0), (4, 2))] == [
             cores,
             cores // 4,
             cores // 2,

@@ -187,7 +187,7 @@ def test_what_one_rank_has_read_is_compared_before_the_first_step(tmp_path):
 
 
 def test_what_no_process_can_do_is_said_once_under_torchrun(tmp_path):
-    asked = {"strategy": "tp", "mesh": "batch=1,model=2", "layout": str(tmp_path / "absent.yaml")}
+    asked = {"strategy": "tp", "mesh": "batch=1,model=2", "tensor_layout": str(tmp_path / "absent.yaml")}
     _, *rest = command(tmp_path, world_size="", **asked)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), *rest],

@@ -42,7 +42,7 @@ SMALL = {
     "precision": "fp32",
     "max_steps": 3,
     "lr": 3e-3,
-    "samples": 5,
+    "num_samples": 5,
     "exact_match": False,
 }
 RECORD = {
@@ -366,7 +366,9 @@ def test_the_card_names_no_private_path_and_no_secret(tmp_path, monkeypatch):
     rows = tmp_path / "private" / "rows|letmein-99`.jsonl"
     rows.parent.mkdir()
     rows.write_bytes((ROOT / "anyqlora/demo/task/heldout.jsonl").read_bytes())
-    directory = runs.run(tmp_path, **{**SMALL, "dataset": str(rows), "max_steps": 1, "eval_dataset": "", "samples": 0})
+    directory = runs.run(
+        tmp_path, **{**SMALL, "dataset": str(rows), "max_steps": 1, "eval_dataset": "", "num_samples": 0}
+    )
     card = (directory / "adapter" / "README.md").read_text()
     assert "on `rows\\|***'.jsonl`" in card
     assert str(tmp_path) not in card and "letmein" not in card and "base_model:" not in card
@@ -376,7 +378,7 @@ def test_the_card_names_no_private_path_and_no_secret(tmp_path, monkeypatch):
 def test_the_cards_code_loads_what_it_stands_beside_once_its_paths_are_filled_in(settings, tmp_path):
     base = shutil.copytree(DEMO_BASE, tmp_path / "base")
     directory = runs.run(
-        tmp_path, **{**SMALL, "model_name": str(base), "max_steps": 1, "eval_dataset": "", "samples": 0, **settings}
+        tmp_path, **{**SMALL, "model_name": str(base), "max_steps": 1, "eval_dataset": "", "num_samples": 0, **settings}
     )
     folder = directory / ("model" if settings else "adapter")
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)

@@ -136,10 +136,12 @@ def test_nothing_is_imported_that_was_not_asked_for():
 
 def test_names_that_no_tracker_reads_are_warned_of(tmp_path):
     said = []
-    trackers.Trackers(resolve({**SMALL, "group": "g", "entity": "e"}, environ={}), tmp_path, False, said.append)
+    trackers.Trackers(
+        resolve({**SMALL, "tracker_group": "g", "tracker_entity": "e"}, environ={}), tmp_path, False, said.append
+    )
     assert said == [
-        "group does nothing here: it is for log_to wandb or trackio",
-        "entity does nothing here: it is for log_to wandb",
+        "tracker_group does nothing here: it is for log_to wandb or trackio",
+        "tracker_entity does nothing here: it is for log_to wandb",
     ]
 
 
@@ -161,7 +163,7 @@ class Notebook:
 
     def __init__(self, run):
         self.broadcast = Notebook.told = [run]
-        if run.config.group == "broken":
+        if run.config.tracker_group == "broken":
             raise RuntimeError("cannot start with hf_AbCdEfGhIjKlMnOp")
 
     def record(self, step, values):
@@ -190,7 +192,7 @@ def recorded(directory) -> list[tuple[int, dict]]:
 
 
 def test_a_tracker_is_told_what_metrics_has(notebook, tmp_path):
-    directory = runs.run(tmp_path, **notebook, project_name="p hf_AbCdEfGhIjKlMnOp", group="g")
+    directory = runs.run(tmp_path, **notebook, project_name="p hf_AbCdEfGhIjKlMnOp", tracker_group="g")
     run, *told, closed = Notebook.told
     assert told == recorded(directory) and closed == "closed"
     assert [step for step, _ in told] == [0, 1, 2, 3, 3]
@@ -216,7 +218,7 @@ def test_a_tracker_that_fails_on_the_way_does_not_end_the_run(notebook, tmp_path
 
 def test_a_tracker_that_does_not_start_ends_it(notebook, tmp_path):
     with pytest.raises(UsageError, match=r"json: it does not start: cannot start with \*\*\*"):
-        runs.run(tmp_path, **notebook, group="broken")
+        runs.run(tmp_path, **notebook, tracker_group="broken")
 
 
 # ---------------------------------------------------------------------------------------------------------- for real
@@ -236,8 +238,8 @@ def tracked(tmp_path_factory):
             tmp_path_factory.mktemp("tracked"),
             **SMALL,
             log_to=",".join(["none", *INSTALLED]),
-            group="g-dont-tell-anyone",
-            entity="hf_AbCdEfGhIjKlMnOpQrSt",
+            tracker_group="g-dont-tell-anyone",
+            tracker_entity="hf_AbCdEfGhIjKlMnOpQrSt",
             project_name="p",
         )
     return directory, home
@@ -302,7 +304,7 @@ def test_tensorboard_has_each_step_once_after_a_crash(tmp_path):
         "max_steps": 6,
         "save_steps": 3,
         "log_to": "tensorboard",
-        "samples": 0,
+        "num_samples": 0,
         "eval_dataset": "",
         "eval_fraction": 0.01,
     }

@@ -45,12 +45,12 @@ def planned(base, world_size: int, **settings):
         "lora_alpha": 8,
         "lora_dropout": 0,
         "lr": 1e-2,
-        "wd": 0.01,
+        "weight_decay": 0.01,
         "log_to": "none",
         "use_gradient_checkpointing": False,
         "context_length": 64,
-        "fused": False,
-        "flat": False,
+        "fused_lora": False,
+        "padding_free": False,
         **settings,
     }  # the fast paths of one process round otherwise in 16 bits
     if given.get("train_type") == "full" or given.get("adapter") == "full":
@@ -139,7 +139,7 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
         if step == 0 and not spoil:
             check_gradients(strategy)
         with watching(count) as seen:
-            result = runtime.step(plan.config.lr, plan.config.max_grad_norm, skip=step in skips)
+            result = runtime.step(plan.config.lr, plan.config.clip_norm, skip=step in skips)
         found.in_micro_batches.append(inside)
         found.in_steps.append(gradient_traffic(seen) if count else 0)
         found.losses.append(total)

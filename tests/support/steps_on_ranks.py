@@ -41,7 +41,7 @@ SETTINGS = {
     "lr": 2e-4,
     "precision": "fp32",
     "context_length": 128,
-    "wd": 0.01,
+    "weight_decay": 0.01,
     "lora_rank": 8,
     "lora_alpha": 16,
     "warmup_steps": 0,
@@ -129,7 +129,7 @@ def distance(a, b, start):
 
 def compared(settings, counts, mesh="model=2", layout="default"):
     """(largest relative difference of a norm, distance of adapters) from one process, which is run right here too."""
-    found = trained({**settings, "mesh": mesh, "layout": layout}, counts)
+    found = trained({**settings, "mesh": mesh, "tensor_layout": layout}, counts)
     alone = trained(settings, counts)
     norms = max(abs(a / b - 1) for a, b in zip(found["norms"], alone["norms"], strict=True))
     return norms, distance(alone["adapter"], found["adapter"], alone["start"])

@@ -33,7 +33,7 @@ JOB = {
     "save_steps": SAVED_EVERY,
     "eval_steps": 5,
     "exact_match": False,
-    "samples": 1,
+    "num_samples": 1,
     "max_new_tokens": 2,
     "backend": "cpu",
     "run_name": "run",

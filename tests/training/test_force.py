@@ -115,7 +115,7 @@ def test_the_end_of_a_run_that_goes_on_may_stay_its_best_step(tmp_path):
         "eval_steps": 2,
         "exact_match": False,
         "eval_batch_size": 32,
-        "keep": "best",
+        "load_best_model_at_end": True,
         "max_steps": 4,
     }
     directory = runs.run(tmp_path, **settings)
@@ -146,7 +146,7 @@ def test_a_forced_run_is_evaluated_on_its_own_rows(tmp_path, monkeypatch):
         "exact_match": False,
         "eval_batch_size": 32,
         "lr": 0.5,
-        "early_stopping": 1,
+        "early_stopping_patience": 1,
         "max_steps": 8,
     }
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -171,7 +171,7 @@ def test_a_forced_run_that_stops_early_at_once_is_the_one_that_was_asked_for(tmp
         "exact_match": False,
         "eval_batch_size": 32,
         "lr": 0.5,
-        "early_stopping": 1,
+        "early_stopping_patience": 1,
         "max_steps": 8,
     }
     directory = runs.run(tmp_path, **settings)

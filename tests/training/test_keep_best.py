@@ -1,4 +1,4 @@
-"""What a run with --keep best ends with, and what it says of it: real runs on the embedded base."""
+"""What a run with --load_best_model_at_end true ends with, and what it says of it: real runs on the embedded base."""
 
 import errno
 import io
@@ -19,13 +19,20 @@ from anyqlora.training.state import TrainState
 from tests.support import runs
 from tests.training.test_session import HELD_OUT, fail
 
-BEST = {**HELD_OUT, "keep": "best", "save_steps": 0, "eval_steps": 2, "samples": 1, "max_new_tokens": 2}
+BEST = {
+    **HELD_OUT,
+    "load_best_model_at_end": True,
+    "save_steps": 0,
+    "eval_steps": 2,
+    "num_samples": 1,
+    "max_new_tokens": 2,
+}
 WRECKED = {
     "lr": 0.05,
     "lr_scheduler": "constant",
-    "wd": 0,
+    "weight_decay": 0,
     "warmup_steps": 8,
-    "grad_norm": 100,
+    "max_grad_norm": 100,
 }  # the loss falls until step 3, and rises
 
 
@@ -80,7 +87,7 @@ def test_the_best_step_is_written_and_named(wrecked, tmp_path, capfd):
 
 def test_the_last_step_may_be_the_best(best, tmp_path):
     """The reference is the same run that keeps the last ones."""
-    kept, plain = (runs.run(tmp_path, str(keep), **{**best, "keep": keep}) for keep in ("best", 2))
+    kept, plain = (runs.run(tmp_path, str(of), **{**best, "load_best_model_at_end": of}) for of in (True, False))
     seen = losses(kept)
     assert min(seen, key=seen.get) == 8, "or nothing would have been shown"
     assert adapter_bytes(kept / "adapter") == adapter_bytes(plain / "adapter")
@@ -118,7 +125,7 @@ def test_a_best_step_that_was_pruned_before_keep_best_was_asked_for_is_left_out(
         runs.run(
             tmp_path,
             during=lambda step: step == 6 and fail(ZeroDivisionError()),
-            **{**wrecked, "keep": 2, "save_steps": 1},
+            **{**wrecked, "load_best_model_at_end": False, "save_steps": 1},
         )
     directory = runs.run(tmp_path, **wrecked)
     seen = losses(directory)

@@ -68,7 +68,9 @@ def test_every_precision_learns_like_float32_with_float32_adapters(precision, fl
 def test_fp16_skips_what_overflows_and_saves_its_scale(tmp_path):
     """At 65536 the first step overflows where whole logits are differentiated; the second starts from the same weights, as float32 does
     at a rate of zero."""
-    directory = runs.run(tmp_path, "fp16", **SHORT, precision="fp16", loss_rows=0, flat=False, fused=False)
+    directory = runs.run(
+        tmp_path, "fp16", **SHORT, precision="fp16", logits_chunk_tokens=0, padding_free=False, fused_lora=False
+    )
     still = runs.run(tmp_path, "still", **{**SHORT, "lr": 0}, precision="fp32")
     steps = runs.metrics(directory)
     assert [m["skipped"] for m in steps] == [True, False, False]
@@ -160,12 +162,12 @@ def test_checkpointing_recomputes_every_block_or_the_first_ones_and_changes_noth
     settings = {
         **SHORT,
         "use_gradient_checkpointing": True,
-        "recomputed_layers": layers,
+        "checkpointed_layers": layers,
         "reentrant_checkpointing": reentrant,
     }
     directory = runs.run(tmp_path, **settings, precision="fp32")
     np.testing.assert_allclose(losses(directory), losses(float32), rtol=1e-6)
-    plan = planned(use_gradient_checkpointing=True, recomputed_layers=layers, reentrant_checkpointing=reentrant)
+    plan = planned(use_gradient_checkpointing=True, checkpointed_layers=layers, reentrant_checkpointing=reentrant)
     model = build(plan.config, Runtime(plan)).model
     calls = []
     for number, block in enumerate(model.base_model.model.model.layers):
@@ -195,7 +197,7 @@ def test_optimizers_are_torchs_with_our_settings(name):
     from anyqlora.on_torch.assembly.build import optimizer_factory
 
     adam = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6} if "adam" in name else {}
-    config = resolve({**SHORT, "optimizer": name, "wd": 0.1, "lr": 0.01, **adam}, environ={})
+    config = resolve({**SHORT, "optimizer": name, "weight_decay": 0.1, "lr": 0.01, **adam}, environ={})
     betas = {"betas": (0.8, 0.95), "eps": 1e-6}
     byhand = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, **betas),

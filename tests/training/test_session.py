@@ -276,7 +276,7 @@ def test_a_finished_run_is_left_as_it_is(whole):
 
 def test_evaluating_and_sampling_at_any_step_changes_no_byte(whole, tmp_path):
     every = runs.run(
-        tmp_path, "every", **{**HELD_OUT, "eval_steps": 1, "samples": 2, "exact_match": True, "max_new_tokens": 4}
+        tmp_path, "every", **{**HELD_OUT, "eval_steps": 1, "num_samples": 2, "exact_match": True, "max_new_tokens": 4}
     )
     assert adapter_bytes(every) == adapter_bytes(whole)
     assert [e["step"] for e in runs.evaluations(every)] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
@@ -323,7 +323,7 @@ def misled(tmp_path, **settings) -> dict:
 
 
 def test_early_stopping(tmp_path, capfd):
-    directory = runs.run(tmp_path, **misled(tmp_path, early_stopping=2))
+    directory = runs.run(tmp_path, **misled(tmp_path, early_stopping_patience=2))
     losses = [e["loss"] for e in runs.evaluations(directory)[1:]]
     stopped_at = runs.result(directory)["steps"]
     assert stopped_at < 40
@@ -341,7 +341,7 @@ def test_early_stopping(tmp_path, capfd):
 
 
 def test_a_run_that_stopped_early_and_died_before_it_was_written_ends_as_one_that_did_not(tmp_path, monkeypatch):
-    settings = misled(tmp_path, early_stopping=1)
+    settings = misled(tmp_path, early_stopping_patience=1)
     whole = runs.run(tmp_path, "whole", **settings)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(RunOutputs, "write_final", lambda *_: 1 / 0)
@@ -399,12 +399,12 @@ def test_the_run_directory_describes_the_run(whole):
 def test_a_run_that_goes_on_keeps_what_its_plan_chose(tmp_path):
     """What was stated when it began and is left to the plan now is as in the checkpoint, so that the bytes are those of the whole run."""
     chosen = {
-        "fused": False,
-        "flat": False,
-        "loss_rows": 16,
-        "weight_cache": 0,
+        "fused_lora": False,
+        "padding_free": False,
+        "logits_chunk_tokens": 16,
+        "dequantized_layers": 0,
         "use_gradient_checkpointing": True,
-        "recomputed_layers": 1,
+        "checkpointed_layers": 1,
     }
     whole = runs.run(tmp_path, "whole", **SMALL, **chosen)
 
@@ -427,7 +427,7 @@ def test_a_run_that_goes_on_keeps_what_its_plan_chose(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stated", "layers"), [({"use_gradient_checkpointing": True}, 3), ({"recomputed_layers": 1}, 1), ({}, 0)]
+    ("stated", "layers"), [({"use_gradient_checkpointing": True}, 3), ({"checkpointed_layers": 1}, 1), ({}, 0)]
 )
 def test_what_is_stated_of_recomputation_now_is_not_held_against_what_was_chosen(stated, layers, tmp_path):
     """Its two settings go together: who runs out of memory is told to go on with one of them."""
@@ -442,7 +442,7 @@ def test_what_is_stated_of_recomputation_now_is_not_held_against_what_was_chosen
     with pytest.raises(Cut):
         runs.run(tmp_path, "cut", during=cut, **SMALL)
     said = yaml.safe_load((runs.run(tmp_path, "cut", **SMALL, **stated) / "config.resolved.yaml").read_text())
-    assert (said["use_gradient_checkpointing"], said["recomputed_layers"]) == (layers > 0, layers)
+    assert (said["use_gradient_checkpointing"], said["checkpointed_layers"]) == (layers > 0, layers)
 
 
 def test_rows_of_two_tokens_show_no_gradient_of_queries(tmp_path):

@@ -124,7 +124,7 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
         model = runtime.strategy.load_model(base, fill)
         model.requires_grad_(False)
         model = runtime.strategy.shard_adapter(adapter.attach(model))
-        notes += fuse_lora(model, quantizer, config, kernels) if config.fused else []
+        notes += fuse_lora(model, quantizer, config, kernels) if config.fused_lora else []
         if plan.use_gradient_checkpointing:
             checkpoint_layers(model, config)
         notes += install_kernels(model, kernels, runtime)
@@ -134,18 +134,18 @@ def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -
         if not any(p.is_meta for p in model.parameters()):
             with runtime.autocast():
                 try_out(model, next(model.parameters()).device, plan.packing)
-        if config.loss_rows:
+        if config.logits_chunk_tokens:
             with runtime.autocast():
                 runtime.loss, why = make_loss(model, config, runtime.strategy, kernels)
                 if plan.strategy in registry.FUSED_STRATEGIES and isinstance(runtime.loss, TrainedTokenLoss):
                     runtime.loss.last_mlp = last_mlp_chunked(model, runtime.loss.head)
             built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
-        if config.flat and isinstance(runtime.loss, TrainedTokenLoss):
+        if config.padding_free and isinstance(runtime.loss, TrainedTokenLoss):
             with runtime.autocast():
                 built.notes += remove_padding(built, runtime, kernels)
         if config.deterministic and runtime.device.type == "cuda":
             unpadded.make_deterministic(model)
-    if config.frozen_products != "full" and sample:
+    if config.frozen_matmul != "full" and sample:
         news += calibrate_int8(model, runtime, sample, kernels)
     return built
 
@@ -155,7 +155,7 @@ def optimizer_factory(config: TrainConfig):
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         kind = registry.load(registry.OPTIMIZERS[config.optimizer])
-        options = {"lr": config.lr, "weight_decay": config.wd}
+        options = {"lr": config.lr, "weight_decay": config.weight_decay}
         if "adam" in config.optimizer:
             options |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
         if config.optimizer == "fused_adamw":

@@ -29,11 +29,11 @@ from anyqlora.planning import memory
 
 
 def checkpoint_layers(model: nn.Module, config: TrainConfig) -> None:
-    """Let the first `recomputed_layers` of the model keep their input only, and be run again in backward: by then the others, which come
+    """Let the first `checkpointed_layers` of the model keep their input only, and be run again in backward: by then the others, which come
     after them, have let go of what they kept."""
     model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
-    if config.recomputed_layers != AUTO:
-        for block in blocks(model)[config.recomputed_layers :]:
+    if config.checkpointed_layers != AUTO:
+        for block in blocks(model)[config.checkpointed_layers :]:
             block.gradient_checkpointing = False
     if config.reentrant_checkpointing:
         model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
@@ -43,16 +43,20 @@ def make_loss(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> 
     """loss_of the process that has read the model, on all. (the loss, why it is not the fast one or "")."""
     if strategy.needs_logits:
         return token_loss, strategy.needs_logits
-    loss, why = (None, "") if any(p.is_meta for p in model.parameters()) else loss_from_model(model, config.loss_rows)
+    loss, why = (
+        (None, "") if any(p.is_meta for p in model.parameters()) else loss_from_model(model, config.logits_chunk_tokens)
+    )
     said = strategy.broadcast({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
     if said["after"] is None:
         return token_loss, said["why"]
-    in_c, rows = kernels == "native", config.loss_rows
-    is_fused = in_c and config.fused_head is True and bindings.has("head")
+    in_c, rows = kernels == "native", config.logits_chunk_tokens
+    is_fused = in_c and config.fused_linear_cross_entropy is True and bindings.has("head")
     if (
-        config.fused_head is True and not is_fused and not config.asked("loss_rows")
+        config.fused_linear_cross_entropy is True and not is_fused and not config.asked("logits_chunk_tokens")
     ):  # the kernels do not run here: there are logits after all
-        rows = memory.loss_rows(None, config.with_(fused_head=False, loss_rows=AUTO, kernels=kernels))
+        rows = memory.logits_chunk_tokens(
+            None, config.with_(fused_linear_cross_entropy=False, logits_chunk_tokens=AUTO, kernels=kernels)
+        )
     return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows, in_c, is_fused), ""
 
 
@@ -82,7 +86,7 @@ def is_mixture(model: nn.Module) -> bool:
 
 def fuse_lora(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "portable") -> list[str]:
     """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
-    cached = config.weight_cache if isinstance(config.weight_cache, int) else 0
+    cached = config.dequantized_layers if isinstance(config.dequantized_layers, int) else 0
     linears_of = (
         "anyqlora.on_torch.kernels.gpu.dropout_lora:linears"
         if kernels == "triton"
@@ -91,10 +95,10 @@ def fuse_lora(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "
     left = fuse_layers(
         model, quantizer, cached, registry.load(linears_of), NativeWhole() if kernels == "native" else Whole()
     )
-    if left and config.sources.get("fused") not in (None, "default", "plan"):
+    if left and config.sources.get("fused_lora") not in (None, "default", "plan"):
         raise NotSupported(
             f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first",
-            cure="--fused auto",
+            cure="--fused_lora auto",
         )
     return (
         [
@@ -121,7 +125,7 @@ def calibrate_int8(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
 
     whole, int8 = (NativeWhole(), NativeInt8()) if kernels == "native" else (Whole(), Int8())
     rounded = {"int8": int8, "int8_backward": EachWay(whole, int8), "fp8": Float8(kernels in ("exact", "triton"))}[
-        runtime.plan.config.frozen_products
+        runtime.plan.config.frozen_matmul
     ]
     said = int8_calibration.calibrate(model, rounded, losses, runtime.strategy.broadcast)
     return said + (

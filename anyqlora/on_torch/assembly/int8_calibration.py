@@ -78,7 +78,7 @@ def calibrate(
     groups = list({id(layer.group): layer.group for layer in fused_layers(model)}.values())
     if not groups:
         raise RunError(
-            "frozen_products: none of this model's LoRA layers is fused with its weight", cure="--frozen_products full"
+            "frozen_matmul: none of this model's LoRA layers is fused with its weight", cure="--frozen_matmul full"
         )
     whole = _compared(groups, rounded, losses)
     model.zero_grad()
@@ -89,8 +89,8 @@ def calibrate(
     worst = groups[max(off, key=off.__getitem__)].names[0]
     if not near:
         raise RunError(
-            f"frozen_products: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
-            cure="--frozen_products full",
+            f"frozen_matmul: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
+            cure="--frozen_matmul full",
         )
     with (
         return_freed_pages()
@@ -100,8 +100,8 @@ def calibrate(
     moved = abs(_total(losses) - whole) / max(abs(whole), TINY)
     if not moved <= LOSS:
         raise RunError(
-            f"frozen_products: the rows' loss moves by {moved:.2%}, and {LOSS:.1%} is allowed",
-            cure="--frozen_products full",
+            f"frozen_matmul: the rows' loss moves by {moved:.2%}, and {LOSS:.1%} is allowed",
+            cure="--frozen_matmul full",
         )
     left = len(groups) - len(near)
     said = [

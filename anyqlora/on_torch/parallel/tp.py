@@ -29,7 +29,7 @@ from anyqlora.planning.mesh import BATCH, MODEL, mesh_axes
 
 
 class TensorParallel(ShardedStrategy):
-    """`--mesh batch=2,model=2 --layout default|FILE`. Neighbours in rank are along the model axis and see the same rows."""
+    """`--mesh batch=2,model=2 --tensor_layout default|FILE`. Neighbours in rank are along the model axis and see the same rows."""
 
     name = "tp"
 
@@ -122,7 +122,7 @@ class TensorParallel(ShardedStrategy):
             if any(id(p) in learned for p in module.parameters(recurse=False)):
                 raise NotSupported(
                     f"strategy tp splits frozen layers, and {name} is trained",
-                    where=self.plan.config.layout,
+                    where=self.plan.config.tensor_layout,
                     cure="take it out of the layout",
                 )
             module.weight = nn.Parameter(

@@ -58,11 +58,11 @@ def planned_splits(config: TrainConfig, ways: int) -> dict[str, Split]:
 
 def own_splits(model: nn.Module, config: TrainConfig, ways: int) -> dict[str, Split]:
     """The same for a model of somebody's own, whose layout only a file can say; every layer is joined by itself."""
-    if config.layout == DEFAULT:
+    if config.tensor_layout == DEFAULT:
         raise LayoutError(
             f"strategy tp does not know how a {type(model).__name__} is split",
             where=config.sources.get("strategy", ""),
-            cure="--layout FILE",
+            cure="--tensor_layout FILE",
         )
     return select_layout(
         {name: module for name, module in model.named_modules() if type(module) is nn.Linear}, RegexMap(), config, ways
@@ -71,7 +71,7 @@ def own_splits(model: nn.Module, config: TrainConfig, ways: int) -> dict[str, Sp
 
 def select_layout(layers: dict[str, nn.Module], default: RegexMap, config: TrainConfig, ways: int) -> dict[str, Split]:
     """{name: Split} of those of `layers` that the plan's layout splits."""
-    stated = from_file(config.layout) if config.layout != DEFAULT else None
+    stated = from_file(config.tensor_layout) if config.tensor_layout != DEFAULT else None
     found: dict[str, Split] = {}
     for name, layer in layers.items():
         style, where = default[f"{name}.weight"], config.sources.get("mesh", "")
@@ -97,8 +97,8 @@ def select_layout(layers: dict[str, nn.Module], default: RegexMap, config: Train
     if not found:
         raise LayoutError(
             "the layout splits no layer",
-            where=config.layout if stated else config.sources.get("layout", ""),
-            cure="--layout default",
+            where=config.tensor_layout if stated else config.sources.get("tensor_layout", ""),
+            cure="--tensor_layout default",
         )
     return found
 
@@ -106,7 +106,7 @@ def select_layout(layers: dict[str, nn.Module], default: RegexMap, config: Train
 def default_layout(described, config: TrainConfig) -> RegexMap:
     """{regex of a weight's name: Split, or None for whole} of the architecture's base_model_tp_plan. Raises NotBuilt."""
     said = getattr(described.get_text_config(), "base_model_tp_plan", None)
-    where = config.sources.get("layout", "") or config.sources.get("mesh", "")
+    where = config.sources.get("tensor_layout", "") or config.sources.get("mesh", "")
     if not said:
         raise NotSupported(
             f"transformers has no tensor parallel plan for {described.model_type} models, so there is no default layout",

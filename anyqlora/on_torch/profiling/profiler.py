@@ -160,11 +160,11 @@ def plain_timeline(profile) -> list[list]:
 def action(config: TrainConfig, step: int, steps: int) -> ProfilerAction:
     """What the profiler does in a step (from 0) of `steps`. A cycle begins every profiling_frequency steps: wait, warm up, record, rest."""
     cycle, place = divmod(step, config.profiling_frequency)
-    recording = config.wait_steps + config.profiler_warmup_steps
-    is_over = step >= steps or (config.repeat and cycle >= config.repeat)
-    if is_over or not config.wait_steps <= place < recording + config.active_steps:
+    recording = config.profile_wait + config.profiler_warmup_steps
+    is_over = step >= steps or (config.profile_repeat and cycle >= config.profile_repeat)
+    if is_over or not config.profile_wait <= place < recording + config.profile_active:
         return ProfilerAction.NONE
     if place < recording:
         return ProfilerAction.WARMUP
-    is_last = place == recording + config.active_steps - 1 or step == steps - 1
+    is_last = place == recording + config.profile_active - 1 or step == steps - 1
     return ProfilerAction.RECORD_AND_SAVE if is_last else ProfilerAction.RECORD

@@ -1,6 +1,6 @@
 """The memory that a run takes, predicted part by part from the shapes of its model."""
 
-from anyqlora.planning.memory.activations import SCORES_ON_MLX, activation_bytes, head_room, loss_rows
+from anyqlora.planning.memory.activations import SCORES_ON_MLX, activation_bytes, head_room, logits_chunk_tokens
 from anyqlora.planning.memory.estimate import COMPILED, HOLES, LIBRARIES, OF_PRODUCT, MemoryEstimate, estimate, products
 from anyqlora.planning.memory.weights import cache_bytes, group_size, quantized_bytes, targets, weight_bytes
 from anyqlora.planning.memory.widths import is_fused
@@ -18,7 +18,7 @@ __all__ = [
     "group_size",
     "head_room",
     "is_fused",
-    "loss_rows",
+    "logits_chunk_tokens",
     "products",
     "quantized_bytes",
     "targets",

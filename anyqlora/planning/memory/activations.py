@@ -103,7 +103,7 @@ def attention_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 def in_blocks(shapes: ModelShape, config: TrainConfig) -> bool:
     """Whether attention is by blocks (kernels/attention.py), which keeps no output of its own: bf16 on a CPU, without padding."""
     is_ours = (
-        config.flat is True
+        config.padding_free is True
         and config.backend == "cpu"
         and config.precision.startswith("bf16")
         and not shapes.eager_attention
@@ -114,7 +114,10 @@ def in_blocks(shapes: ModelShape, config: TrainConfig) -> bool:
 def in_c(shapes: ModelShape, config: TrainConfig) -> bool:
     """Whether attention is by attention.c, which takes heads of whole registers."""
     return (
-        config.flat is True and config.kernels == "native" and not shapes.eager_attention and shapes.head_dim % 16 == 0
+        config.padding_free is True
+        and config.kernels == "native"
+        and not shapes.eager_attention
+        and shapes.head_dim % 16 == 0
     )
 
 
@@ -190,18 +193,18 @@ def head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What the loss leaves for backward: the gradient of the head's input; with whole logits the head's cast weight and, where it
     learns, its input."""
     width, hidden = DtypeSizes.of(config), config.batch_size * config.context_length * shapes.hidden
-    if loss_rows(shapes, config):
+    if logits_chunk_tokens(shapes, config):
         return hidden * (FULL if config.precision == "fp16_autocast" else width.computed)
     cast = shapes.vocab * shapes.hidden * width.computed if width.autocast and width.stored == FULL else 0
     return cast + (hidden * (width.computed + FULL) if config.adapter == "full" else 0)
 
 
-def loss_rows(shapes: ModelShape | None, config: TrainConfig) -> int:
+def logits_chunk_tokens(shapes: ModelShape | None, config: TrainConfig) -> int:
     """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a cache's size on a
     CPU, and keep a GPU busy. 0: all of a micro-batch."""
-    if config.loss_rows != "auto":
-        return config.loss_rows
-    if config.fused_head is True:
+    if config.logits_chunk_tokens != "auto":
+        return config.logits_chunk_tokens
+    if config.fused_linear_cross_entropy is True:
         return HEAD_ROWS
     budget = (
         LOSS_BYTES_ON_MLX
@@ -223,7 +226,11 @@ def logit_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     With whole logits, of float32 [B * T, V]: the log-softmax that autograd keeps, and in backward its gradient and the gradient of
     the logits. Every token is taken to be trained.
     """
-    width, tokens, rows = DtypeSizes.of(config), config.batch_size * config.context_length, loss_rows(shapes, config)
+    width, tokens, rows = (
+        DtypeSizes.of(config),
+        config.batch_size * config.context_length,
+        logits_chunk_tokens(shapes, config),
+    )
     if not rows:
         return tokens * shapes.vocab * (3 * FULL + (width.computed if shapes.capped_logits else 0))
     weight = (
@@ -239,13 +246,13 @@ def logit_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 def head_room(shapes: ModelShape, config: TrainConfig, rows: int, is_learned: bool) -> int:
     """Of so many tokens that are looked at together: their logits; by kernels/head.c a copy of the head's inputs, for some parts of the words
     float32 sums of its gradient, and each thread's packed weights."""
-    if config.fused_head is not True:
+    if config.fused_linear_cross_entropy is not True:
         return rows * shapes.vocab * chunk_width(shapes, config)
     sums = 64 + FULL * shapes.hidden
     blocks = -(-shapes.vocab // HEAD_WORDS)
     parts = -(-blocks // -(-blocks // min(HEAD_PARTS, max(1, 2 * shapes.vocab // sums))))
     packed = (
-        2 * (2 * HEAD_WORDS * shapes.hidden) * (1 if config.threads == "auto" else config.threads)
+        2 * (2 * HEAD_WORDS * shapes.hidden) * (1 if config.cpu_threads == "auto" else config.cpu_threads)
     )  # the words' weights, for both products
     return rows * (parts * (sums if is_learned else 64) + 2 * shapes.hidden) + packed
 
@@ -280,13 +287,13 @@ def work_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 def rounding_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Of a product in 8 bits: a token's codes, and on a CPU the int32 sums of so many tokens."""
-    if config.frozen_products == "full":
+    if config.frozen_matmul == "full":
         return 0
     widest, tokens = (
         max(max(linear.outputs, linear.inputs) for linear in shapes.linears),
         config.batch_size * config.context_length,
     )
-    return widest * (tokens + (0 if config.frozen_products == "fp8" else FULL * min(ROWS, tokens)))
+    return widest * (tokens + (0 if config.frozen_matmul == "fp8" else FULL * min(ROWS, tokens)))
 
 
 def evaluation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
@@ -295,7 +302,7 @@ def evaluation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     width, tokens, rows = (
         DtypeSizes.of(config),
         config.eval_batch_size * config.context_length,
-        loss_rows(shapes, config),
+        logits_chunk_tokens(shapes, config),
     )
     if not rows:
         return tokens * shapes.vocab * 2 * FULL

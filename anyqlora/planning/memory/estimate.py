@@ -109,8 +109,8 @@ def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
         moments["evaluation"] = weights | optimizer | {"logits and loss": evaluation_bytes(shapes, config)}
     if config.backend == "cpu":
         is_in_c = (
-            config.fused_head is True
-            and config.fused
+            config.fused_linear_cross_entropy is True
+            and config.fused_lora
             and not shapes.experts  # then oneDNN has nothing to compile
             and len(targets(shapes, config)) == len(shapes.linears)
             and config.lora_rank % 2 == 0

@@ -84,10 +84,10 @@ def weight_bytes(shapes: ModelShape, config: TrainConfig) -> dict[str, int]:
 def cache_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """The weights of so many layers as they are multiplied, beside their codes: float8 once for each direction, and int8_backward beside the
     dequantized ones, which without a quantizer are the model's own."""
-    layers = 0 if config.weight_cache == "auto" else min(config.weight_cache, shapes.layers)
+    layers = 0 if config.dequantized_layers == "auto" else min(config.dequantized_layers, shapes.layers)
     whole = DtypeSizes.of(config).computed
     width = {"int8": 1, "int8_backward": 1 + (0 if config.quantizer == "none" else whole), "fp8": 2}.get(
-        config.frozen_products, whole
+        config.frozen_matmul, whole
     )
     return layers * sum(linear.parameters for linear in targets(shapes, config)) * width
 
@@ -168,6 +168,6 @@ def update_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 def rounded_head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """The head's weights as codes, by which its gradient is made (kernels/head.c), in whole blocks."""
-    if config.fused_head is not True or config.frozen_products == "full":
+    if config.fused_linear_cross_entropy is not True or config.frozen_matmul == "full":
         return 0
     return -(-shapes.vocab // HEAD_WORDS) * HEAD_WORDS * -(-shapes.hidden // HEAD_COLUMNS) * HEAD_COLUMNS

@@ -307,12 +307,15 @@ def test_losses_alone_are_those_with_a_gradient():
 @pytest.mark.parametrize("words", [500, 4000, 49152, 128256])
 def test_the_plan_counts_what_the_head_asks_for(words, width, learns):
     shapes = replace(architectures.llama_of(8), hidden=width, vocab=words)
-    config = resolve({"model_name": "demo", "precision": "bf16", "kernels": "native", "fused_head": True}, environ={})
+    config = resolve(
+        {"model_name": "demo", "precision": "bf16", "kernels": "native", "fused_linear_cross_entropy": True}, environ={}
+    )
     room = bindings.library().head_room(512, width, words, learns)
     packed = 2 * 2 * 128 * width  # of one thread
     assert memory.head_room(shapes, config, 512, learns) - packed == pytest.approx(room, rel=0.03, abs=512 * 192)
     assert (
-        memory.head_room(shapes, config.with_(threads=8), 512, learns) - memory.head_room(shapes, config, 512, learns)
+        memory.head_room(shapes, config.with_(cpu_threads=8), 512, learns)
+        - memory.head_room(shapes, config, 512, learns)
         == 7 * packed
     )
 
@@ -352,7 +355,7 @@ def test_a_wider_head_input_is_rounded_to_the_weights_dtype(is_fused):
 
 
 @needs_head
-@pytest.mark.parametrize("asked", [{}, {"loss_rows": 40}])
+@pytest.mark.parametrize("asked", [{}, {"logits_chunk_tokens": 40}])
 def test_where_the_kernels_turn_out_not_to_run_logits_are_few_at_a_time(asked, tmp_path):
     """The plan took more, since there were to be none; a number that was asked for stays."""
     plan = BackendManager("cpu").plan(
@@ -643,7 +646,7 @@ def run_with(compiler: Path | str, tmp_path, *flags) -> subprocess.CompletedProc
         "--precision=bf16",
         "--max_steps=1",
         "--eval_dataset=",
-        "--samples=0",
+        "--num_samples=0",
         *flags,
     ]
     return subprocess.run(

@@ -503,7 +503,7 @@ def trained(tmp_path, name, **settings):
 def test_a_run_in_int8_learns_what_a_whole_one_does(kind, called, tmp_path):
     settings = {"max_steps": 30, "lr": 1e-3, "lora_dropout": 0}
     whole, _, _ = trained(tmp_path, "whole", **settings)
-    ours, _, said = trained(tmp_path, kind, **settings, frozen_products=kind, log_to="stdout")
+    ours, _, said = trained(tmp_path, kind, **settings, frozen_matmul=kind, log_to="stdout")
     assert ours != whole and (ours[0] == whole[0]) is (kind == "int8_backward") and ours[-1] < 0.75 * ours[0]
     differences = [x / y - 1 for x, y in zip(ours, whole, strict=True)]
     assert max(map(abs, differences)) < 0.02 and abs(sum(ours) / sum(whole) - 1) < int8_calibration.LOSS
@@ -516,10 +516,10 @@ def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, 
     """Where they are made for each product they are so one at a time, for which the plan has room."""
     calls, plain = [], bindings.linears
     monkeypatch.setattr(bindings, "linears", lambda *given: calls.append(given[2]) or plain(*given))
-    settings = {"quantizer": "nf4", "kernels": "native", "frozen_products": products, "max_steps": 2, "batch_size": 2}
+    settings = {"quantizer": "nf4", "kernels": "native", "frozen_matmul": products, "max_steps": 2, "batch_size": 2}
     kept = trained(tmp_path, "kept", **settings)
     number = len(calls)
-    made = trained(tmp_path, "made", **settings, weight_cache=0)
+    made = trained(tmp_path, "made", **settings, dequantized_layers=0)
     assert number > 0 and len(calls) == number and kept[:2] == made[:2]
 
 
@@ -528,14 +528,14 @@ def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, 
     "settings",
     [
         {"quantizer": "none", "lora_dropout": 0.1},
-        pytest.param({"quantizer": "nf4", "weight_cache": 0}, marks=pytest.mark.slow),
+        pytest.param({"quantizer": "nf4", "dequantized_layers": 0}, marks=pytest.mark.slow),
         pytest.param({"use_gradient_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param({"frozen_products": "int8_backward", "quantizer": "nf4"}, marks=pytest.mark.slow),
+        pytest.param({"frozen_matmul": "int8_backward", "quantizer": "nf4"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_run_in_int8_that_goes_on_writes_the_bytes_of_one_that_did_not_stop(tmp_path, settings):
-    common = {"frozen_products": "int8", "save_steps": 3, **settings}
+    common = {"frozen_matmul": "int8", "save_steps": 3, **settings}
     _, whole, _ = trained(tmp_path, "whole", max_steps=6, **common)
     _, again, _ = trained(tmp_path, "again", max_steps=6, **common)
     assert again == whole
@@ -626,7 +626,7 @@ def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
 @needs_int8
 def test_codes_that_are_kept_are_made_once_and_not_among_what_is_passing(tmp_path, monkeypatch):
     """One layer's after another, while freed memory leaves the process: made in a step they lie in a heap full of holes."""
-    model, losses = started(tmp_path, weight_cache=1)
+    model, losses = started(tmp_path, dequantized_layers=1)
     coded, products = [], Int8()
     before, weight = malloc._now, products.weight
     monkeypatch.setattr(products, "weight", lambda w: coded.append((malloc._now, w)) or weight(w), raising=False)
@@ -652,7 +652,7 @@ def test_rounding_that_moves_the_loss_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_model_without_fused_layers_is_refused(tmp_path):
-    model, losses = started(tmp_path, fused=False)
+    model, losses = started(tmp_path, fused_lora=False)
     with pytest.raises(RunError, match="none of this model's LoRA layers is fused"):
         int8_calibration.calibrate(model, Int8(), losses)
 
@@ -672,25 +672,25 @@ def test_float8_is_for_weights_whose_sides_are_multiples_of_16(width, tmp_path):
 def test_a_finished_run_is_used_with_whole_products(tmp_path):
     from anyqlora.runs import finished
 
-    trained(tmp_path, "run", max_steps=2, frozen_products="int8")
+    trained(tmp_path, "run", max_steps=2, frozen_matmul="int8")
     plan = finished.plan_here(finished.read_run(tmp_path / "run"), {})
-    assert plan.config.frozen_products == "full"
+    assert plan.config.frozen_matmul == "full"
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "why"),
     [
         ({"precision": "fp32"}, UsageError, "for precision bf16"),
-        ({"fused": False}, UsageError, "contradicts fused"),
+        ({"fused_lora": False}, UsageError, "contradicts fused"),
         ({"adapter": "dora"}, UsageError, "contradicts adapter"),
         ({"quantizer": "affine4"}, UsageError, "contradicts quantizer"),
         ({"strategy": "fsdp", "world_size": 2}, NotSupported, "not built for strategy fsdp"),
-        ({"frozen_products": "fp8"}, UsageError, "backend cpu has no fp8 products"),
-        ({"frozen_products": "int4"}, UsageError, "unknown value"),
+        ({"frozen_matmul": "fp8"}, UsageError, "backend cpu has no fp8 products"),
+        ({"frozen_matmul": "int4"}, UsageError, "unknown value"),
     ],
     ids=str,
 )
 @needs_int8
 def test_what_is_not_multiplied_so_is_refused(settings, error, why):
     with pytest.raises(error, match=why):
-        BackendManager("cpu").plan(resolve({**TINY, "frozen_products": "int8", **settings}, environ={}, said="test"))
+        BackendManager("cpu").plan(resolve({**TINY, "frozen_matmul": "int8", **settings}, environ={}, said="test"))

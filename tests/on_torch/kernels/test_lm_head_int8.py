@@ -190,7 +190,9 @@ def test_heads_that_it_is_not_for(loss):
 
 
 @pytest.mark.parametrize(
-    ("settings", "counted"), [({}, True), ({"fused_head": False}, False), ({"frozen_products": "full"}, False)], ids=str
+    ("settings", "counted"),
+    [({}, True), ({"fused_linear_cross_entropy": False}, False), ({"frozen_matmul": "full"}, False)],
+    ids=str,
 )
 def test_its_codes_are_in_the_plan(settings, counted):
     shapes = architectures.llama_of(8)
@@ -201,18 +203,20 @@ def test_its_codes_are_in_the_plan(settings, counted):
                 model_name="x",
                 quantizer="nf4",
                 precision="bf16",
-                weight_cache=0,
-                **{"fused_head": True, "frozen_products": "int8_backward", **asked},
+                dequantized_layers=0,
+                **{"fused_linear_cross_entropy": True, "frozen_matmul": "int8_backward", **asked},
             ),
         )["embedding, head, norms"]
-        for asked in (settings, {"frozen_products": "full"})
+        for asked in (settings, {"frozen_matmul": "full"})
     ]
     assert bytes_of[0] - bytes_of[1] == counted * 128256 * 4096  # 4,088 columns, in whole panels
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8_backward"])
 def test_runs_in_8_bits_say_so_and_have_it(kind, tmp_path):
-    settings = {"max_steps": 3, "lora_dropout": 0, "frozen_products": kind, "log_to": "stdout"}
-    ours, other = (trained(tmp_path, str(fused), fused_head=fused, **settings) for fused in (True, False))
+    settings = {"max_steps": 3, "lora_dropout": 0, "frozen_matmul": kind, "log_to": "stdout"}
+    ours, other = (
+        trained(tmp_path, str(fused), fused_linear_cross_entropy=fused, **settings) for fused in (True, False)
+    )
     assert "the output head's gradient in 8 bits is 0." in ours[2] and "head's gradient" not in other[2]
     assert all(abs(x / y - 1) < 0.01 for x, y in itertools.islice(zip(ours[0], other[0], strict=True), 3))

@@ -89,7 +89,7 @@ ALL = {**dict.fromkeys(tiny_models.ARCHITECTURES, {}), **CHANGED}
 @pytest.fixture(scope="module", params=ALL)
 def started(request, tmp_path_factory):
     directory = tiny_models.make(tmp_path_factory.mktemp("base"), request.param, **ALL[request.param])
-    found = tiny_models.Started(tmp_path_factory.mktemp("run"), directory, train_type="lora", loss_rows=16)
+    found = tiny_models.Started(tmp_path_factory.mktemp("run"), directory, train_type="lora", logits_chunk_tokens=16)
     found.architecture = request.param
     return found
 
@@ -143,9 +143,9 @@ def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(
     [
         ({}, True),
         ({"use_gradient_checkpointing": True}, False),
-        ({"use_gradient_checkpointing": True, "recomputed_layers": 1}, True),
+        ({"use_gradient_checkpointing": True, "checkpointed_layers": 1}, True),
         ({"lora_dropout": 0.1}, False),
-        ({"loss_rows": 0}, None),
+        ({"logits_chunk_tokens": 0}, None),
     ],
 )
 def test_the_last_mlp_is_not_narrowed_where_it_runs_again_or_draws(settings, skips, tmp_path):
@@ -198,9 +198,9 @@ def test_float64_is_made_in_host_memory_only():
 
 
 def test_no_more_logits_than_asked_for_are_made(tmp_path):
-    """Not by the head in training, and not by anything else: the largest tensor of the vocabulary's width has `loss_rows` rows."""
+    """Not by the head in training, and not by anything else: the largest tensor of the vocabulary's width has `logits_chunk_tokens` rows."""
     started = tiny_models.Started(
-        tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", loss_rows=8
+        tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", logits_chunk_tokens=8
     )
     seen = []
 
@@ -226,7 +226,7 @@ def test_no_more_logits_than_asked_for_are_made(tmp_path):
 
 def test_full_fine_tuning_learns_a_tied_head_as_by_the_definition(tmp_path):
     started = tiny_models.Started(
-        tmp_path, tiny_models.make(tmp_path / "base", "qwen2"), train_type="full", loss_rows=16
+        tmp_path, tiny_models.make(tmp_path / "base", "qwen2"), train_type="full", logits_chunk_tokens=16
     )
     (batch,) = started.run.stream[0]
     trainable = list(started.built.trainable.values())
@@ -332,7 +332,7 @@ def step_of(directory, tmp_path, dtype=None, **settings):
 def test_in_float64_fused_layers_are_pefts_own(architecture, tmp_path):
     directory = tiny_models.make(tmp_path / "base", architecture)
     found = [
-        step_of(directory, tmp_path / str(fused), torch.float64, train_type="lora", fused=fused)
+        step_of(directory, tmp_path / str(fused), torch.float64, train_type="lora", fused_lora=fused)
         for fused in (True, False)
     ]
     (ours, loss, mine), (theirs, expected, others) = found
@@ -351,7 +351,7 @@ def test_in_every_precision_fused_layers_are_pefts_own_within_rounding(quantizer
     directory = tiny_models.make(tmp_path / "base", "llama", intermediate_size=128)
     settings = {"quantizer": quantizer, "precision": precision}
     (_, loss, mine), (_, expected, others) = (
-        step_of(directory, tmp_path / str(fused), **settings, fused=fused) for fused in (True, False)
+        step_of(directory, tmp_path / str(fused), **settings, fused_lora=fused) for fused in (True, False)
     )
     assert loss == pytest.approx(expected, rel=within / 5)
     off = sum((mine[name].double() - g.double()).square().sum() for name, g in others.items()).sqrt()
@@ -363,7 +363,7 @@ def test_other_starts_and_scales_are_fused_too(kind, tmp_path):
     directory = tiny_models.make(tmp_path / "base", "llama", intermediate_size=128)
     losses_of = []
     for fused in (True, False):
-        started = tiny_models.Started(tmp_path / str(fused), directory, adapter=kind, fused=fused)
+        started = tiny_models.Started(tmp_path / str(fused), directory, adapter=kind, fused_lora=fused)
         losses_of.append([started.step(number) for number in range(3)])
         assert bool(fused_layers(started.model)) == fused
     assert losses_of[0] == pytest.approx(losses_of[1], rel=1e-5)
@@ -374,14 +374,14 @@ def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_
         {"adapter": "dora"},
         {"quantizer": "int8"},
         {"train_type": "custom_qlora", "adapter": "dora"},
-        {"train_type": "custom_qlora", "fused": False},
+        {"train_type": "custom_qlora", "fused_lora": False},
     ):
         with pytest.raises(UsageError, match="fused|means quantizer"):
             resolve(
                 {
                     "model_name": "demo",
                     "dataset": "demo",
-                    **({} if "train_type" in wrong else {"fused": True}),
+                    **({} if "train_type" in wrong else {"fused_lora": True}),
                     **wrong,
                 },
                 environ={},
@@ -390,7 +390,7 @@ def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_
     llama = tiny_models.make(tmp_path / "llama", "llama", intermediate_size=128)
     dora = tiny_models.Started(tmp_path / "dora", llama, adapter="dora")
     assert not fused_layers(dora.model)
-    demanded, planned = (dora.plan.config.with_(sources={"fused": source}) for source in ("command line", "plan"))
+    demanded, planned = (dora.plan.config.with_(sources={"fused_lora": source}) for source in ("command line", "plan"))
     with pytest.raises(NotSupported, match="14 LoRA layers"):
         fast_paths.fuse_lora(dora.model, dora.built.quantizer, demanded)
     assert "14 LoRA layers are not fused" in fast_paths.fuse_lora(dora.model, dora.built.quantizer, planned)[0]
@@ -554,7 +554,7 @@ def test_flat_rows_have_few_lengths():
     [
         ({}, False),
         ({"kernels": "portable"}, True),
-        ({"fused": False}, True),
+        ({"fused_lora": False}, True),
         ({"lora_target_modules": ["q_proj"]}, True),
     ],
 )

@@ -412,7 +412,7 @@ def test_without_it_documents_run_one_by_one_and_that_is_said(tmp_path):
             train_type="lora",
             kernels="triton",
             precision=precision,
-            flat=True,
+            padding_free=True,
             backend=TINY["backend"],
         ).built.notes
         for precision in ("bf16", "fp32")
@@ -532,7 +532,12 @@ def test_windows_reach_as_far_back(architecture, tmp_path):
     directory = tiny_models.make(tmp_path / "base", architecture)
     theirs, ours = (
         tiny_models.Started(
-            tmp_path / kernels, directory, train_type="lora", kernels=kernels, flat=True, **{**SMALL, "batch_size": 2}
+            tmp_path / kernels,
+            directory,
+            train_type="lora",
+            kernels=kernels,
+            padding_free=True,
+            **{**SMALL, "batch_size": 2},
         )
         for kernels in ("portable", "triton")
     )

@@ -83,7 +83,7 @@ def test_adamw_equals_one_process(name, base, alone):
     compare(world(2, in_a_world, base, STRATEGIES[name]), alone(2), adapter=1e-4, norm=1e-5)
 
 
-FAST = {"fused": True, "flat": True}
+FAST = {"fused_lora": True, "padding_free": True}
 IN_C = {**FAST, "precision": "bf16", "kernels": "native"}
 
 
@@ -105,7 +105,7 @@ def test_fast_paths_of_whole_models_equal_one_process_without(name, base, alone)
 def test_kernels_and_rounded_products_equal_one_process(products, base, alone):
     """The same numbers are rounded in the same places: what is summed over ranks is all that differs. Not by AdamW, which makes whole steps of what is left
     of two gradients that cancel, and those tip roundings to bf16."""
-    settings = {**IN_C, "optimizer": "sgd", "lr": SGD["lr"], "frozen_products": products}
+    settings = {**IN_C, "optimizer": "sgd", "lr": SGD["lr"], "frozen_matmul": products}
     ranks, expected = world(2, in_a_world, base, {"strategy": "ddp", **settings}), alone(2, **settings)
     assert (
         expected.fast["kernels"] > 4
@@ -203,7 +203,7 @@ def test_16_bits(name, precision, base, alone):
         "precision": precision,
         "kernels": "portable",
         "plans": [2, 1, 3],
-        "loss_rows": 0,
+        "logits_chunk_tokens": 0,
         **({"initial_loss_scale": 1024} if precision == "fp16_autocast" else {}),
     }
     compare(

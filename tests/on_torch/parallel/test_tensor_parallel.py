@@ -89,8 +89,8 @@ def test_any_layout_file_equals_one_process(base, tmp_path, layout):
 VARIANTS = {
     "dropout": {
         "lora_dropout": 0.3,
-        "fused": False,
-        "flat": False,
+        "fused_lora": False,
+        "padding_free": False,
     },  # the fast paths of one process draw their masks otherwise
     "checkpointing": {"use_gradient_checkpointing": True},
     "reentrant checkpointing": {"use_gradient_checkpointing": True, "reentrant_checkpointing": True},
@@ -222,14 +222,14 @@ def test_the_plan_resolves_mesh_layout_strategy_and_world_size(base):
     for settings in (
         {"mesh": "batch=2,model=2"},
         {"mesh": "model=2", "world_size": 4},
-        {"mesh": "model=2,batch=2", "layout": "default", "strategy": "tp"},
+        {"mesh": "model=2,batch=2", "tensor_layout": "default", "strategy": "tp"},
     ):
         plan = planned(model_name=base, batch_size=2, gradient_accumulation_steps=3, **settings)
         found = (
             plan.strategy,
             plan.world_size,
             plan.config.mesh,
-            plan.config.layout,
+            plan.config.tensor_layout,
             plan.data_processes,
             plan.global_batch,
         )
@@ -248,15 +248,15 @@ REFUSED = {
     "mesh=model=2 world_size=3": "world_size 3 is not divisible",
     "mesh=model=2 strategy=single": "mesh is for strategy tp",
     "strategy=tp": "needs a model axis",
-    "layout=default": "needs a model axis",
+    "tensor_layout=default": "needs a model axis",
     "mesh=model=2 precision=fp16": "cannot mix the gradients",
     "mesh=model=2 train_type=bnb_dora": "adapter dora with strategy tp",
     "mesh=model=2 adapter=pissa": "adapter pissa with strategy tp",
-    "mesh=model=2 n_bits=8": "quantizer int8 with strategy tp",
+    "mesh=model=2 bits=8": "quantizer int8 with strategy tp",
     "mesh=model=2 train_type=full": "adapter full with strategy tp",
     "mesh=model=2 optimizer=adamw_8bit": "optimizer adamw_8bit with strategy tp",
     "mesh=model=4": "4 heads and 2 key heads cannot be shared evenly by 4",
-    "mesh=model=2 layout=/nowhere/layout.yaml": "/nowhere/layout.yaml: the layout cannot be read",
+    "mesh=model=2 tensor_layout=/nowhere/layout.yaml": "/nowhere/layout.yaml: the layout cannot be read",
 }
 
 
@@ -328,7 +328,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(base, tmp_path):
         (".*up_proj.weight: [model, null]\n.*layers.0.*up.*: [null, model]\n", "matches several layout keys"),
     ):
         path.write_text(text)
-        errors = world(2, steps_on_ranks.error_of, {"model_name": base, "mesh": "model=2", "layout": str(path)})
+        errors = world(2, steps_on_ranks.error_of, {"model_name": base, "mesh": "model=2", "tensor_layout": str(path)})
         assert all(said in error for error in errors), errors
 
 

@@ -110,7 +110,7 @@ def plan(directory, **settings):
 
 def test_the_plan_takes_the_checkpoints_quantizer_and_says_so(checkpoints):
     planned = plan(checkpoints["int8"])
-    assert (planned.quantizer, planned.config.n_bits) == ("int8", 8)
+    assert (planned.quantizer, planned.config.bits) == ("int8", 8)
     assert [(a.field, a.asked, a.got) for a in planned.adjustments] == [("quantizer", "nf4", "int8")]
     assert plan(checkpoints["nf4"]).adjustments == ()
     again = BackendManager("cpu").plan(planned.config)
@@ -125,7 +125,7 @@ def test_the_plan_takes_the_checkpoints_quantizer_and_says_so(checkpoints):
             {"quantizer": "nf4"},
             "quantizer = nf4 contradicts the checkpoint, whose weights are quantized already: int8",
         ),
-        ("nf4", {"n_bits": 8}, "n_bits = 8 contradicts"),
+        ("nf4", {"bits": 8}, "bits = 8 contradicts"),
         ("nf4", {"train_type": "lora"}, "train_type = lora contradicts"),
         ("nf4", {"adapter": "pissa"}, "adapter pissa needs the full-precision weights"),
         ("nf4", {"adapter": "loftq"}, "adapter loftq needs the full-precision weights"),
