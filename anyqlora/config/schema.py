@@ -399,6 +399,11 @@ def canonical_settings(name: str, value: object, where: str) -> dict[str, object
     return split(value) if split else {canonical_name(name, where): value}
 
 
+def current_names(stored: Mapping[str, object]) -> dict[str, object]:
+    """What a run wrote down about itself (identity.json, a checkpoint's manifest), by the names that settings have now."""
+    return {ALIASES.get(name, name): value for name, value in stored.items()}
+
+
 def parse_value(name: str, raw: object, where: str) -> object:
     """`raw` (text, or a YAML or Python value) as the type of setting `name`. Raises UsageError saying what fits."""
     about = SETTINGS[name].metadata

@@ -19,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import load as tensors_from_bytes
 
+from anyqlora.config.schema import current_names
 from anyqlora.core.errors import UsageError
 from anyqlora.core.files import (
     FORMAT,
@@ -174,6 +175,7 @@ class Checkpoints:
                 raise InvalidCheckpoint(f"{MANIFEST}: its own hash is not the one that was written")
             if manifest["step"] != step or set(manifest["files"]) != {ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE}:
                 raise InvalidCheckpoint(f"{MANIFEST}: describes step {manifest['step']}")
+            manifest |= {key: current_names(manifest[key]) for key in ("identity", "machine")}
         except OSError as error:
             raise InvalidCheckpoint(f"{MANIFEST}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

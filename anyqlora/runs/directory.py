@@ -20,7 +20,7 @@ except ImportError:  # not a Unix
     fcntl = None
 
 from anyqlora.config import init_adapter
-from anyqlora.config.schema import TrainConfig
+from anyqlora.config.schema import TrainConfig, current_names
 from anyqlora.core import hashing
 from anyqlora.core.errors import DiskFull, NoCheckpoint, Stopped, UsageError
 from anyqlora.core.files import FileSystem, remove_leftovers, to_json
@@ -250,7 +250,7 @@ def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
         if name
         else _newest_unfinished_run(config, root, identity) or _new_run(config, root)
     )
-    old = read_json(directory / IDENTITY) or {}
+    old = read_identity(directory) or {}
     identity = _with_same_process_count(config, identity, old)
     has_ended = read_json(directory / RESULT) is not None
     replaces = config.resume == "force" and bool(old) and old != identity
@@ -311,7 +311,7 @@ def _named_run(config: TrainConfig, directory: Path, identity: dict) -> Path:
     root, where = Path(config.output_dir), config.sources.get("run_name", "")
     if directory.resolve().parent != root.resolve():
         raise UsageError(f"{directory} leads out of {root}", where=where, cure="another --run_name, or remove the link")
-    old = read_json(directory / IDENTITY)
+    old = read_identity(directory)
     if old is not None:
         identity = _with_same_process_count(config, identity, old)
     if config.resume == "never" and (old is not None or Checkpoints(directory / "checkpoints").steps()):
@@ -350,7 +350,7 @@ def _newest_unfinished_run(config: TrainConfig, root: Path, identity: dict) -> P
     same = [
         path
         for path in runs
-        if path.resolve().parent == root.resolve() and _is_same_identity(config, identity, read_json(path / IDENTITY))
+        if path.resolve().parent == root.resolve() and _is_same_identity(config, identity, read_identity(path))
     ]
     return max(same, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
 
@@ -425,6 +425,12 @@ def rows_identity(spec: str, config: TrainConfig, *, held_out: bool) -> str:
         files = sources.files(name, held_out=held_out, offline=config.offline)
         parts += [repr(weight), *(hashing.hash_files(files) if files else [name])]
     return hashing.hash_text(*parts)
+
+
+def read_identity(directory: Path) -> dict | None:
+    """The identity of the run in `directory`, by the names that settings have now; None where there is none."""
+    stored = read_json(directory / IDENTITY)
+    return stored and current_names(stored)
 
 
 def read_json(path: Path) -> dict | None:
