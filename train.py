@@ -15,10 +15,13 @@ import sys
 
 from fastcore.script import call_parse
 
-from anyqlora.config.resolve import add_flags, canonical_argv, resolve
+from anyqlora.config.resolve import add_flags, canonical_argv, print_help, resolve
 from anyqlora.core.errors import explained
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        print_help("train.py")
+        sys.exit()
     with explained("train.py"):
         sys.argv[1:] = canonical_argv(sys.argv[1:])
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from anyqlora.cli import arguments, parity
 from anyqlora.config.resolve import from_file
+from anyqlora.config.schema import AUTO, settings_with
 from anyqlora.core.errors import RunError, UsageError
-from anyqlora.core.registry import ADAPTER, WAYS
+from anyqlora.core.registry import ADAPTER
 from anyqlora.core.terminal import printable
 from anyqlora.reporting.summary import read_lines
 from anyqlora.runs.checkpoints import MOMENTS, Checkpoints
@@ -82,7 +83,7 @@ def command_of(directory: Path, place: Path, steps: int, values: Mapping) -> lis
         **values,
     }
     if "backend" in values:  # another one has its own ways of computing the same
-        changes = {**dict.fromkeys(WAYS, "auto"), **changes}
+        changes = {**dict.fromkeys(settings_with("per_backend"), AUTO), **changes}
     flags = [f"--{key}={value}" for key, value in changes.items()]
     return [sys.executable, "-m", "anyqlora", "train", f"--config={directory / 'config.resolved.yaml'}", *flags]
 

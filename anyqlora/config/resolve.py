@@ -1,14 +1,15 @@
-"""Where settings come from: command line or code, environment, file, default - in this order, each value with its source."""
+"""Where settings come from: command line or code, environment, file, default, in this order, each with its source."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import os
-import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from anyqlora.config import strategy_options
+from anyqlora.config.facets import SECTIONS
 from anyqlora.config.schema import (
     ALIASES,
     AUTO,
@@ -18,6 +19,7 @@ from anyqlora.config.schema import (
     canonical_name,
     canonical_settings,
     parse_value,
+    settings_with,
     value_types,
 )
 from anyqlora.config.validate import overridden, validate
@@ -35,6 +37,7 @@ __all__ = [
     "from_environment",
     "from_file",
     "parse_value",
+    "print_help",
     "resolve",
     "canonical_argv",
 ]
@@ -52,9 +55,6 @@ def canonical_argv(argv: list[str]) -> list[str]:
     while position < len(argv):
         word = argv[position]
         position += 1
-        if word in ("-h", "--help"):
-            out.append(word)
-            continue
         if not word.startswith("--"):
             raise UsageError(
                 f"unexpected argument {word!r}", where="command line", cure="settings are given as --name value"
@@ -81,32 +81,46 @@ def canonical_argv(argv: list[str]) -> list[str]:
                 value = argv[position]
                 position += 1
         for name, stated in canonical_settings(flag, value, f"command line: --{flag}").items():
-            out.append(f"--{name.replace('_', '-')}={str(stated).lower() if isinstance(stated, bool) else stated}")
+            out.append(f"--{name.replace('_', '-')}={_as_text(stated)}")
     return out
 
 
-def add_flags(function):
-    """Give `function` one optional text flag for each setting; a flag that is not given is None."""
-
-    def flag(f):
-        shown = str(f.default).lower() if isinstance(f.default, bool) else f.default
-        choices = f.metadata["choices"]
-        options = (
-            " [" + "|".join(str(c).lower() if isinstance(c, bool) else str(c) for c in choices) + "]" if choices else ""
-        )
-        notes = "; ".join(
-            [f"default: {shown}"] * (shown != "") + [f"also {', '.join(f.metadata['also'])}"] * bool(f.metadata["also"])
-        )
-        text = (f.metadata["help"] + options + f" ({notes})" * bool(notes)).replace("%", "%%")
-        return inspect.Parameter(
-            f.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=typing.Annotated[str, text, {"metavar": flag_type(f.name)}],
-        )
-
-    function.__signature__ = inspect.Signature([flag(f) for f in SETTINGS.values()])
+def add_flags(function: Callable) -> Callable:
+    """Give `function` one optional text flag for each setting, for fastcore; a flag that is not given is None."""
+    flag = inspect.Parameter("flag", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str)
+    function.__signature__ = inspect.Signature([flag.replace(name=name) for name in SETTINGS])
     return function
+
+
+def print_help(program: str) -> None:
+    """Every setting as a flag: section by section, with its kind of value, default, choices and other names."""
+    parser = argparse.ArgumentParser(
+        program,
+        usage=f"{program} [--name value ...]",
+        description="Fine-tune a language model with QLoRA on the machine it finds; "
+        "without flags, the embedded first job.",
+        add_help=False,
+    )
+    for section, (title, about) in SECTIONS.items():
+        group = parser.add_argument_group(title, about)
+        for name in settings_with("section", section):
+            group.add_argument(f"--{name}", metavar=flag_type(name), help=flag_help(name).replace("%", "%%"))
+    parser.print_help()
+
+
+def flag_help(name: str) -> str:
+    """What a setting does [its choices] (its default; its other names)."""
+    default, about = SETTINGS[name].default, SETTINGS[name].metadata
+    choices = "|".join(map(_as_text, about["choices"]))
+    notes = [f"default: {_as_text(default)}"] * (default != "") + [f"also {', '.join(about['aliases'])}"] * bool(
+        about["aliases"]
+    )
+    return about["help"] + f" [{choices}]" * bool(choices) + f" ({'; '.join(notes)})" * bool(notes)
+
+
+def _as_text(value: object) -> str:
+    """A value as flags and YAML spell it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def flag_type(name: str) -> str:
@@ -131,6 +145,8 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
                 raise UsageError(
                     f"{name} can only be given on the command line", where=variable, cure=f"--{name} {raw}"
                 )
+            if name in found and found[name][1].startswith(ENV_PREFIX):  # FSDP_BACKEND gives way
+                raise UsageError(f"{found[name][1]} states {name} already", where=variable, cure="unset one of them")
             found[name] = (value, variable)
     if of_strategies:
         own = found.get("strategy_opt", ("", ""))[0]
@@ -139,7 +155,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
 
 
 def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
-    """{setting: (value, "file:line")} of a YAML file. Raises UsageError for what is not a flat map of known settings."""
+    """{setting: (value, "file:line")} of a YAML file. Raises UsageError for what is no flat map of known settings."""
     import yaml
 
     try:
@@ -207,6 +223,17 @@ def configs_directory() -> Path:
     return beside if (beside / FIRST_RUN).exists() else package / "configs"
 
 
+def _given(stated: Mapping[str, object], said: str) -> dict[str, tuple[object, str]]:
+    """{setting: (value, where)} of flags or code. Raises UsageError for one that is unknown or stated by two names."""
+    found = {}
+    for key, raw in stated.items():
+        for name, value in canonical_settings(key, raw, said).items() if raw is not None else ():
+            if name in found:
+                raise UsageError(f"{key}: {name} is stated twice", where=said, cure="give it once")
+            found[name] = (value, f"{said}: --{key}" if said == "command line" else said)
+    return found
+
+
 def resolve(
     given: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, said: str = "command line"
 ) -> TrainConfig:
@@ -214,12 +241,7 @@ def resolve(
 
     None in `given` means not given. With neither a model nor a dataset the embedded job is the lowest file layer.
     """
-    given = {
-        name: (value, f"{said}: --{stated}" if said == "command line" else said)
-        for stated, raw in (given or {}).items()
-        if raw is not None
-        for name, value in canonical_settings(stated, raw, said).items()
-    }
+    given = _given(given or {}, said)
     environment = from_environment(os.environ if environ is None else environ)
     config_file = (given.get("config") or environment.get("config") or ("", ""))[0]
     file = from_file(config_file) if config_file else {}

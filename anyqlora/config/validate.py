@@ -6,30 +6,23 @@ import re
 from pathlib import Path
 
 from anyqlora.config import strategy_options
-from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parse_value
+from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parse_value, settings_with
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
-
-OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
-SUPERSEDED = {  # a setting -> those that it decides or that say the same in other words
-    "train_type": ("quantizer", "adapter", "bits"),
-    "bits": ("quantizer",),
-    "quantizer": ("bits",),
-    "warmup_steps": ("warmup_ratio",),
-    "warmup_ratio": ("warmup_steps",),
-    "eval_dataset": ("eval_fraction",),
-    "eval_fraction": ("eval_dataset",),
-}
 
 
 def overridden(stated: dict) -> set[str]:
     """The settings of lower layers that no longer count, given what a higher layer has `stated`."""
     is_full = "full" in (stated.get("train_type"), stated.get("adapter"))
-    return {other for name in stated for other in SUPERSEDED.get(name, ())} | (set(OF_LORA) if is_full else set())
+    others = {other for name in stated for other in SETTINGS[name].metadata["supersedes"]}
+    return others | set(settings_with("needs", "adapter") if is_full else ())
 
 
 def validate(config: TrainConfig) -> TrainConfig:
-    """The configuration with its preset resolved. Raises UsageError for a contradiction, NotBuilt for what is refused."""
+    """The configuration with its preset resolved.
+
+    Raises UsageError for a contradiction, NotSupported for what is refused.
+    """
 
     def where(name):
         return config.sources.get(name, "") if config.asked(name) else ""
@@ -51,12 +44,13 @@ def validate(config: TrainConfig) -> TrainConfig:
     if config.strategy != AUTO:
         registry.strategy_target(config.strategy, where("strategy"))
         strategy_options.strategy_options(config)
-    for name, (only, reason) in _REFUSED.items():
-        if is_explicit(config, name) and getattr(config, name) != only:
+    for name in settings_with("only"):
+        value, reason = SETTINGS[name].metadata["only"]
+        if is_explicit(config, name) and getattr(config, name) != value:
             raise NotSupported(f"{name}: {reason}", where=where(name), cure=f"leave out {name}")
-    for names, other, has_effect, why in _ONLY_WITH:
-        for name in names:
-            if is_explicit(config, name) and not has_effect(config):
+    for need, (other, is_met, why) in NEEDS.items():
+        for name in settings_with("needs", need):
+            if is_explicit(config, name) and not is_met(config):
                 contradiction(name, other, why)
     if config.adapter == "full" and config.quantizer != "none":
         contradiction(
@@ -108,7 +102,7 @@ def validate(config: TrainConfig) -> TrainConfig:
     if config.eval_dataset and config.eval_fraction:
         contradiction("eval_fraction", "eval_dataset", "both say what is held out")
     held_out = config.eval_dataset or config.eval_fraction
-    for name in ("eval_steps", "early_stopping_patience", "num_samples"):
+    for name in settings_with("needs", "evaluation_set"):
         if getattr(config, name) and not held_out:
             raise UsageError(
                 f"{name} needs held-out rows", where=where(name), cure="--eval_dataset FILE or --eval_fraction 0.05"
@@ -151,118 +145,74 @@ def _seen(config: TrainConfig, where) -> None:
             where=where("profiling_frequency"),
             cure="a larger --profiling_frequency, or fewer --profile_active",
         )
-    for name in _OF_PROFILE:
+    for name in settings_with("needs", "profile"):
         if not config.profile and getattr(config, name) != SETTINGS[name].default:
             raise UsageError(f"{name} needs profile", where=where(name), cure="--profile true")
 
 
-_OF_PROFILE = (
-    "profiling_output",
-    "overwrite_profiling_output",
-    "with_stack",
-    "with_shapes",
-    "export_trace",
-    "export_memory_timeline",
-    "profile_wait",
-    "profiler_warmup_steps",
-    "profile_active",
-    "profile_repeat",
-    "profiling_frequency",
-)
-_REFUSED = {  # setting -> the one value that says what happens anyway, why there is no other
-    "llama_pro_path": (None, "block expansion (llama_pro) is not built yet"),
-    "hqq_group_size": (None, "HQQ quantization is not built yet"),
-    "low_memory": (True, "weights are always streamed; there is no other way of loading"),
-    "loading_workers": (1, "weights are streamed one tensor at a time, so that memory stays small"),
-}
-_ONLY_WITH = (  # settings, the setting that they depend on, when they do something, why else not
-    (OF_LORA, "adapter", lambda c: c.adapter != "full", "full fine-tuning has no adapter"),
-    (
-        ("adam_beta1", "adam_beta2", "adam_eps"),
-        "optimizer",
-        lambda c: "adam" in c.optimizer,
-        "that update rule has no such term",
-    ),
-    (
-        ("initial_loss_scale", "loss_scale_growth_interval"),
-        "precision",
-        lambda c: c.precision in (AUTO, "fp16_autocast"),
-        "only fp16 scales the loss",
-    ),
-    (
-        ("sharding_strategy",),
+NEEDS = {  # what settings need -> (the setting that decides it, whether it is there, why they do nothing without)
+    "adapter": ("adapter", lambda c: c.adapter != "full", "full fine-tuning has no adapter"),
+    "adam": ("optimizer", lambda c: "adam" in c.optimizer, "that update rule has no such term"),
+    "fp16": ("precision", lambda c: c.precision in (AUTO, "fp16_autocast"), "only fp16 scales the loss"),
+    "fsdp": (
         "strategy",
         lambda c: c.strategy in (AUTO, "fsdp") or (c.strategy, c.sharding_strategy) == ("ddp", "ddp"),
         "only fsdp shards",
     ),
-    (("deepspeed_zero_stage",), "strategy", lambda c: c.strategy in (AUTO, "deepspeed"), "only deepspeed has stages"),
-    (
-        ("find_unused_parameters",),
-        "strategy",
-        lambda c: c.strategy in (AUTO, "ddp", "accelerate"),
-        "only ddp looks for them",
-    ),
-    (
-        ("lr_cycles",),
+    "deepspeed": ("strategy", lambda c: c.strategy in (AUTO, "deepspeed"), "only deepspeed has stages"),
+    "ddp": ("strategy", lambda c: c.strategy in (AUTO, "ddp", "accelerate"), "only ddp looks for them"),
+    "cosine_with_restarts": (
         "lr_scheduler",
         lambda c: c.lr_scheduler == "cosine_with_restarts",
         "only cosine_with_restarts has restarts",
     ),
-    (("lr_power",), "lr_scheduler", lambda c: c.lr_scheduler == "polynomial", "only polynomial has an exponent"),
-    (("lr_decay",), "lr_scheduler", lambda c: c.lr_scheduler == "exponential", "only exponential decays by a factor"),
-    (("cosine_min_lr_ratio",), "lr_scheduler", lambda c: c.lr_scheduler != "constant", "a constant rate has no floor"),
-    (("max_grad_norm",), "apply_gradient_clipping", lambda c: c.apply_gradient_clipping, "nothing is clipped"),
-    (
-        ("double_quant",),
+    "polynomial": ("lr_scheduler", lambda c: c.lr_scheduler == "polynomial", "only polynomial has an exponent"),
+    "exponential": ("lr_scheduler", lambda c: c.lr_scheduler == "exponential", "only exponential decays by a factor"),
+    "lr_falls": ("lr_scheduler", lambda c: c.lr_scheduler != "constant", "a constant rate has no floor"),
+    "clipping": ("apply_gradient_clipping", lambda c: c.apply_gradient_clipping, "nothing is clipped"),
+    "bnb_4bit": (
         "quantizer",
         lambda c: c.quantizer in ("nf4", "fp4"),
         "only nf4 and fp4 have scales that are quantized too",
     ),
-    (
-        ("master_addr", "master_port", "dist_timeout", "max_restarts"),
-        "world_size",
-        lambda c: c.world_size != 1,
-        "one process has nobody to meet",
-    ),
-    (("quantized_cache_limit",), "quantized_cache", lambda c: c.quantized_cache is not False, "nothing is kept"),
-    (("no_sync",), "world_size", lambda c: c.world_size != 1, "one process has no gradients to synchronise"),
-    (
-        ("affine_group_size",),
+    "processes": ("world_size", lambda c: c.world_size != 1, "one process has nobody to meet"),
+    "quantized_cache": ("quantized_cache", lambda c: c.quantized_cache is not False, "nothing is kept"),
+    "synchronization": ("world_size", lambda c: c.world_size != 1, "one process has no gradients to synchronise"),
+    "affine": (
         "quantizer",
         lambda c: c.quantizer in registry.AFFINE,
         "only affine quantizers have groups of their own choice",
     ),
-    *(
-        (
-            ("frozen_matmul",),
+    **{
+        need: (
             other,
             lambda c, other=other, known=known: c.frozen_matmul == "full" or getattr(c, other) in known,
             "only products of LoRA layers that are fused are rounded",
         )
-        for other, known in (
-            ("fused_lora", (AUTO, True)),
-            ("adapter", registry.FUSED_ADAPTERS),
-            ("quantizer", registry.FUSED_QUANTIZERS),
+        for need, other, known in (
+            ("fused_lora", "fused_lora", (AUTO, True)),
+            ("fused_adapter", "adapter", registry.FUSED_ADAPTERS),
+            ("fused_quantizer", "quantizer", registry.FUSED_QUANTIZERS),
         )
-    ),
-    (
-        ("dataset_samples",),
+    },
+    "built_in_rows": (
         "dataset",
         lambda c: any(name in c.dataset for name in ("alpaca_sample", "dummy")),
         "only alpaca_sample and dummy are cut",
     ),
-)
+}  # beside these, evaluation_set and profile, which `validate` and `_seen` look at
 
 
 def is_explicit(config: TrainConfig, name: str) -> bool:
-    """Whether somebody means this setting: it was stated, and not merely with its default in a file that states all of them."""
+    """Whether somebody means this setting: it was stated, and not merely as its default in a file that may state all."""
     is_file = _layer(config.sources.get(name, "")) == "file"
     return config.asked(name) and not (is_file and getattr(config, name) == SETTINGS[name].default)
 
 
 def _preset(config: TrainConfig, contradiction) -> TrainConfig:
-    """Resolve train_type into quantizer and adapter. What is stated beside it refines it (qlora with fp4, qlora with dora);
-    within one layer (both on the command line, both in the file), quantized against not or full against an adapter is an error."""
+    """Resolve train_type into quantizer and adapter. What is stated beside it refines it (qlora with fp4 or with dora);
+    within one layer (both on the command line, both in the file), quantized against not, or full against an adapter,
+    is an error."""
     quantizer, adapter = registry.lookup(
         "train_type", config.train_type, registry.TRAIN_TYPES, config.sources.get("train_type", "")
     )

@@ -32,16 +32,6 @@ QUANTIZERS = {
     "mxfp4": "anyqlora.on_mlx.nn.quantizers:Mxfp4",
     "nvfp4": "anyqlora.on_mlx.nn.quantizers:Nvfp4",
 }
-WAYS = (
-    "fused_lora",
-    "fused_linear_cross_entropy",
-    "padding_free",
-    "kernels",
-    "logits_chunk_tokens",
-    "cpu_threads",
-    "dequantized_layers",
-    "quantized_cache",
-)  # settings that say how something is computed, not what
 PACKED = ("nf4", "fp4", "affine4")  # quantizers that write files
 WHOLE_STRATEGIES = (
     "single",

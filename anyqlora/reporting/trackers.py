@@ -15,18 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from anyqlora.config.schema import SETTINGS, TrainConfig
+from anyqlora.config.schema import SETTINGS, TrainConfig, settings_with
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.core.redaction import redacted
 
-BOTH = ("wandb", "trackio")
-NAMING = {
-    "project_name": BOTH,
-    "tracker_name": BOTH,
-    "tracker_group": BOTH,
-    "tracker_entity": ("wandb",),
-}  # setting -> who reads it
 WANDB_SECONDS = 30  # to reach the server before the run goes on offline
 
 
@@ -96,7 +89,8 @@ class Trackers:
         Raises UsageError for one that cannot start.
         """
         self.warn, self.trackers = warn, []
-        for name, readers in NAMING.items():
+        for name in settings_with("trackers"):
+            readers = SETTINGS[name].metadata["trackers"]
             if getattr(config, name) != SETTINGS[name].default and not set(readers) & set(tracker_names(config)):
                 warn(f"{name} does nothing here: it is for log_to {' or '.join(readers)}")
         for name in tracker_names(config):

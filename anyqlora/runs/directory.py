@@ -20,7 +20,7 @@ except ImportError:  # not a Unix
     fcntl = None
 
 from anyqlora.config import init_adapter
-from anyqlora.config.schema import TrainConfig, current_names
+from anyqlora.config.schema import SETTINGS, TrainConfig, current_names, settings_with
 from anyqlora.core import hashing
 from anyqlora.core.errors import DiskFull, NoCheckpoint, Stopped, UsageError
 from anyqlora.core.files import FileSystem, remove_leftovers, to_json
@@ -33,58 +33,6 @@ from anyqlora.processes.group import SingleProcess
 from anyqlora.runs.checkpoints import Checkpoints, LoadedCheckpoint
 
 RESULT, IDENTITY = "result.json", "identity.json"
-# What makes two runs the same run. Change one of these and resuming would not continue what was started.
-IDENTITY_SETTINGS = (
-    "quantizer",
-    "adapter",
-    "double_quant",
-    "affine_group_size",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "context_length",
-    "packing",
-    "prompt_format",
-    "dataset_format",
-    "dataset_samples",
-    "on_bad_row",
-    "on_long_row",
-    "eval_fraction",
-    "seed",
-    "num_epochs",
-    "max_steps",
-    "lr",
-    "lr_scheduler",
-    "warmup_steps",
-    "warmup_ratio",
-    "cosine_min_lr_ratio",
-    "lr_cycles",
-    "lr_power",
-    "lr_decay",
-    "optimizer",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "weight_decay",
-    "apply_gradient_clipping",
-    "max_grad_norm",
-    "spike_guard",
-    "early_stopping_patience",
-)
-RECOMPUTATION = (
-    "use_gradient_checkpointing",
-    "checkpointed_layers",
-)  # who states one of these asks for something else than was chosen
-PLANNED_SETTINGS = (
-    "fused_lora",
-    "fused_linear_cross_entropy",
-    "logits_chunk_tokens",
-    "padding_free",
-    "dequantized_layers",
-    "cpu_threads",
-    *RECOMPUTATION,
-)  # by a plan, and kept in checkpoints
 TOKENIZER_FILES = (
     "tokenizer*",
     "chat_template*",
@@ -181,14 +129,13 @@ class RunDirectory:
             before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size", "strategy")
         ):
             return config
-        is_stated = any(getattr(config, name) != "auto" for name in RECOMPUTATION)
+        planned = settings_with("on_resume", "planned")
+        decisions = {name: SETTINGS[name].metadata["decided_with"] or name for name in planned}
+        stated = {decisions[name] for name in planned if getattr(config, name) != "auto"}
         kept = {
             name: before[name]
-            for name in PLANNED_SETTINGS
-            if not (is_stated and name in RECOMPUTATION)
-            and name in before
-            and getattr(config, name) == "auto"
-            and getattr(plan.config, name) != "auto"
+            for name in planned
+            if decisions[name] not in stated and name in before and getattr(plan.config, name) != "auto"
         }  # which some backends leave alone
         return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
 
@@ -404,7 +351,7 @@ def run_identity(config: TrainConfig) -> dict:
     directory = base_directory(config)
     words = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
     found = {
-        **{name: getattr(config, name) for name in IDENTITY_SETTINGS},
+        **{name: getattr(config, name) for name in settings_with("on_resume", "identity")},
         "global_batch": global_batch(config),
         "rows": rows_identity(config.dataset, config, held_out=False),
         "held_out": rows_identity(config.eval_dataset, config, held_out=True) if config.eval_dataset else "",

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anyqlora.config.resolve import from_environment, from_file
-from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parse_value
-from anyqlora.core import registry
+from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parse_value, settings_with
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 from anyqlora.core.terminal import printable
@@ -24,16 +23,6 @@ from anyqlora.data.readers.bad_rows import BadRow
 from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import ConsoleReporter
 
-OF_SEVERAL = (
-    "mesh",
-    "tensor_layout",
-    "strategy_config",
-    "strategy_opt",
-    "sharding_strategy",
-    "deepspeed_zero_stage",
-    "find_unused_parameters",
-    "use_cpu_offload",
-)  # not here
 WEIGHTS = {"adapter": "adapter_model.safetensors", "model": "model.safetensors"}
 
 
@@ -169,8 +158,8 @@ def plan_here(run: FinishedRun, changed: dict):
     from anyqlora.planning.backends import BackendManager  # not for reading a run
 
     own = {"model_name": str(run.folder)} if run.config.adapter == "full" else {}  # a whole model needs no base
-    together = {name: SETTINGS[name].default for name in OF_SEVERAL}
-    sources = {**run.config.sources, **dict.fromkeys(OF_SEVERAL, "default")}
+    together = {name: SETTINGS[name].default for name in settings_with("several")}
+    sources = {**run.config.sources, **dict.fromkeys(together, "default")}
     config = run.config.with_(
         strict=False,
         sources=sources,
@@ -184,9 +173,8 @@ def plan_here(run: FinishedRun, changed: dict):
         config = config.with_(backend="auto")
     manager = BackendManager(config.backend)
     if manager.backend != run.config.backend:  # which has its own ways of computing the same
-        config = config.with_(
-            **dict.fromkeys(registry.WAYS, AUTO), sources={**config.sources, **dict.fromkeys(registry.WAYS, "default")}
-        )
+        ways = dict.fromkeys(settings_with("per_backend"), AUTO)
+        config = config.with_(**ways, sources={**config.sources, **dict.fromkeys(ways, "default")})
     plan = manager.plan(config)
     for adjustment in plan.adjustments:
         if adjustment.field in ("precision", "quantizer"):  # the rest is about training

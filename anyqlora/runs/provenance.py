@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from anyqlora.config.schema import TrainConfig
+from anyqlora.config.schema import AUTO, TrainConfig, settings_with
 from anyqlora.core.files import to_json
 from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import CHAT_TEMPLATES
@@ -58,33 +58,20 @@ def run_files(plan, machine: dict, data_report: dict) -> dict[str, bytes]:
 
 
 def environment(plan) -> dict:
-    """What the bytes of a run depend on beside its identity: versions, machine, threads, and the plan's choices. Names no person."""
+    """What the bytes of a run depend on beside its identity: versions, machine, the plan's choices. Names no person."""
+    config = plan.config
+    threads = os.environ.get("OMP_NUM_THREADS") or physical_cores()  # where the plan left them alone
     return {
         "python": platform.python_version(),
         "system": platform.system(),
         "machine": platform.machine(),
         "release": platform.release(),
         "processor": processor(),
-        "cpu_threads": plan.config.cpu_threads
-        if plan.config.cpu_threads != "auto"
-        else os.environ.get("OMP_NUM_THREADS") or physical_cores(),
         **versions(),
+        **{name: getattr(config, name) for name in settings_with("on_resume", "recorded", "planned")},
+        "cpu_threads": config.cpu_threads if config.cpu_threads != AUTO else threads,
         "backend": str(plan.backend),
         "device": plan.device,
-        "precision": plan.precision,
-        "strategy": plan.strategy,
-        "world_size": plan.world_size,
-        "batch_size": plan.batch_size,
-        "use_gradient_checkpointing": plan.use_gradient_checkpointing,
-        "checkpointed_layers": plan.config.checkpointed_layers,
-        "fused_lora": plan.config.fused_lora,
-        "fused_linear_cross_entropy": plan.config.fused_linear_cross_entropy,
-        "logits_chunk_tokens": plan.config.logits_chunk_tokens,
-        "padding_free": plan.config.padding_free,
-        "dequantized_layers": plan.config.dequantized_layers,
-        "deterministic": plan.config.deterministic,
-        "kernels": plan.kernels,
-        "frozen_matmul": plan.config.frozen_matmul,
     }
 
 

@@ -7,15 +7,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anyqlora.config.schema import SETTINGS, TrainConfig
+from anyqlora.config.schema import SETTINGS, TrainConfig, settings_with
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.data.dataset import DataSplits
 from anyqlora.processes.environment import ProcessContext, free_port
 from anyqlora.processes.group import SingleProcess
 from anyqlora.runs.directory import RunDirectory
-
-OWN = ("output_dir", "run_name", "log_to", "verbose")  # only the first process acts on these
 
 
 @contextlib.contextmanager
@@ -39,7 +37,8 @@ def agree_on_plan(ranks: SingleProcess, found: RunDirectory, plan, config: Train
     found.check(plan.config, plan.global_batch)
     if ranks.size == 1:
         return plan
-    first, *others = ranks.all_gather_object({name: getattr(config, name) for name in SETTINGS if name not in OWN})
+    own = settings_with("each_process")  # only the first process acts on these
+    first, *others = ranks.all_gather_object({name: getattr(config, name) for name in SETTINGS if name not in own})
     for rank, other in enumerate(others, 1):
         for name in sorted(first):
             if first[name] != other[name]:

@@ -12,9 +12,9 @@ import torch
 from safetensors.numpy import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyqlora.config import strategy_options, validate
+from anyqlora.config import strategy_options
 from anyqlora.config.resolve import resolve
-from anyqlora.config.schema import SETTINGS
+from anyqlora.config.schema import SETTINGS, settings_with
 from anyqlora.core.errors import DiskFull, NotSupported, UsageError
 from anyqlora.data import stream
 from anyqlora.data.packing import shuffled
@@ -751,8 +751,8 @@ OTHER = {"llama_pro_path": "x", "hqq_group_size": 32, "low_memory": False, "load
 @shows(*OTHER)
 @pytest.mark.parametrize("name", OTHER)
 def test_what_is_not_built_is_refused_by_name(name):
-    assert OTHER.keys() == validate._REFUSED.keys()
-    only = validate._REFUSED[name][0]
+    assert {*OTHER} == {*settings_with("only")}
+    only, _ = SETTINGS[name].metadata["only"]
     for value in {OTHER[name], SETTINGS[name].default} - {only}:
         with pytest.raises(NotSupported, match=f"test: {name}: ") as refused:
             resolve({**TINY, name: value}, environ={}, said="test")

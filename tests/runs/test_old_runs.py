@@ -141,7 +141,7 @@ def test_what_a_run_that_went_on_says_of_itself_has_the_new_names(resumed, frame
         manifest["machine"],
     ):
         assert not {*said} & {*ALIASES, *SPLIT_ALIASES}
-    assert manifest["machine"] == read(directory, "env.json")
+    assert manifest["machine"] == read(directory, "env.json") and manifest["machine"].keys() == then.keys()
     of_settings = {name: value for name, value in then.items() if name in SETTINGS}
     assert len(of_settings) >= 10 and of_settings.items() <= manifest["machine"].items()
     if framework == "torch":
