@@ -69,6 +69,9 @@ class ModelShape:
     head_dim: int
     intermediate: int  # width of one MLP or expert
     linears: tuple[LinearShape, ...]  # of one layer
+    path: str = "model.layers"  # where the layers stand in the model
+    dense_layers: tuple[int, ...] = ()  # of a mixture: those that have one MLP in the place of experts
+    dense_linears: tuple[LinearShape, ...] = ()  # of such a layer
     tied: bool = False  # head and embedding are one tensor
     norms: int = 2  # normalizations over `hidden` in a layer
     norm_bias: bool = False  # LayerNorm with a bias, not RMSNorm
@@ -83,6 +86,16 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     shared_intermediate: int = 0  # width of the expert that every token visits
+
+    def adaptable_linears(self, layer: int) -> dict[str, LinearShape]:
+        """{whole name: shape} of the linear modules of one layer. Experts are parameters, which no adapter goes on."""
+        linears = self.dense_linears if layer in self.dense_layers else self.linears
+        return {f"{self.path}.{layer}.{linear.name}": linear for linear in linears if linear.count == 1}
+
+    @property
+    def adaptable_names(self) -> list[str]:
+        """The whole names of all linear modules."""
+        return [name for layer in range(self.layers) for name in self.adaptable_linears(layer)]
 
     @property
     def linear_parameters(self) -> int:
@@ -141,7 +154,7 @@ FAMILIES = {  # model_type -> family; an unknown one has unknown memory, never a
 
 def model_shape(config: dict) -> ModelShape | None:
     """The shapes that a parsed config.json describes; None for an architecture that is not in FAMILIES."""
-    config = _text_config(config)
+    whole, config = config, _text_config(config)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         return None
@@ -151,7 +164,7 @@ def model_shape(config: dict) -> ModelShape | None:
     experts = config.get("num_local_experts") or config.get("num_experts") or 0
     intermediate = config.get("moe_intermediate_size") if experts else None
     base = ModelShape(
-        model_type=config["model_type"],
+        model_type=whole["model_type"],
         block=family.block,
         layers=config["num_hidden_layers"],
         hidden=hidden,
@@ -161,6 +174,7 @@ def model_shape(config: dict) -> ModelShape | None:
         head_dim=head_dim,
         intermediate=intermediate or config["intermediate_size"],
         linears=(),
+        path=_path(whole, family),
         tied=config.get("tie_word_embeddings", family.tied),
         norms=family.norms,
         norm_bias=family.style in ("neox", "starcoder"),
@@ -178,7 +192,24 @@ def model_shape(config: dict) -> ModelShape | None:
         shared_intermediate=config.get("shared_expert_intermediate_size") or 0 if experts else 0,
     )
     has_bias = config.get("attention_bias", False) or config.get("use_bias", False) or family.qkv_bias
-    return replace(base, linears=_LINEARS[family.style](base, has_bias, config))
+    base = replace(base, linears=_LINEARS[family.style](base, has_bias, config))
+    if not (experts and (dense := _dense_layers(config))):
+        return base
+    wide = replace(base, intermediate=config["intermediate_size"])
+    return replace(base, dense_layers=dense, dense_linears=_llama(wide, has_bias, config))
+
+
+def _path(config: dict, family: Architecture) -> str:
+    """Where a model that a parsed config.json describes has its layers."""
+    if config.get("text_config"):
+        return "model.language_model.layers"
+    return "gpt_neox.layers" if family.style == "neox" else "model.layers"
+
+
+def _dense_layers(config: dict) -> tuple[int, ...]:
+    """Layers of a mixture (Qwen's) without experts: those that are listed, and all but each `decoder_sparse_step`th."""
+    listed, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    return tuple(n for n in range(config["num_hidden_layers"]) if n in listed or (n + 1) % step)
 
 
 # RoBERTa and its kin: the first token's position is the one after the padding token's number.

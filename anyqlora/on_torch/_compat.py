@@ -24,38 +24,6 @@ def keep_weights_as_packed(module: nn.Module) -> nn.Module:
     return module
 
 
-def rerouted_targets(model: nn.Module) -> set[str]:
-    """Last names of modules that PEFT takes for transformers 4's experts and routers in this architecture.
-
-    A target of such a name, say `gate_proj` of a shared expert or a dense layer of Qwen3-MoE or DeepSeek, becomes a target on the
-    experts' parameters whenever PEFT reads adapter_config.json, so an adapter there could not be loaded again.
-    peft 0.19 to 0.21.2 under transformers 5 (peft/utils/transformers_weight_conversion.py).
-    Can go when tests/test_compat.py::test_peft_still_reroutes_dense_layers_of_mixtures fails.
-    """
-    from peft.utils import transformers_weight_conversion as conversion
-
-    family = conversion._MODEL_TO_CONVERSION_PATTERN.get(getattr(model.config, "model_type", None))
-    return set(conversion._MOE_TARGET_MODULE_MAPPING.get(family, {}))
-
-
-def refused_targets(model: nn.Module, names: set[str]) -> set[str]:
-    """Those of `names` (last parts) that PEFT refuses in this architecture: Mamba's fused kernels take `out_proj.weight` past its module.
-
-    peft 0.17 to 0.21.2, which raises in the middle of attaching and offers no list to ask.
-    Can go when tests/test_compat.py::test_peft_still_refuses_mamba_out_proj fails.
-    """
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
-
-    refused = set()
-    for name in names:
-        try:
-            _check_lora_target_modules_mamba(LoraConfig(), model, name)
-        except ValueError:
-            refused.add(name)
-    return refused
-
-
 @contextlib.contextmanager
 def compiled_when_called():
     """Within, torch.compile prepares nothing: what it is given is compiled when it is first called.

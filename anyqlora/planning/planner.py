@@ -279,14 +279,8 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
-    if (
-        shapes is not None and not shapes.experts and draft.config.adapter != "full"
-    ):  # a mixture may have layers of another kind
-        lora_targets.check_targets(
-            draft.config.lora_target_modules,
-            (linear.name for linear in shapes.linears),
-            draft.config.sources.get("lora_target_modules", ""),
-        )
+    if described and draft.config.adapter != "full":
+        _targets(draft.config, described["model_type"], shapes)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
     sharing = 1 if row.activation_offload else found.sharing  # a device with memory of its own is one process's
@@ -323,6 +317,15 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         warnings=tuple(draft.warnings),
         memory_unknown=draft.memory_unknown,
     )
+
+
+def _targets(config: TrainConfig, model_type: str, shapes: architectures.ModelShape | None) -> None:
+    """Raises UsageError for lora_target_modules that the model does not have; of unknown layers, for what none can have."""
+    stated, where = config.lora_target_modules, config.sources.get("lora_target_modules", "")
+    if shapes is None:
+        lora_targets.parse_targets(stated, model_type, where)
+    else:
+        lora_targets.select_targets(stated, model_type, shapes.adaptable_names, where)
 
 
 def _refuse(config, name: str, backend: str, row_has: bool, found, offered) -> None:

@@ -12,13 +12,12 @@ import torch
 from bitsandbytes import functional as F
 from bitsandbytes.nn.modules import has_avx512bf16
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+from anyqlora.models.lora_targets import NOT_LOADABLE
 from anyqlora.on_torch._compat import (
     compiled_when_called,
     keep_weights_as_packed,
-    refused_targets,
-    rerouted_targets,
     softmax_backward,
 )
 from anyqlora.on_torch.quantizers.bnb import Nf4
@@ -141,7 +140,7 @@ def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):
         tmp_path, "qwen3_moe", mlp_only_layers=[0], num_experts=4, moe_intermediate_size=48, head_dim=16
     )
     model = AutoModelForCausalLM.from_pretrained(directory)
-    assert rerouted_targets(model) >= {"gate_proj", "up_proj", "down_proj"}
+    assert NOT_LOADABLE["qwen3_moe"] >= {"gate_proj", "up_proj", "down_proj"}
     dense = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
     peft = get_peft_model(model, LoraConfig(target_modules=dense, task_type="CAUSAL_LM"))
     assert not any(
@@ -149,11 +148,36 @@ def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):
     )
 
 
+def test_layers_that_peft_cannot_load_an_adapter_on():
+    """The data that plans and runs go by, against the tables of the installed PEFT, which has no public ones."""
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+    from peft.utils import transformers_weight_conversion as conversion
+
+    mixtures = {
+        model_type: set(conversion._MOE_TARGET_MODULE_MAPPING[family])
+        for model_type, family in conversion._MODEL_TO_CONVERSION_PATTERN.items()
+        if family in conversion._MOE_TARGET_MODULE_MAPPING and model_type.islower()  # the others are names of classes
+    }
+
+    def refused(model_type):
+        model = torch.nn.Module()
+        model.config = PretrainedConfig()
+        model.config.model_type = model_type
+        for name in ("conv1d", "in_proj", "out_proj", "q_proj"):
+            try:
+                _check_lora_target_modules_mamba(LoraConfig(), model, name)
+            except ValueError:
+                yield name
+
+    mamba = {model_type: set(refused(model_type)) for model_type in CONFIG_MAPPING}
+    assert mixtures | {model_type: names for model_type, names in mamba.items() if names} == NOT_LOADABLE
+
+
 def test_peft_still_refuses_mamba_out_proj(tmp_path):
     from transformers import MambaConfig, MambaForCausalLM
 
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4))
-    assert refused_targets(model, {"in_proj", "out_proj"}) == {"out_proj"}
+    assert NOT_LOADABLE["mamba"] == {"conv1d", "out_proj"}
     with pytest.raises(ValueError, match="incompatible with Mamba"):
         get_peft_model(model, LoraConfig(target_modules=["out_proj"], task_type="CAUSAL_LM"))
 

@@ -3,6 +3,7 @@
 import itertools
 import tempfile
 import weakref
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -71,7 +72,9 @@ def test_known_models_have_their_known_size():
     described = architectures.read_config(MODELS / "llama-3-8b")
     assert architectures.model_shape(described).parameters == 8_030_261_248  # the model card of Meta-Llama-3-8B
     text = architectures.model_shape({"model_type": "gemma3", "text_config": {**model_config("gemma3_text").to_dict()}})
-    assert text == architectures.model_shape(model_config("gemma3_text").to_dict())
+    assert (text.model_type, text.path) == ("gemma3", "model.language_model.layers")
+    alone = replace(text, model_type="gemma3_text", path="model.layers")
+    assert alone == architectures.model_shape(model_config("gemma3_text").to_dict())
     assert architectures.model_shape({"model_type": "wholly_new"}) is None
 
 
@@ -214,13 +217,29 @@ def test_activations_of_other_architectures_are_what_autograd_keeps(model_type, 
         ("default", "q_proj v_proj"),
         ("up_proj, o_proj", "o_proj up_proj"),
         (r".*\.mlp\..*_proj", "gate_proj up_proj down_proj"),
-        (r"model\.layers\.1\d?\.self_attn\.[qk]_proj", "q_proj k_proj"),
-        ("nothing_here", ""),
+        (r"model\.layers\.\d+\.self_attn\.[qk]_proj", "q_proj k_proj"),
     ],
 )
 def test_targets_are_those_that_lora_target_modules_names(stated, names):
-    targets = memory.targets(architectures.llama_of(1), TrainConfig(lora_target_modules=stated))
-    assert [linear.name.rpartition(".")[2] for linear in targets] == names.split()
+    shapes = architectures.llama_of(1)
+    targets = memory.targets(shapes, TrainConfig(lora_target_modules=stated))
+    assert [[linear.name.rpartition(".")[2] for linear in layer] for layer in targets] == [
+        names.split()
+    ] * shapes.layers
+
+
+def test_layers_without_adapters_keep_nothing_for_them():
+    """A layer's part is a tenth of what ten layers with adapters keep more than none."""
+    shapes = architectures.llama_of(0.5)
+    settings = {"quantizer": "nf4", "adapter": "lora", "precision": "fp32", "context_length": 64, "batch_size": 1}
+    one, five, ten = (
+        memory.activation_bytes(
+            shapes, TrainConfig(**settings, use_gradient_checkpointing=False, lora_target_modules=stated)
+        )
+        for stated in (r".*\.9\..*\.down_proj", r".*\.[0-4]\..*\.down_proj", "down_proj")
+    )
+    assert shapes.layers == 10 and ten - one > 9 * 64 * 4270 * 4
+    assert five - one == pytest.approx((ten - one) * 4 / 9, rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------------------- the moments

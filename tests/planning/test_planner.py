@@ -120,14 +120,6 @@ def test_a_name_of_no_linear_layer_is_refused_before_anything_is_loaded(stated, 
         assert refused.value.cure == "names among: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
 
-def test_names_of_some_layers_and_of_a_mixtures_dense_layers_are_left_to_the_model(tmp_path):
-    plan(lora_target_modules="layers.1.self_attn.q_proj,model.language_model.layers.0.mlp.up_proj")
-    plan(
-        model_name=described(tmp_path, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=64),
-        lora_target_modules="gate_proj",
-    )
-
-
 EVERY_CONFIG = sorted((ROOT / "configs").glob("*.yaml"))
 
 

@@ -136,12 +136,17 @@ def words():
     return AutoTokenizer.from_pretrained(DEMO_BASE)
 
 
-def make(directory, architecture="llama", *, seed=0, dtype=torch.float32, max_shard_size="50GB", **changes) -> Path:
-    """Write a random model of `architecture` and its tokenizer to `directory`; `changes` go into its configuration."""
+def config_of(architecture="llama", **changes):
+    """The configuration of the tiny model of `architecture`, with `changes`."""
     shape = {} if architecture == "gpt2" else SHAPE
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         architecture, **{**shape, "vocab_size": len(words()), **ARCHITECTURES.get(architecture, {}), **changes}
     )
+
+
+def make(directory, architecture="llama", *, seed=0, dtype=torch.float32, max_shard_size="50GB", **changes) -> Path:
+    """Write a random model of `architecture` and its tokenizer to `directory`; `changes` go into its configuration."""
+    config = config_of(architecture, **changes)
     model = randomise(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed).to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(directory, max_shard_size=max_shard_size)

@@ -9,8 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from anyqlora.config.schema import TrainConfig
-from anyqlora.core.errors import UsageError
-from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, last, select_targets, shortest
+from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, select_targets, shortest
 from anyqlora.models.prequantized import loadable
 from anyqlora.on_mlx.nn.layers import linears, replace
 from anyqlora.on_mlx.nn.quantizers import unpacked_matmul
@@ -124,12 +123,6 @@ class Lora:
         config, layers = self.config, linears(model)
         where = config.sources.get("lora_target_modules", "")
         self.chosen = select_targets(config.lora_target_modules, model_type, layers, where)
-        if not self.chosen:
-            raise UsageError(
-                f"lora_target_modules: {config.lora_target_modules!r} matches no linear layer of this {model_type} model",
-                where=where,
-                cure=f"all, or some of: {', '.join(sorted({last(name) for name in layers}))}",
-            )
         self.modules = [name for name, _ in model.named_modules() if name]
         model.freeze()
         names = {}

@@ -11,10 +11,9 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from anyqlora.config.schema import TrainConfig
-from anyqlora.core.errors import NotSupported, RunError, UsageError
-from anyqlora.models.lora_targets import ALL, PREFIX, is_plain_name, is_whole_regex, last, select_targets, shortest
+from anyqlora.core.errors import NotSupported, RunError
+from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, select_targets, shortest
 from anyqlora.models.prequantized import loadable
-from anyqlora.on_torch._compat import refused_targets, rerouted_targets
 from anyqlora.on_torch.linears import linear_inputs, text_linears
 from anyqlora.planning.memory.weights import BLOCK
 from anyqlora.training.schedule import uniform_start
@@ -34,26 +33,7 @@ class Lora:
     def select_targets(self, model: nn.Module, held: type = nn.Linear) -> None:
         """Resolve lora_target_modules into names of linear layers (of type `held` where already packed). Raises UsageError."""
         stated, where = self.config.lora_target_modules, self.config.sources.get("lora_target_modules", "")
-        layers = text_linears(model, held)
-        lasts = {last(name) for name in layers}
-        barred = rerouted_targets(model) | refused_targets(model, lasts)
-        self.chosen = select_targets(stated, model.config.model_type, layers, where)
-        wrong = {name for name in self.chosen if last(name) in barred}
-        if stated in ALL:
-            self.chosen -= wrong
-        elif wrong:
-            raise UsageError(
-                f"lora_target_modules: PEFT cannot load an adapter on {min(wrong)} of a {model.config.model_type} model: it takes the name "
-                "for one of the experts, or its kernel passes the module by",
-                where=where,
-                cure=f"among: {', '.join(sorted(lasts - barred))}",
-            )
-        if not self.chosen:
-            raise UsageError(
-                f"lora_target_modules: {stated!r} matches no linear layer of this {model.config.model_type} model",
-                where=where,
-                cure=f"all, or some of: {', '.join(sorted(lasts - barred))}",
-            )
+        self.chosen = select_targets(stated, model.config.model_type, text_linears(model, held), where)
 
     def base_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return weight

@@ -2,7 +2,14 @@
 
 from anyqlora.planning.memory.activations import SCORES_ON_MLX, activation_bytes, head_room, logits_chunk_tokens
 from anyqlora.planning.memory.estimate import COMPILED, HOLES, LIBRARIES, OF_PRODUCT, MemoryEstimate, estimate, products
-from anyqlora.planning.memory.weights import cache_bytes, group_size, quantized_bytes, targets, weight_bytes
+from anyqlora.planning.memory.weights import (
+    adapter_parameters,
+    cache_bytes,
+    group_size,
+    quantized_bytes,
+    targets,
+    weight_bytes,
+)
 from anyqlora.planning.memory.widths import is_fused
 
 __all__ = [
@@ -13,6 +20,7 @@ __all__ = [
     "OF_PRODUCT",
     "SCORES_ON_MLX",
     "activation_bytes",
+    "adapter_parameters",
     "cache_bytes",
     "estimate",
     "group_size",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core.registry import FUSED_ADAPTERS
-from anyqlora.models.architectures import ModelShape, source_of
+from anyqlora.models.architectures import LinearShape, ModelShape, source_of
 from anyqlora.planning.memory.weights import HEAD_PARTS, HEAD_ROWS, HEAD_WORDS, adapter_parameters, targets
 from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, DtypeSizes, is_fused, recomputed
 
@@ -140,7 +143,15 @@ def mlp_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def input_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """Per token and layer: what linears keep because something in them learns: inputs, dropout's masks, the adapters' middles.
+    """Per token and layer: what linears keep because something in them learns, on average where layers differ."""
+    if config.adapter == "full":
+        return _input_bytes(shapes.linears, shapes, config)
+    layers = Counter(targets(shapes, config))
+    return sum(count * _input_bytes(linears, shapes, config) for linears, count in layers.items()) // shapes.layers
+
+
+def _input_bytes(linears: Iterable[LinearShape], shapes: ModelShape, config: TrainConfig) -> int:
+    """Per token: what these `linears` of a layer keep: inputs, dropout's masks, the adapters' middles.
 
     Fused, or without dropout in the input's own dtype, linears of one input share it (and a mask), and o_proj's is attention's output,
     which is there already; otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
@@ -164,7 +175,7 @@ def input_bytes(shapes: ModelShape, config: TrainConfig) -> int:
         in_c(shapes, config) or not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config))
     )
     kept, seen = 0, set()
-    for linear in shapes.linears if is_full else targets(shapes, config):
+    for linear in linears:
         source = source_of(linear.name)
         if source not in seen:
             kept += linear.inputs * ((0 if is_there and source[0] in TAKE_ATTENTION else copied) + mask)

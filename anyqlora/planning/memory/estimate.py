@@ -112,7 +112,7 @@ def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
             config.fused_linear_cross_entropy is True
             and config.fused_lora
             and not shapes.experts  # then oneDNN has nothing to compile
-            and len(targets(shapes, config)) == len(shapes.linears)
+            and all(len(layer) == len(shapes.linears) for layer in targets(shapes, config))
             and config.lora_rank % 2 == 0
         )
         libraries = LIBRARIES if config.precision == "fp32" or is_in_c else products(shapes) * OF_PRODUCT

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from dataclasses import dataclass
 
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core.registry import AFFINE, BITS
 from anyqlora.models.architectures import LinearShape, ModelShape
+from anyqlora.models.lora_targets import select_targets
 from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, STORED, DtypeSizes, stored_bytes
 
 MOMENTS = {
@@ -89,7 +90,7 @@ def cache_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     width = {"int8": 1, "int8_backward": 1 + (0 if config.quantizer == "none" else whole), "fp8": 2}.get(
         config.frozen_matmul, whole
     )
-    return layers * sum(linear.parameters for linear in targets(shapes, config)) * width
+    return sum(linear.parameters for layer in targets(shapes, config)[:layers] for linear in layer) * width
 
 
 def quantized_bytes(linear: LinearShape, config: TrainConfig) -> int:
@@ -119,39 +120,25 @@ def largest_tensor(shapes: ModelShape) -> int:
     return max(shapes.vocab * shapes.hidden, *(linear.outputs * linear.inputs for linear in shapes.linears))
 
 
-def targets(shapes: ModelShape, config: TrainConfig) -> tuple[LinearShape, ...]:
-    """The linears of one layer that get an adapter, as lora_target_modules says: all, PEFT's default, a list or a regex."""
-    wanted = config.lora_target_modules
-    linears = tuple(
-        linear for linear in shapes.linears if linear.count == 1
-    )  # experts are parameters, not linear modules
-    if wanted in ("all", "all-linear"):
-        return linears
-    if wanted == "default":
-        wanted = "q_proj,v_proj,qkv_proj,query_key_value"
-    names = {name.strip() for name in wanted.split(",")}
-    listed = tuple(linear for linear in linears if linear.name.rpartition(".")[2] in names)
-    return listed or tuple(linear for linear in linears if _is_named(linear, wanted))
+def targets(shapes: ModelShape, config: TrainConfig) -> tuple[tuple[LinearShape, ...], ...]:
+    """The linears of each layer that get an adapter, as lora_target_modules says. Raises UsageError where that is refused."""
+    return _targets(shapes, config.lora_target_modules)
 
 
-def _is_named(linear: LinearShape, pattern: str) -> bool:
-    """Whether a regex of module names takes this linear in some layer."""
-    try:
-        return any(
-            re.fullmatch(pattern, f"{root}.layers.{layer}.{linear.name}")
-            for root in ("model", "gpt_neox")
-            for layer in (0, 1, 10)
-        )
-    except re.error:
-        return False
+@functools.lru_cache(maxsize=32)  # a plan asks hundreds of times
+def _targets(shapes: ModelShape, stated: str) -> tuple[tuple[LinearShape, ...], ...]:
+    chosen = select_targets(stated, shapes.model_type, shapes.adaptable_names)
+    layers = map(shapes.adaptable_linears, range(shapes.layers))
+    return tuple(tuple(linear for name, linear in layer.items() if name in chosen) for layer in layers)
 
 
 def adapter_parameters(shapes: ModelShape, config: TrainConfig) -> int:
     """Rank x (inputs + outputs) per linear; DoRA adds one magnitude per output."""
     magnitude = 1 if config.adapter == "dora" else 0
-    return shapes.layers * sum(
+    return sum(
         config.lora_rank * (linear.inputs + linear.outputs) + magnitude * linear.outputs
-        for linear in targets(shapes, config)
+        for layer in targets(shapes, config)
+        for linear in layer
     )
 
 
