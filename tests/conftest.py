@@ -1,4 +1,4 @@
-"""What every test needs: one thread, no network, a quiet console; what each file of tests needs; how the suite is shared out."""
+"""What every test needs: one thread, no network, a quiet console; what each file of tests needs; who runs what."""
 
 import gc
 import os
@@ -17,31 +17,41 @@ TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent))
 
 from anyqlora import testing  # noqa: E402 - found by the path above
+from anyqlora.processes.environment import physical_cores  # noqa: E402
 
 # For worlds and for runs that are killed; the last one freezes what is there.
-testing.PRELOADED += ["keras", "tests.support.steps_on_ranks", "tests.support.equality", "tests.support.warm"]
+testing.PRELOADED += [
+    *(f"anyqlora.on_torch.parallel.{name}" for name in ("ddp", "fsdp")),
+    *(f"deepspeed.{name}" for name in ("module_inject.auto_ep_layer", "ops.op_builder.all_ops")),  # else in each world
+    "keras",
+    "tests.support.steps_on_ranks",
+    "tests.support.equality",
+    "tests.support.warm",
+]
 
-NEEDS = {  # marker: files and folders whose tests all have it; single tests of other files have it by hand
-    "mlx": ["on_mlx", "export/test_mlx_adapter.py"],
-    "distributed": ["distribution", "on_mlx/test_ring.py", "on_torch/parallel", "recipes"],
+NEEDS = {  # marker: files and folders all of whose tests have it; in other files single tests have it by hand
+    "mlx": ["export/test_mlx_adapter.py", "on_mlx"],
+    "distributed": ["distribution", "faults", "on_mlx/test_ring.py", "on_torch/parallel", "recipes"],
     "compiler": ["on_torch/kernels/test_cpu.py", "on_torch/kernels/test_lm_head_int8.py"],
     "gpu": ["on_torch/test_gpu.py"],
 }
 
 
 def pytest_configure(config):
-    """Slow tests run where they are asked for by that name, and not because an expression does not speak of them."""
+    """Slow tests run where an expression asks for them, and not because one does not speak of them."""
     expression = config.option.markexpr
     if "slow" not in expression:
         config.option.markexpr = f"({expression}) and not slow" if expression else "not slow"
 
 
 def pytest_xdist_auto_num_workers(config):
-    """`-n auto` is in pyproject.toml: the suite runs on as many workers as there are cores, up to four. Named files run in this process,
-    where they start sooner and can be debugged, and so do slow tests, some of which measure time."""
-    is_named = config.args_source is config.ArgsSource.ARGS
-    is_slow = "slow" in config.option.markexpr and "not slow" not in config.option.markexpr
-    return 0 if is_named or is_slow else min(4, len(os.sched_getaffinity(0)))
+    """Of `-n auto`, which pyproject.toml states: one worker a core, four at most.
+
+    None where single files are named, which start sooner so and can be debugged, nor for slow tests: some measure time.
+    """
+    is_named = all(".py" in argument for argument in config.args)
+    is_slow = "slow" in config.option.markexpr.replace("not slow", "")
+    return 0 if is_named or is_slow else min(4, physical_cores())
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is not asked for is left out

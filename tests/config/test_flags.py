@@ -742,6 +742,7 @@ def test_what_the_plan_decides(plain):
         planned("h200", world_size=1, use_cpu_offload=True)
 
 
+@pytest.mark.distributed
 @shows("mesh", "tensor_layout")
 def test_a_mesh_and_a_layout_split_the_model_over_processes(tmp_path):
     """Two processes that train.py starts, by a layout in a file, against one."""

@@ -169,6 +169,7 @@ def test_the_template_of_the_adapter_is_taken(copied):
     assert asked(copied, chat_template="zephyr").chat_template == "zephyr"
 
 
+@pytest.mark.mlx
 def test_mlx_starts_from_it_too(first, tmp_path):
     pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' mlx-lm")
     second = runs.run(tmp_path, **{**SMALL, "backend": "mlx", "lr": 0, "max_steps": 1, "init_adapter": str(first)})
