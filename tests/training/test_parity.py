@@ -89,8 +89,15 @@ def compare(directory, expected, *, loss, norm, adapter):
     assert runs.distance(reference_adapter, runs.adapter(directory), start) < adapter
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
-@pytest.mark.parametrize("batch, accumulation", [(4, 1), (2, 4)], ids=["accumulation1", "accumulation4"])
+@pytest.mark.parametrize(
+    "batch, accumulation, packing",
+    [
+        pytest.param(4, 1, False, id="accumulation1-unpacked"),
+        pytest.param(4, 1, True, id="accumulation1-packed", marks=pytest.mark.slow),
+        pytest.param(2, 4, False, id="accumulation4-unpacked", marks=pytest.mark.slow),
+        pytest.param(2, 4, True, id="accumulation4-packed"),
+    ],
+)
 def test_float32_equals_the_hand_written_loop(base, tmp_path, batch, accumulation, packing):
     settings = {**SETTINGS, "batch_size": batch, "gradient_accumulation_steps": accumulation, "train_type": "lora"}
     directory = runs.run(tmp_path, model_name=str(base), packing=packing, **settings)
@@ -143,8 +150,12 @@ def test_the_reference_would_see_a_wrong_normalisation(tmp_path):
     assert abs(np.mean(means) / ours[0]["loss"] - 1) > 1e-3
 
 
-def test_equals_hugging_face_trainer_in_float32(tmp_path):
-    ours, theirs = against_trainer(tmp_path, "fp32")
+@pytest.mark.parametrize(
+    "steps, batch, lr",
+    [pytest.param(24, 4, 2e-3, id="quick"), pytest.param(50, 8, 1e-3, id="full", marks=pytest.mark.slow)],
+)
+def test_equals_hugging_face_trainer_in_float32(steps, batch, lr, tmp_path):
+    ours, theirs = against_trainer(tmp_path, "fp32", steps, batch, lr)
     print("largest difference", np.abs(ours / theirs - 1).max(), "loss", theirs[0], "->", theirs[-5:].mean())
     assert theirs[-5:].mean() < theirs[0] / 2
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
@@ -152,7 +163,7 @@ def test_equals_hugging_face_trainer_in_float32(tmp_path):
 
 @pytest.mark.slow
 def test_equals_hugging_face_trainer_in_bfloat16(tmp_path):
-    ours, theirs = against_trainer(tmp_path, "bf16_autocast")
+    ours, theirs = against_trainer(tmp_path, "bf16_autocast", steps=50, batch=8, lr=1e-3)
     print(
         "largest difference", np.abs(ours / theirs - 1).max(), "means differ by", abs(ours.mean() / theirs.mean() - 1)
     )
@@ -161,9 +172,8 @@ def test_equals_hugging_face_trainer_in_bfloat16(tmp_path):
     assert abs(ours.mean() / theirs.mean() - 1) < 1e-3
 
 
-def against_trainer(tmp_path, precision) -> tuple[np.ndarray, np.ndarray]:
-    """Losses of 50 steps of ours and of transformers' Trainer on the embedded base and task: same rows, order, start, AdamW."""
-    steps, batch, lr = 50, 8, 1e-3
+def against_trainer(tmp_path, precision, steps, batch, lr) -> tuple[np.ndarray, np.ndarray]:
+    """Losses of the steps of ours and of transformers' Trainer on the embedded base and task: same rows, order, start, AdamW."""
     settings = {
         "model_name": "demo",
         "dataset": "demo",
