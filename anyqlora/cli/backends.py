@@ -30,7 +30,7 @@ def cells(table: Mapping[str, Capabilities] = CAPABILITIES) -> Iterator[tuple[st
 
 
 def markdown(table: Mapping[str, Capabilities] = CAPABILITIES) -> str:
-    """The support table as README shows it: the same on every machine."""
+    """The support table as docs/backends.md shows it: the same on every machine."""
     lines = [
         "| backend | hardware | bits | " + " | ".join(COLUMNS.values()) + " | processes |",
         "|---" * (len(COLUMNS) + 4) + "|",
