@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""README's table of speed, one row for each backend, from benchmarks/results/train-*.json: what was not measured is left empty.
+"""The table of speed on docs/performance.md, one row for each backend, from benchmarks/results/train-*.json: what was not measured is left empty.
 
 python benchmarks/table.py
 """
@@ -13,7 +13,7 @@ import harness
 
 from anyqlora.planning.capabilities import CAPABILITIES, Backend
 
-README = harness.ROOT / "README.md"
+PAGE = harness.ROOT / "docs" / "performance.md"
 BETWEEN = re.compile(r"(?<=<!-- speed -->\n).*?(?=\n<!-- /speed -->)", re.DOTALL)
 COLUMNS = ("backend", "hardware", "model", "rows", "tokens/s", "trained tokens/s", "peak memory")
 MODEL = {
@@ -64,5 +64,5 @@ def markdown() -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(BETWEEN.sub(lambda _: markdown(), README.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"{README.name} has the table")
+    PAGE.write_text(BETWEEN.sub(lambda _: markdown(), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"{PAGE.name} has the table")
