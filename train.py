@@ -15,10 +15,14 @@ import sys
 
 from fastcore.script import call_parse
 
+from anyqlora import __version__
 from anyqlora.config.resolve import add_flags, canonical_argv, print_help, resolve
 from anyqlora.core.errors import explained
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--version"]:
+        print(f"anyqlora {__version__}")
+        sys.exit()
     if {"-h", "--help"} & {*sys.argv}:
         print_help("train.py")
         sys.exit()

@@ -1,9 +1,10 @@
-"""python -m anyqlora VERB: everything beside training."""
+"""python -m anyqlora VERB, and the installed command `anyqlora VERB`: training and everything beside it."""
 
 from __future__ import annotations
 
 import sys
 
+from anyqlora import __version__
 from anyqlora.core.errors import RunError, UsageError
 from anyqlora.core.registry import load, nearest
 
@@ -42,6 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         for verb, (target, about) in VERBS.items():
             if target:
                 print(f"  {verb:10} {about}")
+        print("\nVERB --help explains one; --version says which version this is.")
+        return 0
+    if argv == ["--version"]:
+        print(f"anyqlora {__version__}")
         return 0
     verb, *rest = argv
     try:

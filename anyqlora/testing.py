@@ -33,7 +33,7 @@ PRELOADED = [
     "accelerate",
     "deepspeed",
     "anyqlora.on_torch.assembly.build",
-    "backend_manager",
+    "anyqlora.planning.backends",
 ]
 GRACE = 2.0  # seconds that the other ranks have to end once one has failed
 

@@ -52,7 +52,7 @@ def install() -> None:
     try:
         import keras
     except ImportError:
-        raise DistributionError("Keras is not installed", cure="pip install anyqlora[keras]") from None
+        raise DistributionError("Keras is not installed", cure="pip install keras") from None
     if keras.backend.backend() != "torch":
         raise DistributionError(
             f"Keras runs on {keras.backend.backend()}", cure="KERAS_BACKEND=torch, before keras is imported"

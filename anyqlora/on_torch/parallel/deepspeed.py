@@ -51,7 +51,7 @@ class DeepSpeed(MultiProcessStrategy):
     def unavailable_reason(cls, env: dict) -> str | None:
         from importlib.util import find_spec
 
-        return None if find_spec("deepspeed") else "deepspeed is not installed: pip install 'anyqlora[deepspeed]'"
+        return None if find_spec("deepspeed") else "deepspeed is not installed: pip install deepspeed"
 
     def setup(self) -> None:
         if why := self.unavailable_reason({}):
