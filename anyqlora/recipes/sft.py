@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def train(config: TrainConfig, name: str = "") -> dict:
-    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns result.json's content.
+    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns the content of result.json
+    and `directory`, the run directory.
 
     `name` is the directory that was found for a run without a `run_name`, where another process has found it.
     """
@@ -41,10 +42,12 @@ def train(config: TrainConfig, name: str = "") -> dict:
         plan = manager.plan(config)
         plan = manager.plan(run_directory.keep_planned(config, plan))  # a run that goes on keeps what it chose
         if plan.world_size == context.size:
-            return work(run_directory, plan, context, config)
+            result = work(run_directory, plan, context, config)
+            return {**result, "directory": str(run_directory.directory)} if context.is_first else result
         run_directory.check(plan.config, plan.global_batch)
         with run_directory.hand_over():
-            return launch(config, plan, run_directory.directory.name)
+            result = launch(config, plan, run_directory.directory.name)
+            return {**result, "directory": str(run_directory.directory)}
 
 
 def work(run_directory: RunDirectory, plan, context: ProcessContext, config: TrainConfig) -> dict:

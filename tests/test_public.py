@@ -1,0 +1,91 @@
+"""The public names: `import anyqlora` is quick and imports no framework; plan, train and load_finetuned do the embedded job for real."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+
+import anyqlora
+from anyqlora import BackendManager, TrainConfig, UsageError
+from tests.support.paths import ROOT
+
+JOB = {"backend": "cpu", "max_steps": 2, "samples": 0, "log_to": "none", "run_name": "run"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    place = tmp_path_factory.mktemp("public")
+    return anyqlora.train(**JOB, output_dir=str(place)), place
+
+
+def fresh(code: str) -> str:
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    return out.stdout.strip()
+
+
+def test_importing_it_takes_milliseconds_and_no_framework():
+    code = (
+        "import sys, time; began = time.perf_counter(); before = set(sys.modules); import anyqlora; "
+        "seconds = time.perf_counter() - began; print(seconds, *sorted(set(sys.modules) - before))"
+    )
+    seconds, names = [], set()
+    for _ in range(3):
+        first, *names = fresh(code).split()
+        seconds.append(float(first))
+    assert {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names} == {"anyqlora"}
+    assert min(seconds) < 0.02, seconds
+
+
+def test_every_public_name_is_there_and_seen_by_type_checkers():
+    tree = ast.parse((ROOT / "anyqlora" / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {a.name for node in guarded.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} | {"__version__"}
+    for name in anyqlora.__all__:
+        assert getattr(anyqlora, name) is not None
+        assert name in seen | defined, f"a type checker does not see {name}"
+    assert set(anyqlora.__all__) <= set(dir(anyqlora))
+    with pytest.raises(AttributeError, match="trian"):
+        anyqlora.trian  # noqa: B018
+
+
+def test_a_name_is_what_its_module_has():
+    from anyqlora.on_torch.runtime import Runtime
+    from anyqlora.planning import backends
+
+    assert anyqlora.Runtime is Runtime and BackendManager is backends.BackendManager
+    assert anyqlora.Backend("cpu") == "cpu"
+
+
+def test_a_plan_is_the_managers():
+    config = anyqlora.resolve({"backend": "cpu", "precision": "bf16"}, environ={})
+    plan = anyqlora.plan(config)
+    assert plan == BackendManager("cpu").plan(config) and plan.precision == "bf16"
+    assert isinstance(plan, anyqlora.RunPlan) and plan.memory.total > 0
+    assert anyqlora.plan(backend="cpu", lora_r=4).config.lora_rank == 4  # an alias
+    with pytest.raises(UsageError, match="lora_rnak"):
+        anyqlora.plan(lora_rnak=4)
+    with pytest.raises(TypeError, match="give one"):
+        anyqlora.plan(config, lora_rank=4)
+
+
+def test_train_returns_the_result_and_where_it_is(trained):
+    result, place = trained
+    written = json.loads((place / "run" / "result.json").read_text())
+    assert result == {**written, "directory": str(place / "run")}
+    assert result["steps"] == 2 and (place / "run" / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_train_in_two_processes_returns_the_same(trained, tmp_path):
+    result, _ = trained
+    config = anyqlora.resolve(
+        {**JOB, "strategy": "ddp", "world_size": 2, "batch_size": 8, "output_dir": str(tmp_path)}, environ={}
+    )
+    assert isinstance(config, TrainConfig)
+    two = anyqlora.train(config)
+    assert two["world_size"] == 2 and two["directory"] == str(tmp_path / "run")
+    assert two["tokens_trained"] == result["tokens_trained"]
