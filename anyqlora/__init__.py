@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from anyqlora.core.errors import RunError, UsageError
     from anyqlora.on_torch.runtime import Runtime
     from anyqlora.planning.backends import Backend, BackendManager, RunPlan
+    from anyqlora.runs.opened import FineTunedModel
 
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "BackendManager",
+    "FineTunedModel",
     "RunError",
     "RunPlan",
     "Runtime",
@@ -44,6 +46,7 @@ __all__ = [
 _MODULES = {  # name -> the module that it stands in
     "Backend": "anyqlora.planning.backends",
     "BackendManager": "anyqlora.planning.backends",
+    "FineTunedModel": "anyqlora.runs.opened",
     "RunError": "anyqlora.core.errors",
     "RunPlan": "anyqlora.planning.backends",
     "Runtime": "anyqlora.on_torch.runtime",
@@ -80,7 +83,7 @@ def plan(config: TrainConfig | None = None, /, **settings: object) -> RunPlan:
     return BackendManager(config.backend).plan(config)
 
 
-def load_finetuned(run: str | PathLike[str] = "", /, **settings: object):
+def load_finetuned(run: str | PathLike[str] = "", /, **settings: object) -> FineTunedModel:
     """The model of a finished run, with what it has learned, ready to `generate` and to `evaluate`.
 
     `run` is a run directory or the name of one in ./runs; without it, the newest finished run is taken. `settings` take the place of
@@ -88,11 +91,13 @@ def load_finetuned(run: str | PathLike[str] = "", /, **settings: object):
     Raises UsageError for a run that is not finished or was changed, and for a base model or a backend that is not here.
     """
     from anyqlora.config.resolve import canonical, parsed
-    from anyqlora.runs.finished import find
-    from anyqlora.runs.opened import load
+    from anyqlora.runs import opened
+    from anyqlora.runs.finished import find_run
 
     named = {canonical(name, _WHERE): value for name, value in settings.items()}
-    return load(find(str(run)), {name: parsed(name, value, _WHERE) for name, value in named.items()})
+    return opened.load_finetuned(
+        find_run(str(run)), {name: parsed(name, value, _WHERE) for name, value in named.items()}
+    )
 
 
 _WHERE = "code"  # the source of a value that a caller gives

@@ -89,3 +89,27 @@ def test_train_in_two_processes_returns_the_same(trained, tmp_path):
     two = anyqlora.train(config)
     assert two["world_size"] == 2 and two["directory"] == str(tmp_path / "run")
     assert two["tokens_trained"] == result["tokens_trained"]
+
+
+def test_a_finished_run_answers_and_evaluates(trained):
+    result, _ = trained
+    model = anyqlora.load_finetuned(result["directory"], max_new_tokens=8)
+    assert isinstance(model, anyqlora.FineTunedModel) and str(model.run.directory) == result["directory"]
+    prompts = ["Name three colours.", "Rosa sold two apples."]
+    one, several = model.generate(prompts[0]), model.generate(prompts)
+    assert isinstance(one, str) and several[0] == one and len(several) == 2
+    assert (
+        len(model.tokenizer.encode(one))
+        <= 8
+        < len(model.tokenizer.encode(model.generate(prompts[0], max_new_tokens=40)))
+    )
+    assert model.generate(prompts, temperature=5.0) == model.generate(prompts, temperature=5.0) != several
+    assert model.evaluate() == result["eval"]["after"]
+    with pytest.raises(UsageError, match="neither 0"):
+        model.generate(prompts, temperature=1e-9)
+    with pytest.raises(UsageError, match="max_new_tokens"):
+        model.generate(prompts, max_new_tokens=0)
+    with pytest.raises(UsageError, match="chat template"):
+        model.generate([{"role": "user", "content": "the embedded base has none"}])
+    with pytest.raises(UsageError, match="no run 'nowhere'"):
+        anyqlora.load_finetuned("nowhere")

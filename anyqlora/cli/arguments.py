@@ -11,7 +11,6 @@ from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 
 WHERE = "command line"
-COLDEST = 1e-4  # the lowest temperature but 0: far below, a logit divided by it is no float32 any more
 
 
 def read(argv: list[str], own: Mapping[str, type], settings: tuple[str, ...] = ()) -> tuple[str, dict]:
@@ -74,6 +73,8 @@ def _number(key: str, raw: str) -> float:
 
 def temperature(values: dict) -> float:
     """Take the temperature out of `values`; 0 where none was given. Raises UsageError for one that logits cannot be divided by."""
+    from anyqlora.runs.opened import COLDEST
+
     found = values.pop("temperature", 0.0)
     if 0 < found < COLDEST:
         raise UsageError(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 from anyqlora.cli import arguments
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import printable
+
+if TYPE_CHECKING:
+    from anyqlora.runs.opened import FineTunedModel
 
 USAGE = """usage: python -m anyqlora chat [RUN] [--max_new_tokens N] [--temperature T] [--seed N] [--backend NAME] [--model_name BASE]
                               [--offline true] [--trust_remote_code true]
@@ -32,12 +36,12 @@ def main(argv: list[str]) -> int:
 
     from anyqlora.runs.opened import load_finetuned
 
-    tuned = load_finetuned(run, values)
+    model = load_finetuned(run, values)
     print(printable(f"{run.directory} on {run.config.model_name}; an empty line starts anew, Ctrl-D ends"))
-    return converse(run, tuned, temperature)
+    return converse(model, temperature)
 
 
-def converse(run, tuned, temperature: float) -> int:
+def converse(model: FineTunedModel, temperature: float) -> int:
     """Answer each line. Returns 2 where one of them could not be asked, else 0."""
     talk: list[dict] = []
     code = 0
@@ -46,10 +50,9 @@ def converse(run, tuned, temperature: float) -> int:
             talk = []
             continue
         try:
-            asked = run.asked(line)
-            if isinstance(asked, list):
-                asked = talk + asked
-            answer = tuned.answer([asked], temperature=temperature, streamer=streamer(tuned.tokenizer))[0]
+            put = model.run.asked(line)
+            asked = talk + put if isinstance(put, list) else line
+            answer = model.generate(asked, temperature=temperature, streamer=streamer(model.tokenizer))
         except KeyboardInterrupt:
             print("\n(stopped)")
             continue

@@ -315,7 +315,7 @@ def tiny_run(backend: str, directory: str) -> dict:
         from anyqlora.runs.opened import load_finetuned  # not before the plan has refused what this machine lacks
 
         tuned = load_finetuned(run, {})
-        again = tuned.evaluate(run.held_out(tuned.tokenizer))["loss"]
+        again = tuned.evaluate()["loss"]
     except RunError as error:
         return {"error": error.message, "cure": error.cure}
     return {

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
     tuned = load_finetuned(run, {"num_samples": 0, **values})
     rows = run.held_out(tuned.tokenizer, other, ConsoleReporter(tuned.plan, 0).warn)
-    found = tuned.evaluate(rows)
+    found = tuned.evaluate_examples(rows)
     print(printable(f"{run.directory}: {len(rows)} held-out rows{f' of {other}' if other else ''}"))
     print(*table(found, None if other else (run.result.get("eval") or {}).get("after")), sep="\n")
     for sample in found.get("samples", []):

@@ -32,8 +32,7 @@ def main(argv: list[str]) -> int:
 
     from anyqlora.runs.opened import load_finetuned
 
-    tuned = load_finetuned(run, values)
-    answers = tuned.answer([run.asked(prompt) for prompt in prompts], temperature=temperature)
+    answers = load_finetuned(run, values).generate(prompts, temperature=temperature)
     if "--prompt" in argv or any(word.startswith("--prompt=") for word in argv):
         print(printable(answers[0]))
     else:

@@ -267,7 +267,7 @@ def test_chat_answers_each_line(finished, capsys, monkeypatch):
 
 def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, monkeypatch):
     """What the model is asked is the tokenizer's own template over all turns so far."""
-    from anyqlora.on_torch.inference import FineTunedModel
+    from anyqlora.runs.opened import FineTunedModel
 
     base = tmp_path / "base"
     shutil.copytree(DEMO_BASE, base)
@@ -284,11 +284,11 @@ def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, 
     directory = runs.run(
         tmp_path, **{**SMALL, "model_name": str(base), "dataset": str(talk), "num_samples": 0, "max_steps": 1}
     )
-    asked, answer = [], FineTunedModel.answer
+    asked, generate = [], FineTunedModel.generate
     monkeypatch.setattr(
         FineTunedModel,
-        "answer",
-        lambda self, questions, **more: asked.append(questions[0]) or answer(self, questions, **more),
+        "generate",
+        lambda self, prompts, **more: asked.append(prompts) or generate(self, prompts, **more),
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n\nthree\n"))
     assert main(["chat", str(directory), "--max_new_tokens", "4"]) == 0

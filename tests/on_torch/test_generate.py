@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+import anyqlora
 from anyqlora import __main__ as program
 from anyqlora.models.architectures import COUNTED_FROM_PAD, DEMO_BASE, POSITION_TABLES, position_table
 from anyqlora.on_torch.generate import answers, stop_ids
@@ -88,12 +89,9 @@ def test_an_answer_ends_with_the_token_that_the_template_trained(said):
 
 
 def test_the_verbs_end_answers_there_too(said):
-    from anyqlora.on_torch import inference
-    from anyqlora.runs import finished
-
-    model = inference.load(finished.find_run(str(said[0])), {})
-    assert model.answer([[{"role": "user", "content": "Tam"}]]) == [f"{CALL}Monday"]
-    assert model.evaluate(model.run.held_out(model.tokenizer))["exact_match"] == 1.0
+    model = anyqlora.load_finetuned(said[0])
+    assert model.generate([{"role": "user", "content": "Tam"}]) == f"{CALL}Monday"
+    assert model.evaluate()["exact_match"] == 1.0
 
 
 def test_a_chat_shows_what_the_model_says_without_its_end(said, capsys, monkeypatch):
