@@ -137,9 +137,17 @@ def test_the_oldest_versions_are_those_that_the_doctor_calls_old():
 
 
 def test_tools_are_one_version_wherever_they_are_named():
-    exact, tools = pins(), ranges(PROJECT["optional-dependencies"]["dev"])
-    for name in ("ruff", "pyright"):
-        assert bounds(tools[name]) == {"==": exact[name]}
+    places = [ROOT / ".ci" / "run", ROOT / ".pre-commit-config.yaml", *(ROOT / ".github" / "workflows").glob("*.yml")]
+    named = [
+        (name, Version(version), path.name)
+        for path in [*places, ROOT / "pyproject.toml"]
+        for name, version in re.findall(r"([\w-]+)==(\d[\d.]*\d)", path.read_text())
+    ]
+    versions = dict(pins())
+    for name, version, where in named:
+        assert versions.setdefault(name, version) == version, f"{name} in {where}"
+    assert {"ruff", "pyright"} <= {name for name, _, where in named if where == "pyproject.toml"}
+    assert {"torch", "ruff", "pre-commit", "build"} <= {name for name, _, _ in named}
 
 
 def test_the_metadata_is_what_pyproject_says(installed):
