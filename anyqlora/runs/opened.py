@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, cast, overload
 
-from anyqlora.config.resolve import parsed
+from anyqlora.config.resolve import parse_value
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.data.dataset import DataSplits, check_tokens, iterate_tokens
@@ -72,7 +72,7 @@ class FineTunedModel(ABC):
             raise UsageError(f"temperature: {temperature:g} is neither 0 nor at least {COLDEST:g}")
         if max_new_tokens is None:
             max_new_tokens = self.plan.config.max_new_tokens
-        most = cast(int, parsed("max_new_tokens", max_new_tokens, "code"))
+        most = cast(int, parse_value("max_new_tokens", max_new_tokens, "code"))
         is_one = isinstance(prompts, str) or any(isinstance(part, dict) for part in prompts)
         several = [cast(Prompt, prompts)] if is_one else cast("Sequence[Prompt]", prompts)
         ids = [self._ids(prompt) for prompt in several]
