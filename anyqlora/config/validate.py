@@ -238,6 +238,11 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
             and _layer(sources[name]) == _layer(sources["train_type"])
         ):
             contradiction(name, "train_type", f"{config.train_type} means {name} {preset}")
+    poles = (config.quantizer == "none", config.adapter == "full")
+    if poles != (quantizer == "none", adapter == "full") and poles in (fitting := _presets_like(config.train_type)):
+        # a higher layer has overridden the preset: in a run's directory, where one file states all, the two would contradict
+        config = config.with_(train_type=fitting[poles])
+        sources["train_type"] = "preset"
     registry.lookup("quantizer", config.quantizer, registry.QUANTIZERS, sources.get("quantizer", ""))
     registry.lookup("adapter", config.adapter, registry.ADAPTERS, sources.get("adapter", ""))
     if config.train_type in registry.FUSED_TYPES and config.fused_lora is not True:
@@ -248,6 +253,12 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
     if bits != AUTO and registry.BITS[config.quantizer] != bits:
         contradiction("bits", "quantizer", f"{config.quantizer} has {registry.BITS[config.quantizer]} bits")
     return config.with_(bits=registry.BITS[config.quantizer], sources=sources)
+
+
+def _presets_like(train_type: str) -> dict[tuple[bool, bool], str]:
+    """{(nothing is quantized, all is learned): the preset of it}, fused where `train_type` is."""
+    fused = "custom_" * (train_type in registry.FUSED_TYPES)
+    return {(False, False): f"{fused}qlora", (True, False): f"{fused}lora", (True, True): "full"}
 
 
 def _layer(source: str) -> str:

@@ -81,6 +81,7 @@ def finished(tmp_path_factory, rows):
             {"quantizer": "fp4", "adapter": "dora", "use_gradient_checkpointing": True}, marks=pytest.mark.slow
         ),
         {"train_type": "full"},
+        {"quantizer": "none"},  # against the preset, which is a default here
     ],
     ids=lambda s: "-".join(map(str, s.values())) or "nf4-lora",
 )

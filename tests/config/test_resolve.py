@@ -412,3 +412,21 @@ def test_config_is_frozen():
     with pytest.raises(AttributeError):
         settings().lr = 1
     assert isinstance(settings(), TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("stated", "train_type"),
+    [
+        ({"quantizer": "none"}, "lora"),
+        ({"adapter": "full", "quantizer": "none"}, "full"),
+        ({"quantizer": "fp4", "adapter": "dora"}, "qlora"),
+    ],
+    ids=str,
+)
+def test_a_preset_that_was_overridden_is_not_kept(stated, train_type, tmp_path):
+    """A run's directory states everything in one file, in which an overridden preset would be a contradiction."""
+    config = resolve(stated, environ={})
+    assert config.train_type == train_type
+    (tmp_path / "all.yaml").write_bytes(resolved_yaml(config).encode())
+    again = resolve({"config": str(tmp_path / "all.yaml")}, environ={})
+    assert again.settings() == {**config.settings(), "config": str(tmp_path / "all.yaml")}
