@@ -93,13 +93,13 @@ def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows,
             name: value for name, value in SMALL.items() if settings.get("train_type") != "full" or name != "lora_rank"
         }
         finished = runs.run(tmp_path, **{**small, "num_samples": 0, **held_out, **settings})
-    from anyqlora.on_torch.inference import load
     from anyqlora.on_torch.memory.malloc import MallocTuner
+    from anyqlora.runs.opened import load_finetuned
 
     run, keeping = read_run(finished), MallocTuner.keeping
-    tuned = load(run, {"num_samples": 0})
+    tuned = load_finetuned(run, {"num_samples": 0})
     assert MallocTuner.keeping == keeping, "pages are kept for steps, of which there are none"
-    found = tuned.evaluate(run.held_out(tuned.tokenizer))
+    found = tuned.evaluate()
     after = runs.result(finished)["eval"]["after"]
     if settings.get("train_type") == "full":  # the file has the base's own bf16
         assert found["loss"] == pytest.approx(after["loss"], rel=2e-2)
