@@ -43,7 +43,7 @@ class Adapter(Protocol):
         """{name in the file: value} that the finished file holds, of the values of `trainable`."""
         ...
 
-    def peft_config(self) -> dict[str, Any]:
+    def adapter_config(self) -> dict[str, Any]:
         """The content of adapter_config.json, with which PEFT loads the file; empty for a whole model."""
         ...
 

@@ -4,14 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from anyqlora.config.strategy_options import StrategyOptions, option
-from anyqlora.on_torch.parallel.base import Prepared, Strategy
-from anyqlora.on_torch.parallel.group import MultiProcessStrategy
-from anyqlora.training.state import StepResult
+from anyqlora.extend import MultiProcessStrategy, Prepared, StepResult, Strategy, StrategyOptions, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSgdPlugin(StrategyOptions):
+class LocalSgdOptions(StrategyOptions):
     every: int = option(4, "steps between two averages", low=1)
 
 
@@ -19,7 +16,7 @@ class LocalSgd(MultiProcessStrategy):
     """One collective of two numbers per step, and one of the trained numbers every `every` steps."""
 
     name = "local-sgd"
-    plugin_cls = LocalSgdPlugin
+    plugin_cls = LocalSgdOptions
 
     def prepare(self, model, trainable, optimizer_factory) -> Prepared:
         owners = self.owners(trainable, model)

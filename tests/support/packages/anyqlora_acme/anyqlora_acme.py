@@ -1,7 +1,6 @@
 """A backend for Acme's accelerator, which torch sees as its CPU: float32 only, no 8-bit weights."""
 
-from anyqlora.planning.capabilities import BackendReport, BackendSpec, Capabilities
-from anyqlora.planning.machine import Device, Machine
+from anyqlora.extend import BackendReport, BackendSpec, Capabilities, Device, Machine
 
 capabilities = Capabilities(
     framework="torch",
