@@ -244,7 +244,7 @@ def resolve(
     given = _given(given or {}, said)
     environment = from_environment(os.environ if environ is None else environ)
     config_file = (given.get("config") or environment.get("config") or ("", ""))[0]
-    file = from_file(config_file) if config_file else {}
+    file = from_file(str(config_file)) if config_file else {}
     layers = [given, environment, file]
     if not any(name in layer for layer in layers for name in ("model_name", "dataset")):
         layers.append(from_file(configs_directory() / FIRST_RUN))

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
+from typing import Any
 
 from anyqlora.config.facets import AUTO, SWITCH, setting
 from anyqlora.core import registry
@@ -917,7 +918,7 @@ def current_names(stored: Mapping[str, object]) -> dict[str, object]:
     return {ALIASES.get(name, name): value for name, value in stored.items()}
 
 
-def parse_value(name: str, raw: object, where: str) -> object:
+def parse_value(name: str, raw: object, where: str) -> Any:
     """`raw` (text, or a YAML or Python value) as the type of setting `name`. Raises UsageError saying what fits."""
     about = SETTINGS[name].metadata
     kinds = value_types(name)

@@ -7,6 +7,7 @@ import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import NoReturn
 
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
@@ -65,7 +66,7 @@ def parse_option(f, raw: object, where: str, kind: type) -> object:
     about = f.metadata
     text = str(raw).lower() if isinstance(raw, bool) else str(raw).strip()  # a file's true is true in any case
 
-    def refuse(expected: str):
+    def refuse(expected: str) -> NoReturn:
         raise UsageError(
             f"{f.name}: {raw!r} is not {expected}", where=where, cure=f"{f.name} is: {about.get('help', kind)}"
         )
@@ -173,7 +174,7 @@ class DeepSpeedOptions(StrategyOptions):
         for key, setting in cls.OURS.items():
             value, where = stated.pop(key, ("auto", ""))
             ours = config.clip_norm if setting == "max_grad_norm" else getattr(config, setting)
-            if value != "auto" and ours != "auto" and float(value) != float(ours or 0):
+            if value != "auto" and ours != "auto" and float(typing.cast(float, value)) != float(ours or 0):
                 raise UsageError(
                     f"{key} {value} contradicts {setting} {ours}",
                     where=where,

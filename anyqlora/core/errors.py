@@ -106,11 +106,11 @@ def explained(program: str):
         if not _has_been_in_a_group() or not isinstance(end.code, int):
             raise
         code = end.code
-    except Exception:
+    except Exception as error:
         if not _has_been_in_a_group():
             raise
         code = 1
-        sys.excepthook(*sys.exc_info())
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         try:
             sys.stdout.flush()

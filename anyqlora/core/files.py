@@ -95,7 +95,7 @@ class FileSystem:
 
 def flush_to_disk(handle: int) -> None:
     """Bring what was written to the medium. Raises OSError."""
-    if FULL_FLUSH is not None:
+    if fcntl is not None and FULL_FLUSH is not None:
         with contextlib.suppress(OSError):  # a file system that cannot, such as a network's: fsync is what there is
             fcntl.fcntl(handle, FULL_FLUSH)
             return
@@ -118,7 +118,8 @@ def tensors_to_bytes(
     whose bits numpy holds as another: it has no bf16.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name, value in ordered:
         start, end = end, end + value.nbytes
         header[name] = {

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from typing import TypeVar, cast
+
+T = TypeVar("T")
 
 HIDDEN = "***"
 SHORTEST = 6  # characters of an environment value that is taken for a secret: shorter ones stand in ordinary words
@@ -27,18 +30,18 @@ SECRET_OF_QUERY = re.compile(
 COMMIT = "revision"  # the setting in which 40 hexadecimal digits are a commit
 
 
-def redacted(value, environ: Mapping[str, str] | None = None):
-    """`value` (text, or lists and dicts of it) without its secrets."""
+def redacted(value: T, environ: Mapping[str, str] | None = None) -> T:
+    """`value` (text, or lists and dicts of it) without its secrets; tuples become lists."""
     environ = os.environ if environ is None else environ
     named = {
         text
         for name, text in environ.items()
         if len(text) >= SHORTEST and any(word in name.upper() for word in SECRET_NAMES)
     }
-    return _redacted(value, sorted(named, key=len, reverse=True))
+    return cast(T, _redacted(value, sorted(named, key=len, reverse=True)))
 
 
-def _redacted(value, secrets: list[str], name: str = ""):
+def _redacted(value: object, secrets: list[str], name: str = "") -> object:
     if isinstance(value, Mapping):
         return {key: _redacted(item, secrets, key) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

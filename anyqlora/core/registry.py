@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
+from typing import Any
 
 from anyqlora.core.errors import NotSupported, UsageError
 
@@ -239,7 +240,7 @@ def strategy(name: str, where: str = "") -> type:
 
 def lookup(
     kind: str, name: str, table: dict, where: str = "", shown: Mapping[str, str] = MappingProxyType({})
-) -> object:
+) -> Any:
     """The table's row for `name`. `shown`: how a name is listed, where it is more than the name.
 
     Raises UsageError for an unknown name (with the known ones) and NotBuilt for a known one that is refused.
@@ -253,7 +254,7 @@ def lookup(
     return row
 
 
-def load(target: str) -> object:
+def load(target: str) -> Any:
     """Import `module:Object`."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
