@@ -238,9 +238,7 @@ def strategy(name: str, where: str = "") -> type:
     return found
 
 
-def lookup(
-    kind: str, name: str, table: dict, where: str = "", shown: Mapping[str, str] = MappingProxyType({})
-) -> Any:
+def lookup(kind: str, name: str, table: dict, where: str = "", shown: Mapping[str, str] = MappingProxyType({})) -> Any:
     """The table's row for `name`. `shown`: how a name is listed, where it is more than the name.
 
     Raises UsageError for an unknown name (with the known ones) and NotBuilt for a known one that is refused.

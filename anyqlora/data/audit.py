@@ -108,7 +108,7 @@ def _of_source(source: dict) -> list[str]:
 
 def unused(source: dict) -> str:
     """The columns that are not used, those first that may be misspelt, then by their rows; "" where all are used."""
-    optional = formats.OPTIONAL.get(source.get("format"), ())
+    optional = formats.OPTIONAL.get(source.get("format", ""), ())
     columns = [(_meant(name, optional), count, name) for name, count in source.get("unused_columns", {}).items()]
     columns.sort(key=lambda column: (not column[0], -column[1]))
     named = [f"{name!r} ({count} row{'s' * (count > 1)}{meant})" for meant, count, name in columns[:COLUMNS]]

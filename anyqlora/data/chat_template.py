@@ -287,7 +287,8 @@ def _until_end(turn: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
 
 def _not_a_prefix(tokenizer, prompt: str, whole: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole)))
+    digest = (fingerprint(tokenizer) or "")[:12]
     return (
-        f"its chat template (sha256 {fingerprint(tokenizer)[:12]}) asks the assistant with {prompt[max(at - 20, 0) : at + 20]!r} "
+        f"its chat template (sha256 {digest}) asks the assistant with {prompt[max(at - 20, 0) : at + 20]!r} "
         f"and writes the answered turn as {whole[max(at - 20, 0) : at + 20]!r}: what is trained would not be what is seen"
     )

@@ -86,11 +86,13 @@ def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Examp
     }
 
 
-def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[int], str]]) -> None:
+def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[int] | np.ndarray, str]]) -> None:
     """`found` are tokens and where they stand. Raises UsageError for one that the model's embedding has no row for: the tokenizer is
     that of another model, or has more."""
     size = architectures.vocabulary(architectures.model_config(config))
-    for ids, where in found if size else ():
+    if not size:
+        return
+    for ids, where in found:
         greatest = int(np.max(ids, initial=-1))
         if greatest >= size:
             token = tokenizer.convert_ids_to_tokens(greatest)

@@ -102,6 +102,7 @@ def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
         document = RenderedText(((prompt, False), ("", True)), rendered=True)
     else:
+        assert isinstance(asked, str), "messages are for a chat template"
         document = RenderedText(
             ((formats.ALPACA.format(instruction=asked) if style == "alpaca" else asked, False), ("", True))
         )
@@ -152,7 +153,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
         for row in source.rows[start : start + _CHUNK]:
             try:
                 meant = formats.parse_row(row.value, name, config.prompt_format)
-                counts[DIALOGUES] += name == "text" and len(meant.parts) > 1
+                counts[DIALOGUES] += isinstance(meant, formats.TextRow) and name == "text" and len(meant.parts) > 1
                 unused.update(formats.unused_columns(row.value, name, meant))
                 said = _documents(tokenizer, meant, added, counts)
                 documents += [(row.where, _key(said), document) for document in said]

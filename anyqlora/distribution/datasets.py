@@ -29,6 +29,7 @@ class SharedBatches:
         sampler = self.batches.sampler
         if isinstance(sampler, SequentialSampler):
             return sampler
+        assert isinstance(sampler, RandomSampler), "shared takes no other"
         own = sampler.generator or torch.default_generator
         seed = torch.randint(2**62, (1,), generator=own)
         if dist.is_initialized():
@@ -52,6 +53,7 @@ def shared(loader: DataLoader, number: int, count: int) -> DataLoader:
             cure="a torch DataLoader over a map-style dataset with batch_size and shuffle; or auto_shard_dataset=False for one that is "
             "shared already",
         )
+    assert isinstance(batches.sampler, (SequentialSampler, RandomSampler))
     last = 0 if batches.drop_last else len(batches.sampler) % batches.batch_size
     for rows in (batches.batch_size, last):
         if rows % count:

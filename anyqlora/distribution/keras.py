@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -67,9 +68,10 @@ def install() -> None:
     if distribution_lib.distribution_lib is sys.modules[__name__]:
         return
     backend.distribution_lib = distribution_lib.distribution_lib = sys.modules[__name__]
-    Variable._initialize = _laid_out(Variable._initialize, distribution_lib.distribution)
-    Variable._direct_assign = _assigned
-    Variable.__array__ = _as_array(Variable.__array__)
+    patched: Any = Variable
+    patched._initialize = _laid_out(Variable._initialize, distribution_lib.distribution)
+    patched._direct_assign = _assigned
+    patched.__array__ = _as_array(Variable.__array__)
     for name in TRAINING:
         setattr(TorchTrainer, name, _refused(name, getattr(TorchTrainer, name), distribution_lib.distribution))
 
@@ -108,7 +110,7 @@ def _as_array(plain):
     def whole(variable, dtype=None):
         if not isinstance(variable._value, DTensor):
             return plain(variable, dtype)
-        value = variable._value.detach().full_tensor().cpu()
+        value = cast(DTensor, variable._value.detach()).full_tensor().cpu()
         array = value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
         return array.astype(dtype) if dtype else array
 

@@ -29,13 +29,13 @@ class DeviceMesh:
                 f"a mesh of shape {self.shape} cannot have the axes {self.axis_names}",
                 cure="one name, of its own, for each dimension",
             )
-        devices = np.array(list_devices() if devices is None else devices)
-        if math.prod(self.shape) != devices.size:
+        found = np.array(list_devices() if devices is None else devices)
+        if math.prod(self.shape) != found.size:
             raise DistributionError(
-                f"a mesh of shape {self.shape} needs {math.prod(self.shape)} devices, and there are {devices.size}",
+                f"a mesh of shape {self.shape} needs {math.prod(self.shape)} devices, and there are {found.size}",
                 cure="a shape whose product is the number of processes",
             )
-        self.devices = devices.reshape(self.shape)
+        self.devices = found.reshape(self.shape)
         self._backend = None
 
     @property

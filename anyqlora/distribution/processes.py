@@ -90,7 +90,7 @@ def initialize(
             cure='initialize("host:port", num_processes=2, process_id=0), the same host and port in each process',
         )
     size, rank = (_whole(name, said[name]) for name in ("num_processes", "process_id"))
-    addresses = [address.strip() for address in said["job_addresses"].split(",")]
+    addresses = [address.strip() for address in str(said["job_addresses"]).split(",")]
     host, _, port = addresses[0].rpartition(":")
     if not host or not port.isdecimal():
         raise DistributionError(
@@ -114,7 +114,7 @@ def initialize(
     if kind != "cpu":
         module = getattr(torch, kind)
         visible = module.device_count()
-        module.set_device(device_index(int(os.environ.get("LOCAL_RANK", rank % visible)), visible))
+        module.set_device(device_index(int(os.environ.get("LOCAL_RANK") or rank % visible), visible))
     dist.init_process_group(
         collective_backends(kind),
         init_method=f"tcp://{host}:{port}",
@@ -127,4 +127,4 @@ def initialize(
 def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not str(value).lstrip("-").isdecimal():
         raise DistributionError(f"{name}: {value!r} is not a whole number", cure=f"{name}=2")
-    return int(value)
+    return int(str(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -73,7 +74,7 @@ class Distribution:
         """Put every parameter and buffer of a torch module on the mesh, in place; `model.layers.0.weight` is its path. Tied ones stay tied."""
         laid: dict[int, nn.Parameter] = {}
         for prefix, owner in module.named_modules():
-            for held in (owner._parameters, owner._buffers):
+            for held in cast("list[dict[str, Any]]", [owner._parameters, owner._buffers]):
                 for name, tensor in held.items():
                     if tensor is not None:
                         path = f"{prefix}.{name}" if prefix else name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,10 @@ def to_backend_mesh(mesh) -> TorchMesh:
         raise DistributionError(f"a mesh of {sorted(kinds)}", cure=f"devices of one type, among {', '.join(KINDS)}")
     if len(numbers) == 1 and not dist.is_initialized():
         dist.init_process_group(
-            "gloo", store=dist.HashStore(), rank=0, world_size=1
+            "gloo",
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - documented, and not in __all__
+            rank=0,
+            world_size=1,
         )  # a world of one, so that one device is no special case
     there = dist.get_world_size() if dist.is_initialized() else 1
     if sorted(numbers) != list(range(there)):
@@ -95,8 +98,8 @@ def distribute_variable(value, layout) -> DTensor:
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     laid = distribute_tensor(value.detach(), layout)
     if isinstance(value, nn.Parameter):
-        return nn.Parameter(laid, requires_grad=value.requires_grad)
-    return laid.requires_grad_(value.requires_grad)
+        return cast(DTensor, nn.Parameter(laid, requires_grad=value.requires_grad))
+    return cast(DTensor, laid.requires_grad_(value.requires_grad))
 
 
 def distribute_data_input(per_process_batch, layout, batch_dim_name: str | None = None) -> DTensor:

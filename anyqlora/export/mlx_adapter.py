@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from safetensors import SafetensorError
@@ -145,8 +146,8 @@ def _scale(about: Mapping, module: str) -> float:
 
 def _keys(modules: list[str]) -> dict:
     """num_layers and keys: names within a layer where every layer has the same, else whole names."""
-    split = [re.fullmatch(r"(.*\.)?layers\.(\d+)\.(.*)", module) for module in modules]
-    if all(split):
+    split = [match for match in (re.fullmatch(r"(.*\.)?layers\.(\d+)\.(.*)", module) for module in modules) if match]
+    if len(split) == len(modules):
         layers = {int(match[2]) for match in split}
         keys = sorted({match[3] for match in split})
         if layers == set(range(max(layers) + 1)) and len(modules) == len(layers) * len(keys):
@@ -180,7 +181,7 @@ def _peft_config(about: Mapping, modules: list[str], rank: int, scale: float) ->
 
     made = LoraConfig(
         r=rank,
-        lora_alpha=is_whole_regex(scale * rank),
+        lora_alpha=cast(int, is_whole_regex(scale * rank)),  # PEFT takes a float, too
         lora_dropout=about["lora_parameters"].get("dropout", 0.0),
         bias="none",
         task_type="CAUSAL_LM",

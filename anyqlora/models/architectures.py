@@ -155,7 +155,7 @@ FAMILIES = {  # model_type -> family; an unknown one has unknown memory, never a
 def model_shape(config: dict) -> ModelShape | None:
     """The shapes that a parsed config.json describes; None for an architecture that is not in FAMILIES."""
     whole, config = config, _text_config(config)
-    family = FAMILIES.get(config.get("model_type"))
+    family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
         return None
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -360,7 +360,7 @@ def llama_of(billions: float) -> ModelShape:
         low, high = (middle, high) if per_cube * middle**3 + 2 * vocab * middle < billions * 1e9 else (low, middle)
     hidden = 4 * max(1, int(low / 4))
     # four wide heads in place of many: the same parameters, and every shape grows with `billions`
-    return model_shape(
+    shape = model_shape(
         {
             "model_type": "llama",
             "hidden_size": hidden,
@@ -371,6 +371,8 @@ def llama_of(billions: float) -> ModelShape:
             "vocab_size": vocab,
         }
     )
+    assert shape, "FAMILIES has Llama"
+    return shape
 
 
 # ------------------------------------------------------------------------------------------------ where a model is

@@ -103,7 +103,10 @@ def _explained(config: TrainConfig) -> Iterator[None]:
             where=where,
             cure="a directory as --model_name, or a run with a connection first",
         ) from None
-    except (hub.HTTPError, OSError) as error:  # HTTPError is that of the library through which this version connects
+    except (
+        hub.HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of the library through which this version connects
+        OSError,
+    ) as error:
         raise UsageError(
             f"{name} could not be downloaded: {_first_line(error)}",
             where=where,

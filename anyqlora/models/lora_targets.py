@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from anyqlora.core.errors import UsageError
 
@@ -124,7 +125,7 @@ def is_whole_regex(number: float) -> float | int:
     return int(number) if number == int(number) else number
 
 
-def is_plain_name(value):
+def is_plain_name(value: Any) -> Any:
     """`value` as JSON with sets sorted, so that PYTHONHASHSEED does not show."""
     if isinstance(value, dict):
         return {str(k): is_plain_name(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}

@@ -349,7 +349,7 @@ def _version(package: str) -> str:
 def _bitsandbytes(torch) -> dict:
     """Load the native library that bitsandbytes would choose, without importing bitsandbytes (1-2 s)."""
     spec = importlib.util.find_spec("bitsandbytes")
-    if spec is None:
+    if spec is None or not spec.submodule_search_locations:
         return {"error": "bitsandbytes is not installed"}
     found = {"version": _version("bitsandbytes")}
     directory = Path(spec.submodule_search_locations[0])

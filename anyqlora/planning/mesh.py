@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core.errors import NotSupported, UsageError
@@ -50,8 +51,9 @@ class RegexMap(MutableMapping):
             )
         return found[0] if found else None
 
-    def __getitem__(self, name: str):
-        return self._values.get(self.key_of(name))
+    def __getitem__(self, name: str) -> Any:
+        key = self.key_of(name)
+        return None if key is None else self._values[key]
 
     def __setitem__(self, key: str, value) -> None:
         if key in self._values:

@@ -599,8 +599,9 @@ def _model_config(draft) -> dict | None:
     directory = architectures.model_directory(draft.config)
     if directory is None:
         draft.memory_unknown = f"{draft.config.model_name} is not on this machine"
-    described = directory and architectures.read_config(directory)
-    if described and architectures.is_bidirectional(described):
+        return None
+    described = architectures.read_config(directory)
+    if architectures.is_bidirectional(described):
         raise UsageError(
             f"model_type {described['model_type']!r} sees the tokens that it would have to predict",
             where=str(directory / "config.json"),
@@ -635,15 +636,17 @@ def fitted_context_length(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
 
 
 def _shapes(draft, described: dict | None) -> architectures.ModelShape | None:
+    if not described:
+        return None
     try:
-        shapes = described and architectures.model_shape(described)
+        shapes = architectures.model_shape(described)
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"config.json does not describe a {described.get('model_type')} model: {error}",
             where=draft.config.model_name,
             cure="download it again",
         ) from None
-    if described and not shapes:
+    if not shapes:
         draft.memory_unknown = f"no formulas for model_type {described.get('model_type')!r}"
     return shapes
 

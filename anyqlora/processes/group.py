@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ class SingleProcess:
 
     rank, size, is_first = 0, 1, True
 
-    def broadcast(self, value: dict | None) -> dict | None:
+    def broadcast(self, value: Any) -> Any:
         """The first process's JSON-able `value`, on all."""
         return value
 
@@ -56,7 +57,8 @@ class ProcessGroup(SingleProcess):
         )
         return shapes and {
             name: self._broadcast_array(
-                np.ascontiguousarray(arrays[name]) if self.is_first else np.empty(shape, dtype), shape
+                np.ascontiguousarray(arrays[name]) if arrays is not None and self.is_first else np.empty(shape, dtype),
+                shape,
             )
             for name, (dtype, shape) in shapes.items()
         }

@@ -113,10 +113,8 @@ class RunDirectory:
             }
         )
         if said["restored"]:
-            adapter, moments = (
-                ranks.broadcast_arrays(restored and restored.adapter),
-                ranks.broadcast_arrays(restored and restored.moments),
-            )
+            adapter = ranks.broadcast_arrays(restored and restored.adapter) or {}
+            moments = ranks.broadcast_arrays(restored and restored.moments) or {}
             loaded = {**said["restored"], "path": Path(said["restored"]["path"])}
             self.restored = restored or LoadedCheckpoint(adapter=adapter, moments=moments, **loaded)
         self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]

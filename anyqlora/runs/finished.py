@@ -98,7 +98,7 @@ def find_run(name: str = "") -> FinishedRun:
 
     ANYQLORA_OUTPUT_DIR takes the place of ./runs, as it does when training.
     """
-    root = Path(from_environment(os.environ).get("output_dir", (SETTINGS["output_dir"].default, ""))[0])
+    root = Path(str(from_environment(os.environ).get("output_dir", (SETTINGS["output_dir"].default, ""))[0]))
     there = [path.parent for path in root.glob("*/result.json")]
     if not name:
         if not there:

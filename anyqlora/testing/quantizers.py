@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ class QuantizerContract:
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(2, 7, 96, generator=generator).to(dtype).requires_grad_()
         y = x.detach().clone().requires_grad_()
-        out, expected = layer(x), nn.functional.linear(y, weight, layer.bias)
+        out, expected = layer(x), nn.functional.linear(y, weight, cast(torch.Tensor, layer.bias))
         near = self.product if dtype == torch.float32 else max(self.product, 2e-2)
         assert out.dtype == dtype and self.far(out, expected) <= near
         gradient = torch.randn(out.shape, generator=generator).to(dtype)

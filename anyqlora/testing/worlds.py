@@ -9,8 +9,11 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from typing import Any, cast
 
 from anyqlora.processes.environment import environment_variables, free_port
 
@@ -34,7 +37,7 @@ class WorldFailed(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-def server() -> multiprocessing.context.ForkServerContext:
+def server() -> ForkServerContext:
     """The server from which processes are forked, with PRELOADED imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.partition(".")[0])])
@@ -45,7 +48,7 @@ def server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def world(size: int, function, *arguments, timeout: float = 120) -> list:
+def world(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
     """`function(*arguments)` in `size` processes that talk over gloo and are set up as torchrun does it. Returns what each rank returned.
 
     They are forked from a server that has imported the frameworks, so a world takes 0.1 to 0.6 s. The function stands in a module, and
@@ -82,10 +85,10 @@ def world(size: int, function, *arguments, timeout: float = 120) -> list:
                 process.join()
 
 
-def _collected(pipes: list, until: float) -> list:
+def _collected(pipes: list[Connection], until: float) -> list[Any]:
     found, failures, waiting = {}, {}, list(pipes)
     while waiting and time.monotonic() < until:
-        for pipe in wait(waiting, timeout=0.2):
+        for pipe in cast("list[Connection]", wait(waiting, timeout=0.2)):
             waiting.remove(pipe)
             rank = pipes.index(pipe)
             try:
@@ -103,7 +106,13 @@ def _collected(pipes: list, until: float) -> list:
     return [found[rank] for rank in range(len(pipes))]
 
 
-def _rank(pipe, environ, path, function, arguments) -> None:
+def _rank(
+    pipe: Connection,
+    environ: Mapping[str, str],
+    path: list[str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
     os.environ.update(environ)
     sys.path[:] = path
     import torch

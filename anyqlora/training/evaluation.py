@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from anyqlora.config.schema import AUTO
 from anyqlora.core.errors import RunError
 from anyqlora.data.examples import Example
@@ -55,7 +57,7 @@ def evaluate(
             between=between,
         )
         if exact_match:
-            right = sum(g.strip() == e.answer.strip() for g, e in zip(given, asked, strict=True))
+            right = sum(g.strip() == (e.answer or "").strip() for g, e in zip(given, asked, strict=True))
             found["exact_match"] = right / len(asked)
         found["samples"] = [
             {"prompt": e.prompt, "answer": g, "expected": e.answer} for e, g in zip(asked[:shown], given, strict=False)
@@ -70,7 +72,7 @@ def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Ex
 
 
 def evaluator(
-    run, fits: Callable[[Sequence[int]], int], total_loss, answers, is_out_of_memory, free
+    run, fits: Callable[[np.ndarray], int], total_loss, answers, is_out_of_memory, free
 ) -> Callable[[], dict]:
     """() -> the evaluation of `run`'s held-out rows, as its settings say. `fits`: see room.
 

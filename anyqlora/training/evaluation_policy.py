@@ -90,7 +90,7 @@ class EvaluationPolicy:
     def earlier_best(self) -> dict | None:
         """The evaluation of the step that `load_best_model_at_end` ends with, where that is not the last step."""
         best = self.state.kept if self.keeps_best else None
-        is_earlier = best and best["step"] != self.state.step and not is_better(self.final, best)
+        is_earlier = best and self.final and best["step"] != self.state.step and not is_better(self.final, best)
         return best if is_earlier else None
 
     def warn_if_nothing_gained(self) -> None:

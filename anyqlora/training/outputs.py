@@ -114,7 +114,7 @@ class RunOutputs:
     def pretrained_files(self, name: str, thing, **options) -> dict[str, Content]:
         """{file: content} of what `thing.save_pretrained` writes; nothing on a process that is not the first. Raises DiskFull."""
         try:
-            return pretrained_files(thing, self.directory, self.file_system, **options)
+            return dict(pretrained_files(thing, self.directory, self.file_system, **options))
         except OSError as error:
             raise self._unwritten(name, error) from None
 
@@ -147,7 +147,9 @@ class RunOutputs:
             f"{self.directory} is a finished run; another --run_name starts a new one, --resume force with more --max_steps or "
             "--num_epochs trains it further"
         )
-        return read_json(self.directory / RESULT)
+        result = read_json(self.directory / RESULT)
+        assert result is not None, "it has one, by which it is known to be finished"
+        return result
 
     def _unwritten(self, name: str, error: OSError) -> DiskFull:
         return DiskFull(

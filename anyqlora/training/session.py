@@ -157,13 +157,13 @@ class TrainingSession:
         if not config.init_adapter:
             return None
         directory = init_adapter.init_adapter_directory(config)
-        base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+        base = (read_json(directory / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
         self.console.info(
             f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, "
             f"trained on {base}"
         )
         adapter = read_adapter(directory / ADAPTER) if self.process_group.is_first else None
-        return StartingPoint(config.init_adapter, self.process_group.broadcast_arrays(adapter))
+        return StartingPoint(config.init_adapter, self.process_group.broadcast_arrays(adapter) or {})
 
     # ------------------------------------------------------------------------------------------------ the steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 WINDOW = 64  # recent losses that tell what is usual
@@ -16,7 +17,7 @@ class SpikeGuard:
     median, so that a loss that has become very steady does not make every wiggle a spike. A limit of 0 refuses nothing.
     """
 
-    def __init__(self, limit: float, recent: list[float] = ()):
+    def __init__(self, limit: float, recent: Iterable[float] = ()):
         self.limit, self.recent = limit, deque(recent, maxlen=WINDOW)
 
     def refuses(self, loss: float) -> bool:

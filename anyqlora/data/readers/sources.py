@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from anyqlora.core.errors import UsageError
 from anyqlora.data.readers import strict_json
@@ -142,6 +143,7 @@ def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool
     if name == "alpaca_sample":
         del found[0].rows[samples:]
     path = root(name, held_out=held_out, offline=offline)
+    assert path, "dummy alone has none"
     left = [str(p.relative_to(path)) for p in split(path, held_out)[1]] if path.is_dir() else []
     if left and name != "alpaca_sample":
         found[0].notes.append(f"left out, by their names another split or a description: {', '.join(left)}")
@@ -339,7 +341,7 @@ def _alone(batch) -> dict | BadRow:
         return BadRow(f"a value that cannot be read: {error}", "a value that fits, or leave the column out")
 
 
-def _without_nulls(value: object, inside: bool = False) -> object:
+def _without_nulls(value: Any, inside: bool = False) -> Any:
     """Without the nulls that Parquet puts into tools and tool calls: all of a column have the keys of each.
 
     A null that somebody wrote there looks the same, and is left out, too.

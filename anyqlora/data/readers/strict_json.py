@@ -37,15 +37,22 @@ def lines(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
             yield f"{name}:{number}", bad
 
 
+def _after_space(text: str, position: int = 0) -> int:
+    """Where the white space from `position` on ends."""
+    space = _SPACE.match(text, position)
+    assert space, "the pattern matches nothing, too"
+    return space.end()
+
+
 def _line(raw: bytes, name: str, number: int) -> dict:
     if not raw.strip(b"\0"):
         raise BadRow(
             f"{len(raw)} NUL bytes", "delete the line: the file was cut off while it was written", f"{name}:{number}:1"
         )
     text = text_of(raw, name, number)
-    start = _SPACE.match(text).end()
+    start = _after_space(text)
     value, end = _decoded(text, start, lambda position: f"{name}:{number}:{position + 1}", f"{name}:{number}")
-    end = _SPACE.match(text, end).end()
+    end = _after_space(text, end)
     if end < len(text):
         raise BadRow("more than one JSON value on the line", "one row per line", f"{name}:{number}:{end + 1}")
     return _object(value, f"{name}:{number}:{start + 1}")
@@ -53,8 +60,8 @@ def _line(raw: bytes, name: str, number: int) -> dict:
 
 def value(text: str) -> object:
     """The one JSON value that `text` is. Raises BadRow, of which nobody knows the place."""
-    found, end = _decoded(text, _SPACE.match(text).end(), lambda position: "", "")
-    if _SPACE.match(text, end).end() < len(text):
+    found, end = _decoded(text, _after_space(text), lambda position: "", "")
+    if _after_space(text, end) < len(text):
         raise BadRow("more than one JSON value", "one value")
     return found
 
@@ -67,7 +74,7 @@ def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
         yield bad.where, bad
         return
     place = _Place(text, name)
-    position = _SPACE.match(text, text.index("[") + 1).end()
+    position = _after_space(text, text.index("[") + 1)
     while text[position : position + 1] != "]":
         start = place(position)
         where = start.rpartition(":")[0]
@@ -80,19 +87,19 @@ def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
             yield where, _object(value, start)
         except BadRow as bad:
             yield where, bad
-        end = _SPACE.match(text, end).end()
+        end = _after_space(text, end)
         if text[end : end + 1] not in (",", "]"):
             reason = "the JSON breaks off" if end == len(text) else "not JSON: expected ',' or ']'"
             yield where, BadRow(reason, "write the file anew with a JSON library", place(end))
             return
-        position = _SPACE.match(text, end + 1).end() if text[end] == "," else end
+        position = _after_space(text, end + 1) if text[end] == "," else end
         if text[end] == "," and text[position : position + 1] == "]":
             yield (
                 where,
                 BadRow("not JSON: a comma before the ']'", "write the file anew with a JSON library", place(end)),
             )
             return
-    rest = _SPACE.match(text, position + 1).end()
+    rest = _after_space(text, position + 1)
     if rest < len(text):
         yield place(rest), BadRow("text after the end of the list", "one list per file", place(rest))
 
