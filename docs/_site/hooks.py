@@ -149,7 +149,9 @@ def large_machine():
     """A machine with one NVIDIA card that has room for everything, so that the plan has nothing to save."""
     from anyqlora.planning.machine import Machine
 
-    described = json.loads((ROOT / "tests" / "support" / "machines" / "h200.json").read_text(encoding="utf-8"))["machine"]
+    described = json.loads((ROOT / "tests" / "support" / "machines" / "h200.json").read_text(encoding="utf-8"))[
+        "machine"
+    ]
     machine = Machine.from_dict(described)
     room = {"memory_total": 1 << 40, "memory_free": 1 << 40}
     return replace(machine, cuda=tuple(replace(device, **room) for device in machine.cuda[:1]))
