@@ -13,12 +13,12 @@ from anyqlora.planning.memory.estimate import COMPILED, OF_PRODUCT
 HOARD = """
 import json, os, sys
 import torch
-from anyqlora.on_torch.device import Memory
-from anyqlora.on_torch.memory.malloc import Heap
+from anyqlora.on_torch.device import MemoryMonitor
+from anyqlora.on_torch.memory.malloc import MallocTuner
 
 def hoard(planned):
-    memory = Memory(torch.device("cpu"))
-    heap = Heap(planned)
+    memory = MemoryMonitor(torch.device("cpu"))
+    heap = MallocTuner(planned)
     before = memory.in_use()
     blocks = [torch.zeros(16_000) for _ in range(6_000)]  # 64 kB each, from the heap and not mapped by themselves
     kept = blocks[::2]
@@ -68,11 +68,11 @@ def test_a_process_a_little_beyond_its_plan_keeps_them_too(hoards):
 LARGE = """
 import gc, json, threading
 import torch
-from anyqlora.on_torch.device import Memory
-from anyqlora.on_torch.memory.malloc import Heap, trim, unmapping
+from anyqlora.on_torch.device import MemoryMonitor
+from anyqlora.on_torch.memory.malloc import MallocTuner, return_freed_pages, trim
 from anyqlora.on_torch.runtime import Runtime
 
-memory = Memory(torch.device("cpu"))
+memory = MemoryMonitor(torch.device("cpu"))
 KEPT, MAPPED = 48 << 20, 256 << 20  # glibc looks for a hole before it maps; what was kept leaves none for the second size
 
 def left(size):
@@ -86,12 +86,12 @@ def left(size):
 def still():
     return (memory.in_use() - before) / KEPT
 
-heap, other = Heap(1 << 30), Heap(1 << 30)
+heap, other = MallocTuner(1 << 30), MallocTuner(1 << 30)
 kept, gone = {}, {}
-with unmapping():
+with return_freed_pages():
     gone["loading"] = left(MAPPED)
 kept["training"] = left(KEPT)
-Runtime.of(backend="cpu", precision="fp32").free()
+Runtime.of(backend="cpu", precision="fp32").empty_cache()
 gone["freed"] = still()
 other.close()
 kept["one of two"] = left(KEPT)
@@ -99,9 +99,9 @@ heap.close()
 gone["closed"] = still()
 gone["after it"] = left(MAPPED)
 other.close()
-unplanned = Heap(0)
+unplanned = MallocTuner(0)
 gone["unplanned"] = left(MAPPED)
-run = Memory(torch.device("cpu"), planned=1 << 30)
+run = MemoryMonitor(torch.device("cpu"), planned=1 << 30)
 run.start()
 sampler, = [thread for thread in threading.enumerate() if thread.name == "memory"]
 kept["a run"] = left(KEPT)
@@ -125,11 +125,11 @@ def test_large_blocks_keep_their_pages_while_a_planned_run_trains_and_only_then(
 
 LENGTHS = """
 import torch
-from anyqlora.on_torch.memory.malloc import Heap
+from anyqlora.on_torch.memory.malloc import MallocTuner
 from anyqlora.on_torch.runtime import Runtime
 
 Runtime.of(backend="cpu", precision="bf16")
-heap, weight = Heap(0), torch.ones(64, 64, dtype=torch.bfloat16)
+heap, weight = MallocTuner(0), torch.ones(64, 64, dtype=torch.bfloat16)
 for length in range(1, 501):
     torch.ones(length, 64, dtype=torch.bfloat16) @ weight
 print(heap._alive() - heap.before)
