@@ -7,7 +7,12 @@ import pytest
 from tests.conftest import NEEDS, TESTS
 
 IMPORTS = {
-    "distributed": {"anyqlora.testing", "tests.support.launched", "tests.support.trials"},
+    "distributed": {
+        "anyqlora.testing.StrategyContract",
+        "anyqlora.testing.world",
+        "tests.support.launched",
+        "tests.support.trials",
+    },
     "mlx": {"mlx", "mlx_lm", "anyqlora.on_mlx"},
 }
 FILES = sorted(TESTS.rglob("test_*.py"))

@@ -13,7 +13,7 @@ import anyqlora
 from anyqlora import BackendManager, TrainConfig, UsageError, extend, testing
 from tests.support.paths import ROOT
 
-JOB = {"backend": "cpu", "max_steps": 2, "samples": 0, "log_to": "none", "run_name": "run"}
+JOB = {"backend": "cpu", "max_steps": 2, "num_samples": 0, "log_to": "none", "run_name": "run"}
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def test_train_in_two_processes_returns_the_same(trained, tmp_path):
 
 def test_a_finished_run_answers_and_evaluates(trained):
     result, _ = trained
-    model = anyqlora.load_finetuned(result["directory"], samples=1)
-    assert model.plan.config.samples == 1
+    model = anyqlora.load_finetuned(result["directory"], num_samples=1)
+    assert model.plan.config.num_samples == 1
     assert isinstance(model, anyqlora.FineTunedModel) and str(model.run.directory) == result["directory"]
     prompts = ["Name three colours.", "Rosa sold two apples."]
     one, several = model.generate(prompts[0]), model.generate(prompts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from anyqlora.config.resolve import canonical_argv, resolve
+from anyqlora.cli import arguments
+from anyqlora.config.resolve import resolve
 
 USAGE = """usage: python -m anyqlora plan [--name value ...]
 
@@ -10,15 +11,10 @@ Every setting of train.py is taken (python train.py --help lists them). Nothing 
 
 
 def main(argv: list[str]) -> int:
-    flags = canonical_argv(argv)
-    if "-h" in flags or "--help" in flags:
+    if arguments.wants_help(argv):
         print(USAGE)
         return 0
-    given = {}
-    for flag in flags:
-        name, _, value = flag.removeprefix("--").partition("=")
-        given[name] = value
-    config = resolve(given)
+    config = resolve(arguments.settings(argv))
     from anyqlora.planning.backends import BackendManager
 
     print(*BackendManager(config.backend, verbose=config.verbose).plan(config).explain(), sep="\n")

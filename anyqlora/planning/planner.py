@@ -275,12 +275,12 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         )
     if draft.config.adapter not in row.adapters:
         _refuse(draft.config, "adapter", backend, False, found, row.adapters)
-    validate(draft.config)  # what was changed may contradict what was asked
+    draft.config = validate(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
     if described and draft.config.adapter != "full":
-        _targets(draft.config, described["model_type"], shapes)
+        _targets(draft.config, described.get("model_type", ""), shapes)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
     sharing = 1 if row.activation_offload else found.sharing  # a device with memory of its own is one process's

@@ -52,7 +52,7 @@ class AdapterContract:
             "batch_size": 4,
             "max_steps": 2,
         }
-        quiet = {"log_to": "none", "samples": 0, "quantized_cache": False, "warmup_steps": 0, "run_name": "run"}
+        quiet = {"log_to": "none", "num_samples": 0, "quantized_cache": False, "warmup_steps": 0, "run_name": "run"}
         own = {"adapter": self.adapter, "quantizer": self.quantizer, **rank, **self.settings}
         return anyqlora.resolve({**job, **quiet, **own, **more}, environ={})
 

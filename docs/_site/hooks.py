@@ -94,7 +94,7 @@ def facts(name: str) -> list[str]:
         *["one of " + ", ".join(f"`{choice}`" for choice in choices)] * bool(choices),
         *filter(None, bounds),
         *["on the command line only"] * bool(meta["cli_only"]),
-        *["also called " + ", ".join(f"`{other}`" for other in meta["also"])] * bool(meta["also"]),
+        *["also called " + ", ".join(f"`{other}`" for other in meta["aliases"])] * bool(meta["aliases"]),
     ]
 
 

@@ -19,6 +19,7 @@ LISTS = {  # what looks like a list of settings, and is none: file -> why
     "planning/planner.py": "fields of the plan; and the three by which weights in 16 bits are asked for",
     "on_torch/loading/quantized_cache.py": "what the bytes of packed weights depend on",
     "on_mlx/logits_check.py": "states values",
+    "testing/": "states the values of a contract's job",
 }
 
 

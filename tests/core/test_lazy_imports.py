@@ -94,7 +94,7 @@ def test_torch_is_imported_under_what_was_chosen():
     """In a process of its own, as the variables are there when OpenMP reads them: set before torch, not after it."""
     code = """
 import os, sys
-from anyqlora import machine
+from anyqlora.planning import machine
 machine._waiting = lambda environ: {"GOMP_SPINCOUNT": str(len([name for name in sys.modules if name.startswith("torch")]))}
 machine.observe()
 print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules)

@@ -426,7 +426,7 @@ def test_hub_data_sets_through_the_hubs_own_client(asked, name, path, rows, prom
     code = (
         "import sys, json; from anyqlora.data import formats; from anyqlora.data.readers import sources; found = sources.read(sys.argv[1], samples=5, offline=sys.argv[2] == 'offline'); "
         "row = found[0].rows[0]; name = formats.detect(row.value); "
-        "print(json.dumps([row.where, len(found[0].rows), formats.understand(row.value, name, 'auto').parts[0][0]]))"
+        "print(json.dumps([row.where, len(found[0].rows), formats.parse_row(row.value, name, 'auto').parts[0][0]]))"
     )
     with local_hub.serving(kind="datasets", name=name, files=files) as (_, endpoint):
         found = [local_hub.python("-c", code, asked, "online", endpoint=endpoint, home=tmp_path)]

@@ -15,7 +15,7 @@ from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models import nf4
 from anyqlora.on_mlx.build import to_mlx_array
-from anyqlora.on_mlx.mlx_lm_bridge import load_model
+from anyqlora.on_mlx.mlx_lm_bridge import load_model as bridge
 from anyqlora.on_mlx.nn.layers import linears
 from anyqlora.on_torch.loading.writer import write_model
 from anyqlora.on_torch.quantizers.affine import Affine4, pack, unpack
@@ -63,7 +63,7 @@ def held_on_mlx(directory, quantizer="affine4", **more):
         resolve({"model_name": str(directory), "dataset": "demo", "quantizer": quantizer, **more}, environ={}),
         mx.float32,
     )
-    model = load_model.load_model(directory, 64)
+    model = bridge.load_model(directory, 64)
     return {
         name: np.array(kind.dequantize(module).astype(mx.float32))
         for name, module in model.named_modules()
@@ -134,7 +134,7 @@ def test_plain_mlx_lm_and_plain_transformers_read_the_files(bases):
         config["rope_parameters"]["rope_theta"],
     )  # the words that mlx-lm reads
     theirs, _ = load_model(bases / "affine4", model_config=config)
-    ours = load_model.load_model(bases / "affine4", 64)
+    ours = bridge.load_model(bases / "affine4", 64)
     assert np.array_equal(
         np.array(theirs(mx.array(ids)).astype(mx.float32)), np.array(ours(mx.array(ids)).astype(mx.float32))
     )

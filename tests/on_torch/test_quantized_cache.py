@@ -64,7 +64,7 @@ def trained(output, name, **settings) -> bytes:
 @contextlib.contextmanager
 def quantized():
     """[the shape of each weight] that is quantized meanwhile."""
-    seen, methods = [], {_FourBit: "quantize", Affine4: "fill"}
+    seen, methods = [], {_FourBit: "quantize", Affine4: "quantize_into"}
     before = {kind: getattr(kind, name) for kind, name in methods.items()}
     try:
         for kind, name in methods.items():

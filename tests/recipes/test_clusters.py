@@ -23,9 +23,9 @@ exit "$TASKS_END_WITH"
 # train.py's stand-in: says what a real process would make of its environment and flags.
 TOLD = """
 import sys
-from anyqlora.config.resolve import resolve, spelled
+from anyqlora.config.resolve import canonical_argv, resolve
 from anyqlora.processes.environment import World
-flags = dict(word.removeprefix("--").split("=", 1) for word in spelled(sys.argv[2:]))
+flags = dict(word.removeprefix("--").split("=", 1) for word in canonical_argv(sys.argv[2:]))
 config = resolve(flags)
 world = World.here(config)
 print("task", world.rank, world.size, world.local_rank, world.address, world.port, world.stated(config).world_size, config.run_name, config.lr)

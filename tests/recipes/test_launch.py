@@ -205,8 +205,7 @@ import atexit, contextlib, sys
 from types import SimpleNamespace
 from anyqlora.config.resolve import TrainConfig
 from anyqlora.core.errors import UsageError, explained
-from anyqlora.recipes.launcher import free_port
-from anyqlora.processes.environment import World
+from anyqlora.processes.environment import ProcessContext, free_port
 
 atexit.register(print, "the interpreter ended")
 group, end = sys.argv[1:]
@@ -215,9 +214,9 @@ with explained("it"):
         import torch.distributed as dist
         dist.init_process_group("gloo", init_method=f"tcp://localhost:{free_port()}", rank=0, world_size=1)
     if group == "of the run":
-        from anyqlora.on_torch.parallel.process_group import Ranks
-        world = World(launcher="itself", address="localhost", port=free_port())
-        with contextlib.closing(Ranks(SimpleNamespace(config=TrainConfig(), device="cpu"), world)):
+        from anyqlora.on_torch.parallel.process_group import TorchProcessGroup
+        context = ProcessContext(launcher="itself", address="localhost", port=free_port())
+        with contextlib.closing(TorchProcessGroup(SimpleNamespace(config=TrainConfig(), device="cpu"), context)):
             pass
     if end == "refused":
         raise UsageError("not like this")

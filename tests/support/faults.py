@@ -11,7 +11,7 @@ import types
 import torch
 
 import anyqlora.on_torch.assembly.build as building
-import anyqlora.runs.checkpoints as checkpoint
+from anyqlora.core import files
 from anyqlora.core.files import FileSystem, chunks
 from anyqlora.training.session import TrainingSession
 
@@ -73,8 +73,8 @@ def record_work(path: str) -> None:
         def hexdigest(self):
             return self.digest.hexdigest()
 
-    sha256 = checkpoint.hashlib.sha256
-    checkpoint.hashlib = types.SimpleNamespace(sha256=Counted)
+    sha256 = files.hashlib.sha256
+    files.hashlib = types.SimpleNamespace(sha256=Counted)
     each_call(act)
 
 
