@@ -152,7 +152,7 @@ def test_every_setting_is_on_its_page():
         assert meta["help"][1:20] in about.replace("\\", "") and "**When to change it.**" in about
         assert all(
             f"`{other}`" in about
-            for other in (*meta["also"], *map(str, meta["choices"]))
+            for other in (*meta["aliases"], *map(str, meta["choices"]))
             if other not in ("True", "False")
         )
 

@@ -175,7 +175,7 @@ def test_parameters_that_an_architecture_keeps_in_float32():
 HOLES = """
 import contextlib, sys
 import numpy
-from anyqlora.on_torch.memory.malloc import unmapping
+from anyqlora.on_torch.memory.malloc import return_freed_pages
 
 def anonymous():
     with open("/proc/self/status") as file:
@@ -191,13 +191,13 @@ def grown(around):
         return (anonymous() - before) / full
 
 grown(contextlib.nullcontext())  # glibc's own threshold has risen by now
-print(grown(contextlib.nullcontext()), grown(unmapping()))
+print(grown(contextlib.nullcontext()), grown(return_freed_pages()))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_freed_memory_leaves_the_process():
-    """Every fourth of many blocks stays: the holes do too without `unmapping`, and not with it."""
+    """Every fourth of many blocks stays: the holes do too without `return_freed_pages`, and not with it."""
     out = subprocess.run([sys.executable, "-c", HOLES], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     without, with_it = map(float, out.split())
     assert without > 0.5 > 0.35 > with_it

@@ -24,11 +24,11 @@ exit "$TASKS_END_WITH"
 TOLD = """
 import sys
 from anyqlora.config.resolve import canonical_argv, resolve
-from anyqlora.processes.environment import World
+from anyqlora.processes.environment import ProcessContext
 flags = dict(word.removeprefix("--").split("=", 1) for word in canonical_argv(sys.argv[2:]))
 config = resolve(flags)
-world = World.here(config)
-print("task", world.rank, world.size, world.local_rank, world.address, world.port, world.stated(config).world_size, config.run_name, config.lr)
+world = ProcessContext.here(config)
+print("task", world.rank, world.size, world.local_rank, world.address, world.port, world.apply_to(config).world_size, config.run_name, config.lr)
 """
 
 
