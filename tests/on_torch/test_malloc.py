@@ -136,9 +136,6 @@ print(heap._alive() - heap.before)
 """
 
 
-@pytest.mark.skipif(
-    "native" not in BackendManager("cpu").found.kernels, reason="no AVX512-BF16: products in 16 bits are other ones"
-)
 def test_products_of_five_hundred_lengths_keep_what_the_plan_has_for_them():
     fresh = {
         name: value for name, value in os.environ.items() if not name.endswith("_CACHE_CAPACITY")
@@ -148,4 +145,6 @@ def test_products_of_five_hundred_lengths_keep_what_the_plan_has_for_them():
             [sys.executable, "-c", LENGTHS], env=fresh, capture_output=True, text=True, check=True
         ).stdout.splitlines()[-1]
     )
-    assert 0.5 * COMPILED * OF_PRODUCT < kept < 1.25 * COMPILED * OF_PRODUCT  # without a limit 300 MB
+    assert kept < 1.25 * COMPILED * OF_PRODUCT  # without a limit 300 MB
+    if "native" in BackendManager("cpu").found.kernels and "ONEDNN_MAX_CPU_ISA" not in os.environ:
+        assert kept > 0.5 * COMPILED * OF_PRODUCT  # without AVX512-BF16 oneDNN compiles little or nothing for 16 bits
