@@ -46,38 +46,39 @@ def on_page_markdown(markdown, page, config, files):
 # ---------------------------------------------------------------------------------------------------------- every setting
 
 
-def sections() -> dict[str, dict]:
-    """{title: {"about": text, "settings": {name: when to change it}}}, in the order of the page."""
+def notes() -> dict[str, dict[str, str]]:
+    """settings.yaml: {"sections": {section: what there is to say of it}, "settings": {name: when to change it}}."""
     return yaml.safe_load((HERE / "settings.yaml").read_text(encoding="utf-8"))
 
 
 def settings_page() -> str:
-    """The page of all settings as Markdown."""
+    """The page of all settings as Markdown, in the sections and the order of --help."""
+    from anyqlora.config.facets import SECTIONS
+    from anyqlora.config.schema import settings_with
+
+    written = notes()
     parts = [(HERE / "settings_head.md").read_text(encoding="utf-8")]
-    for title, section in sections().items():
-        parts += [f"## {title}\n", section["about"].strip() + "\n"]
-        parts += [setting(name, when) for name, when in section["settings"].items()]
+    for section, (title, about) in SECTIONS.items():
+        parts.append(f"## {title}\n\n{sentence(about)} {written['sections'][section]}\n")
+        parts += [setting(name, written["settings"][name]) for name in settings_with("section", section)]
     return "\n".join(parts)
 
 
 def setting(name: str, when: str) -> str:
-    """One setting: heading with its anchor, what it is, its facts, when to change it."""
-    from anyqlora.config.schema import SETTINGS, canonical_name
+    """One setting: heading with its anchor, what it is, when to change it, its facts."""
+    from anyqlora.config.schema import SETTINGS
 
-    meta = SETTINGS[canonical_name(name, "docs/_site/settings.yaml")].metadata
-    what = meta["help"][0].upper() + meta["help"][1:]
     return (
-        f"### `{name}` {{ #{name} }}\n\n{escaped(what)}.\n\n**When to change it.** {when.strip()}\n\n"
-        f"{' · '.join(facts(name))}\n{{ .setting-facts }}\n"
+        f"### `{name}` {{ #{name} }}\n\n{sentence(SETTINGS[name].metadata['help'])}\n\n"
+        f"**When to change it.** {when.strip()}\n\n{' · '.join(facts(name))}\n{{ .setting-facts }}\n"
     )
 
 
 def facts(name: str) -> list[str]:
-    """Type, default, values, range, other names of a setting, each as a short text."""
+    """Type, default, values, range, what it means to a run that goes on, other names of a setting, each as a short text."""
     from anyqlora.config.resolve import flag_type
-    from anyqlora.config.schema import SETTINGS, canonical_name
+    from anyqlora.config.schema import SETTINGS
 
-    name = canonical_name(name, "docs/_site/settings.yaml")
     f = SETTINGS[name]
     meta = f.metadata
     choices = [shown(choice) for choice in meta["choices"]]
@@ -94,17 +95,18 @@ def facts(name: str) -> list[str]:
         *["one of " + ", ".join(f"`{choice}`" for choice in choices)] * bool(choices),
         *filter(None, bounds),
         *["on the command line only"] * bool(meta["cli_only"]),
+        *["another value is another run"] * (meta["on_resume"] == "identity"),
         *["also called " + ", ".join(f"`{other}`" for other in meta["aliases"])] * bool(meta["aliases"]),
     ]
 
 
+def sentence(text: str) -> str:
+    """Help text as a sentence of Markdown: what would be read as emphasis or as a tag is not."""
+    return re.sub(r"([*_<])", r"\\\1", text[0].upper() + text[1:]) + "."
+
+
 def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def escaped(text: str) -> str:
-    """Help text as Markdown: what would be read as emphasis or as a tag is not."""
-    return re.sub(r"([*_<])", r"\\\1", text)
 
 
 # ------------------------------------------------------------------------------------------------------------ the memory

@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
 GENERATED = ("settings.md", "contributing.md")  # pages that docs/_site/hooks.py writes when the site is built
-PLACEHOLDERS = {"--quantizer NAME": "--quantizer nf4", "--adapter NAME": "--adapter lora", "RUN": "runs/NAME"}
+PLACEHOLDERS = {"--quantizer rowwise8": "--quantizer nf4", "--adapter gaussian": "--adapter lora", "RUN": "runs/NAME"}
 
 
 @dataclass(frozen=True)
