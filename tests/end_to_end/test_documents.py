@@ -1,6 +1,7 @@
 """The manual: its commands can be planned, its tables are the program's, every setting is on it, its words are the field's, it builds."""
 
 import ast
+import os
 import re
 import runpy
 import subprocess
@@ -298,6 +299,26 @@ def test_the_exporter_of_contributing_exports(tmp_path):
     written = np.load(tmp_path / "out" / "adapter.npz")
     expected = load_file(tmp_path / ADAPTER)
     assert set(written) == set(expected) and all(np.array_equal(written[name], expected[name]) for name in expected)
+
+
+def test_the_quantizer_of_contributing_passes_the_contract(tmp_path):
+    """Its file as it stands there, and every test of QuantizerContract on it, in a process of its own."""
+    source = next("\n".join(lines) for _, lines in CONTRIBUTING.blocks() if "class Rowwise8" in "\n".join(lines))
+    (tmp_path / "rowwise.py").write_text(dedented(source), encoding="utf-8")
+    (tmp_path / "test_rowwise.py").write_text(
+        "import torch\nfrom rowwise import Rowwise8\nfrom anyqlora.testing import QuantizerContract\n\n"
+        "class TestRowwise8(QuantizerContract):\n    quantizer, tolerance = 'rowwise8', 0.01\n\n"
+        "    def make(self, compute_dtype=torch.float32):\n        return Rowwise8(None, compute_dtype)\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "test_rowwise.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and re.search(r"\b\d{2} passed", done.stdout), done.stdout + done.stderr
 
 
 def dedented(text: str) -> str:
