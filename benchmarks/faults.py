@@ -58,36 +58,42 @@ MUST = {
 }
 TEXT = """# Reliability
 
-A run that is stopped, killed, out of memory, out of disk or damaged on disk goes on and ends in the same bytes: {held} of {trials}
-trials did what they must.
+A run that is stopped, killed, out of memory, out of disk or damaged on disk goes on and ends in the same bytes: {held}
+of {trials} trials did what they must.
 
-Every line was counted by one command, `python -m pytest -m slow tests/faults`, and this page was written from its counts by
-`python benchmarks/faults.py --document`. A trial is a real run in a process of its own: NF4 weights (the embedded model, cut to its
-first layer), LoRA with dropout 0.1, shuffled rows, 4 micro-batches to a step, 24 steps over three epochs, evaluated every 5 steps
-and saved every 3. What it must equal is the run that was never disturbed.
+Every line was counted by one command, `python -m pytest -m slow tests/faults`, and this page was written from its
+counts by `python benchmarks/faults.py --document`. A trial is a real run in a process of its own: NF4 weights (the
+embedded model, cut to its first layer), LoRA with dropout 0.1, shuffled rows, 4 micro-batches to a step, 24 steps over
+three epochs, evaluated every 5 steps and saved every 3. What it must equal is the run that was never disturbed.
 
 | # | what is done to a run | held | must hold |
 |---|---|---|---|
 {rows}
 
-On your own run: `python -m anyqlora verify --resume RUN` trains a few steps with its settings, whole, and stopped and resumed, and compares.
+On your own run: `python -m anyqlora verify --resume RUN` trains a few steps with its settings, whole, and stopped and
+resumed, and compares.
 
 ## The limits of "byte for byte"
 
-- It holds on the same machine, with the same versions, the same number of threads, the same precision and the same micro-batch. What
-  of these has changed since a checkpoint was written is printed when a run goes on from it: it goes on with the same rows, schedule and
-  random numbers, but floating-point sums in another order differ in their last bits.
-- Another micro-batch splits the sums of a step otherwise and draws other dropout. So a run that ran out of memory and went on with
-  half the rows at a time equals one that had half of them from that step on, not one that never ran out.
-- Everything above was counted on CPUs. On GPUs `deterministic true` (the default) asks torch for deterministic algorithms only,
-  attention's backward among them; where an operation has none, torch warns, and two runs may differ. {gpu}
-- A checkpoint is synced file by file, then its directory, then its name, so that a power failure leaves it whole or absent; that
-  order is tested, real power failures are not. Disks that lie about what they have written are beyond this.
-- metrics.jsonl is synced when a checkpoint is saved. After a power failure the lines since then are gone, and so are the steps.
-- `load_best_model_at_end true` ends with the best step that has a checkpoint. Where the disk was full for that one, or it was damaged
-  since, a warning says so and another step is what the run ends with.
+- It holds on the same machine, with the same versions, the same number of threads, the same precision and the same
+  micro-batch. What of these has changed since a checkpoint was written is printed when a run goes on from it: it goes
+  on with the same rows, schedule and random numbers, but floating-point sums in another order differ in their last
+  bits.
+- Another micro-batch splits the sums of a step otherwise and draws other dropout. So a run that ran out of memory and
+  went on with half the rows at a time equals one that had half of them from that step on, not one that never ran out.
+- Everything above was counted on CPUs. On GPUs `deterministic true` (the default) asks torch for deterministic
+  algorithms only, attention's backward among them; where an operation has none, torch warns, and two runs may differ.
+  {gpu}
+- A checkpoint is synced file by file, then its directory, then its name, so that a power failure leaves it whole or
+  absent; that order is tested, real power failures are not. Disks that lie about what they have written are beyond
+  this.
+- metrics.jsonl is synced when a checkpoint is saved. After a power failure the lines since then are gone, and so are
+  the steps.
+- `load_best_model_at_end true` ends with the best step that has a checkpoint. Where the disk was full for that one, or
+  it was damaged since, a warning says so and another step is what the run ends with.
 - SIGKILL loses what was trained since the last checkpoint: at most `save_steps` steps. SIGTERM and SIGINT lose nothing.
-- A bit that flips in memory before it is hashed is saved as it is. Non-finite numbers are refused; other wrong ones look like any other.
+- A bit that flips in memory before it is hashed is saved as it is. Non-finite numbers are refused; other wrong ones
+  look like any other.
 """
 GPU = "It was not counted there."
 

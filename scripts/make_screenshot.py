@@ -3,9 +3,9 @@
 
 .venv/bin/python scripts/make_screenshot.py [--out FILE] [--at STEP] [--max_steps N]
 
-The run is `python train.py` on this machine. What is drawn is what its own live panel showed after step STEP and what its own summary
-printed in the end, on a terminal of 120 columns; the figures are those of this machine at that moment. The SVG refers to no font and to
-nothing else outside itself.
+The run is `python train.py` on this machine. What is drawn is what its own live panel showed after step STEP and what
+its own summary printed in the end, on a terminal of 120 columns; the figures are those of this machine at that moment.
+The SVG refers to no font and to nothing else outside itself.
 """
 
 from __future__ import annotations

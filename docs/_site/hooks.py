@@ -1,7 +1,8 @@
-"""What the site has from the program itself: the page of all settings, the table of memory, CONTRIBUTING.md, when mkdocs builds it.
+"""What the site has from the program itself: the page of all settings, the table of memory, CONTRIBUTING.md.
 
-settings.yaml says, for each section and setting, when somebody would change it; everything else on that page (what it is, its type,
-default, range, choices, other names) is read from anyqlora/config/schema.py. models.yaml has the shapes of the models in the table.
+settings.yaml says of each setting when somebody would change it; everything else on that page (what it is, its section,
+type, default, range, choices, other names) is read from anyqlora/config/schema.py. models.yaml has the shapes of the
+models in the table.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def on_page_markdown(markdown, page, config, files):
     return markdown.replace(MEMORY_TABLE, memory_table()) if MEMORY_TABLE in markdown else markdown
 
 
-# ---------------------------------------------------------------------------------------------------------- every setting
+# -------------------------------------------------------------------------------------------------------- every setting
 
 
 def notes() -> dict[str, dict[str, str]]:
@@ -75,7 +76,7 @@ def setting(name: str, when: str) -> str:
 
 
 def facts(name: str) -> list[str]:
-    """Type, default, values, range, what it means to a run that goes on, other names of a setting, each as a short text."""
+    """Type, default, values, range, what it means to a resumed run, other names of a setting, each as a short text."""
     from anyqlora.config.resolve import flag_type
     from anyqlora.config.schema import SETTINGS
 
@@ -109,21 +110,22 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# ------------------------------------------------------------------------------------------------------------ the memory
+# ----------------------------------------------------------------------------------------------------------- the memory
 
 
 def memory_table() -> str:
     """What the plan predicts for each model of models.yaml on one NVIDIA card, as a Markdown table."""
     models = yaml.safe_load((HERE / "models.yaml").read_text(encoding="utf-8"))
     lines = [
-        "| model | parameters | weights in NF4 | one row, activations recomputed | one row, activations kept | smallest card |",
+        "| model | parameters | weights in NF4 | one row, activations recomputed | one row, activations kept | "
+        "smallest card |",
         "|---|---|---|---|---|---|",
     ]
     for name, about in models.items():
         recomputed, kept = (predicted(about, checkpointing) for checkpointing in (True, False))
         lines.append(
-            f"| {name} | {parameters(about) / 1e9:.1f} B | {gibibytes(weights(recomputed))} | {gibibytes(recomputed.total)} | "
-            f"{gibibytes(kept.total)} | {card(recomputed.total)} |"
+            f"| {name} | {parameters(about) / 1e9:.1f} B | {gibibytes(weights(recomputed))} | "
+            f"{gibibytes(recomputed.total)} | {gibibytes(kept.total)} | {card(recomputed.total)} |"
         )
     return "\n".join(lines)
 
@@ -174,7 +176,7 @@ def gibibytes(size: int) -> str:
 
 
 def card(size: int) -> str:
-    """The smallest card on which the plan takes so many bytes: it fills nine tenths of what is free, of which a context takes half a GiB."""
+    """The smallest card with room: a plan fills nine tenths of what is free, a CUDA context takes half a GiB."""
     from anyqlora.planning.fitting import HEADROOM
 
     return next((f"{gib} GiB" for gib in CARDS if size <= HEADROOM * (gib - 0.5) * 2**30), "several cards")

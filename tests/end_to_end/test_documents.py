@@ -1,4 +1,4 @@
-"""The manual: its commands can be planned, its tables are the program's, every setting is on it, its words are the field's, it builds."""
+"""The manual: commands can be planned, tables are the program's, every setting is there, the site builds."""
 
 import ast
 import os
@@ -57,7 +57,7 @@ def flags(words: list[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_can_be_given(command, reader, monkeypatch, capsys):
-    """Training is planned on this machine, flags of other verbs are those of their help. README's are run in test_readme.py."""
+    """Training is planned on this machine, flags of other verbs are in their help. test_readme.py runs README's."""
     monkeypatch.chdir(reader)
     verb, *rest = documents.argv(command, reader)
     if verb in ("train", "plan"):
@@ -165,7 +165,7 @@ def test_settings_that_pages_link_to_are_there():
     assert len(linked) > 10 and linked <= anchors
 
 
-# ------------------------------------------------------------------------------------------------- tables of the program
+# ------------------------------------------------------------------------------------------------ tables of the program
 
 
 def test_the_table_of_backends_is_the_programs(capsys):
@@ -185,7 +185,7 @@ def test_the_table_of_speed_is_that_of_the_results(monkeypatch):
 
 
 def test_the_table_of_memory_is_predicted_for_all_models():
-    """Computed when the site is built; here: a row for each model, weights below the total, checkpointing below keeping."""
+    """A row for each model; weights take less than the total, and checkpointing less than keeping activations."""
     hooks = documents.site_hooks()
     rows = [line.split(" | ") for line in hooks["memory_table"]().splitlines()[2:]]
     assert len(rows) >= 6
@@ -226,7 +226,7 @@ COMING = [row for row in documents.page("coming-from.md").rows() if len(row) == 
 
 @pytest.mark.parametrize("theirs, ours, note", COMING, ids=[row[0] for row in COMING])
 def test_other_tools_names_are_ours(theirs, ours, note):
-    """What stands for them is a setting with a value that it takes; what is taken "as it is" is an alias or the same name."""
+    """What stands for them is a setting and a value that it takes; what is taken "as it is" is an alias of it."""
     name, _, value = ours.strip("`").removeprefix("--").partition(" ")
     assert canonical_name(name, "") == name
     if value:
@@ -262,7 +262,7 @@ def test_peft_and_mlx_lm_have_the_names_that_are_theirs():
     assert len(names) > 20 and names - theirs["TrainingArguments"] == set()
 
 
-# ----------------------------------------------------------------------------------------------------------- contributing
+# --------------------------------------------------------------------------------------------------------- contributing
 
 
 def test_the_data_format_of_contributing_is_read(tmp_path, monkeypatch):
@@ -327,7 +327,7 @@ def dedented(text: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in lines) if lines[0].startswith("    ") else text
 
 
-# ------------------------------------------------------------------------------------------------------------- words, links
+# --------------------------------------------------------------------------------------------------------- words, links
 
 
 @pytest.mark.parametrize("document", [README, CONTRIBUTING, *SITE_PAGES], ids=named)
@@ -368,7 +368,7 @@ def test_measurements_open_with_the_answer():
     assert {path.name for path in (DOCS / "lab").glob("*.md")} == {"journal.md", "performance.md"}
 
 
-# ----------------------------------------------------------------------------------------------------------------- the site
+# ------------------------------------------------------------------------------------------------------------- the site
 
 
 class Loads(HTMLParser):

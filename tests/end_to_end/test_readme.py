@@ -1,4 +1,4 @@
-"""README.md: a newcomer's commands run in their order, the table of what ran is the program's, it stays short, its links lead somewhere."""
+"""README.md: a newcomer's commands run in their order, what ran where is the program's table, links lead somewhere."""
 
 import io
 import re
@@ -71,7 +71,7 @@ def test_it_is_short_and_shows_the_run():
 
 
 def test_what_ran_where_is_what_the_table_of_capabilities_says():
-    """A backend is called tested here exactly where cells of its row are marked so; MLX's row is marked for its CPU build."""
+    """A backend is called tested exactly where cells of its row are marked so; MLX's are, for its CPU build."""
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", README.text[README.text.index("## What ran where") :], re.MULTILINE)
     for backend, capabilities in CAPABILITIES.items():
         names = rf"\b{'MLX' if backend == 'mlx' else 'CPU' if backend == 'cpu' else backend}\b"

@@ -1,4 +1,4 @@
-"""The documents of this repository as tests read them: their commands, links and tables, and stand-ins for what a reader has."""
+"""The documents of this repository as tests read them: commands, links, tables; and stand-ins for what a reader has."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class Document:
     text: str
 
     def blocks(self) -> list[tuple[str, list[str]]]:
-        """(language, lines) of each block of code, fenced or indented by four spaces after an empty line; an indented one has no language."""
+        """(language, lines) of each block of code, fenced, or indented by four spaces and without a language."""
         found, language, is_indented, empty = [], None, False, 1
         for line in self.text.splitlines():
             fence = re.match(r"\s*```(\w*)", line)
@@ -111,7 +111,7 @@ SITE_PAGES = [read(path) for path in sorted(DOCS.glob("*.md"))]
 FIRST_STEPS = page("first-steps.md")
 
 
-# ------------------------------------------------------------------------------------------------------ a reader's place
+# ----------------------------------------------------------------------------------------------------- a reader's place
 
 
 def newcomer(place: Path) -> Path:
