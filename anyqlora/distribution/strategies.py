@@ -7,6 +7,7 @@ import contextvars
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -72,7 +73,7 @@ class Distribution:
 
     def distribute_module(self, module: nn.Module) -> nn.Module:
         """Put every parameter and buffer of a torch module on the mesh, in place; `model.layers.0.weight` is its path. Tied ones stay tied."""
-        laid: dict[int, nn.Parameter] = {}
+        laid: dict[int, torch.Tensor] = {}
         for prefix, owner in module.named_modules():
             for held in cast("list[dict[str, Any]]", [owner._parameters, owner._buffers]):
                 for name, tensor in held.items():

@@ -121,7 +121,7 @@ class BackendManager:
     @classmethod
     def from_env(cls, verbose: bool = False) -> BackendManager:
         """The backend that FSDP_BACKEND (or ANYQLORA_BACKEND) names; auto without it."""
-        return cls(from_environment(os.environ).get("backend", ("auto", ""))[0], verbose)
+        return cls(str(from_environment(os.environ).get("backend", ("auto", ""))[0]), verbose)
 
     def names(self) -> list[str]:
         """Every backend there is: built in, in the order in which auto tries them, then third parties'."""
@@ -284,7 +284,7 @@ def get_backend_manager(backend: str = "auto", verbose: bool = False) -> Backend
 
 def detect_backend() -> Backend:
     """The backend that auto takes on this machine."""
-    return BackendManager().backend
+    return Backend(BackendManager().backend)
 
 
 def get_device(backend: str = "auto") -> str:

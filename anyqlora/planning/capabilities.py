@@ -163,7 +163,7 @@ _GPU = Capabilities(
 )
 
 
-CAPABILITIES: dict[Backend, Capabilities] = {
+CAPABILITIES: dict[str, Capabilities] = {
     Backend.CUDA: replace(_GPU, kernels=("exact", "portable", "triton"), products=("full", "fp8"), notes="NVIDIA GPU"),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
     Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),

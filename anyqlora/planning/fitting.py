@@ -18,7 +18,7 @@ def global_batch(config: TrainConfig) -> int:
         return parts << (
             max(1, GLOBAL_BATCH // parts).bit_length() - 1
         )  # times a power of two, so that it halves evenly
-    return parts * config.batch_size
+    return parts * int(config.batch_size)
 
 
 def implied_strategy(config) -> str | None:
@@ -63,28 +63,30 @@ def plan_batch(draft, shapes, free: int | None) -> None:
     config = draft.config
     is_auto, steps = config.batch_size == AUTO, config.gradient_accumulation_steps
     is_known = shapes is not None and free is not None
-    rows = global_batch(config) // (steps * mesh.data_processes(config)) if is_auto else config.batch_size
+    rows = global_batch(config) // (steps * mesh.data_processes(config)) if is_auto else int(config.batch_size)
 
-    def needed(micro: int, recomputed: int) -> int:
+    def needed(micro: int, recomputed: int | str) -> int:
+        assert shapes is not None, "asked of a known model only"
         trial = config.with_(
             batch_size=micro,
-            use_gradient_checkpointing=recomputed > 0,
+            use_gradient_checkpointing=int(recomputed) > 0,
             checkpointed_layers=recomputed,
             gradient_accumulation_steps=-(-rows * steps // micro),
         )
         estimate = memory.estimate(shapes, trial)
         return max(estimate.needed(moment) for moment in TRAINING)
 
-    def fits(micro: int, recomputed: int) -> bool:
+    def fits(micro: int, recomputed: int | str) -> bool:
+        assert free is not None, "asked where the free memory is known only"
         return needed(micro, recomputed) <= HEADROOM * free
 
     recomputed = config.checkpointed_layers
     if config.use_gradient_checkpointing == AUTO:
         if recomputed == AUTO:
             parts = (0, 4) if config.use_activation_cpu_offload else (0, 1, 2, 3, 4)
-            trials = [-(-shapes.layers * part // 4) for part in parts] if is_known else []
+            trials = [-(-shapes.layers * part // 4) for part in parts] if shapes and is_known else []
             recomputed = next((n for n in trials if fits(1 if is_auto else rows, n)), trials[-1] if trials else 0)
-        draft.choose("use_gradient_checkpointing", recomputed > 0)
+        draft.choose("use_gradient_checkpointing", int(recomputed) > 0)
     elif recomputed == AUTO:
         recomputed = 0 if not config.use_gradient_checkpointing else shapes.layers if shapes else AUTO
     draft.choose("checkpointed_layers", recomputed)
@@ -107,12 +109,12 @@ def plan_batch(draft, shapes, free: int | None) -> None:
             )
         draft.choose("gradient_accumulation_steps", rows * steps // micro)
     elif micro != rows:
-        why = f"{format_bytes(needed(rows, recomputed))} needed, {format_bytes(free)} free; the global batch stays {rows * steps} rows"
+        why = f"{format_bytes(needed(rows, recomputed))} needed, {format_bytes(free or 0)} free; the global batch stays {rows * steps} rows"
         draft.adjust("batch_size", micro, why)
         draft.adjust("gradient_accumulation_steps", steps * rows // micro, why)
     if is_known and not fits(micro, recomputed):
         predicted = format_bytes(needed(micro, recomputed))
-        draft.warnings.append(f"{predicted} predicted and {format_bytes(free)} free: expect to run out of memory")
+        draft.warnings.append(f"{predicted} predicted and {format_bytes(free or 0)} free: expect to run out of memory")
 
 
 def plan_dequantized_layers(draft, shapes, free: int | None) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from anyqlora.config.schema import SETTINGS, TrainConfig, settings_with
@@ -134,6 +135,7 @@ class Wandb:
     def __init__(self, run: TrackerContext):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports to Sentry, which nobody asked for
         import wandb
+        from wandb.errors import CommError
 
         quiet = wandb.Settings(
             console="off",
@@ -163,8 +165,8 @@ class Wandb:
         mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
         mode = "offline" if run.config.offline and mode == "online" else mode
         try:
-            self.run = wandb.init(mode=mode, **about)
-        except wandb.errors.CommError as error:
+            self.run = wandb.init(mode=cast(Any, mode), **about)  # wandb refuses what is none of its modes
+        except CommError as error:
             run.warn(f"wandb does not answer, so it is kept offline: {unavailable_reason(error)}")
             wandb.teardown()  # else the id is taken by the run that did not start
             self.run = wandb.init(mode="offline", **about)
@@ -195,9 +197,13 @@ class Tensorboard:
     name = "tensorboard"
 
     def __init__(self, run: TrackerContext):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        # What these modules hold is made while they are imported, so that no type checker sees it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import (
+            Summary,  # pyright: ignore[reportAttributeAccessIssue]
+            SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.Event, self.Summary = Event, Summary

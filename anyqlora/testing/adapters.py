@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,6 +123,7 @@ class AdapterContract:
             quantizer = registry.load(registry.QUANTIZERS[self.quantizer])(torch.float32, model.run.config.double_quant)
             for linear in linears(base).values():
                 layer = quantizer.empty_layer(linear)
-                layer.weight = quantizer.quantize_into(layer, linear.weight.detach())
-                linear.weight.data = quantizer.dequantize(layer)
+                weight = cast(nn.Parameter, linear.weight)
+                layer.weight = quantizer.quantize_into(layer, weight.detach())
+                weight.data = quantizer.dequantize(layer)
         return PeftModel.from_pretrained(base, directory / "adapter")

@@ -9,7 +9,7 @@ from anyqlora.config.schema import TrainConfig
 from anyqlora.core.registry import FUSED_ADAPTERS
 from anyqlora.models.architectures import LinearShape, ModelShape, source_of
 from anyqlora.planning.memory.weights import HEAD_PARTS, HEAD_ROWS, HEAD_WORDS, adapter_parameters, targets
-from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, DtypeSizes, is_fused, recomputed
+from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, DtypeSizes, batch_tokens, is_fused, recomputed
 
 LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = (
     64 << 20,
@@ -44,14 +44,14 @@ def activation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     if again:
         return kept + recomputing_bytes(shapes, config)
     # the last norm stands for the first layer's, which needs no gradient, unless that has none or learns itself
-    hidden = config.batch_size * config.context_length * shapes.hidden
+    hidden = batch_tokens(config) * shapes.hidden
     return kept + hidden * FULL * (2 if config.adapter == "full" else shapes.post_norm) + head_bytes(shapes, config)
 
 
 def recomputing_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What is there when the first layer is recomputed that is: what enters each of them and the last norm. The others, which come after
     them, have had their turn in backward."""
-    hidden, width = config.batch_size * config.context_length * shapes.hidden, DtypeSizes.of(config)
+    hidden, width = batch_tokens(config) * shapes.hidden, DtypeSizes.of(config)
     layers = 1 if config.use_activation_cpu_offload else recomputed(shapes, config)
     return (
         layers * hidden * width.stored
@@ -68,16 +68,12 @@ def layer_bytes(shapes: ModelShape, config: TrainConfig) -> int:
         + mlp_bytes(shapes, config)
         + input_bytes(shapes, config)
     )
-    return (
-        config.batch_size * config.context_length * per_token
-        + scores_bytes(shapes, config)
-        + cast_bytes(shapes, config)
-    )
+    return batch_tokens(config) * per_token + scores_bytes(shapes, config) + cast_bytes(shapes, config)
 
 
 def scores_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What eager attention keeps of each pair of tokens, [B, heads, T, T]: capped, softmax, and in 16 bits its copy."""
-    return config.batch_size * shapes.heads * config.context_length**2 * 2 * FULL if shapes.eager_attention else 0
+    return int(config.batch_size) * shapes.heads * config.context_length**2 * 2 * FULL if shapes.eager_attention else 0
 
 
 def norm_bytes(shapes: ModelShape, config: TrainConfig) -> int:
@@ -203,7 +199,7 @@ def cast_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 def head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What the loss leaves for backward: the gradient of the head's input; with whole logits the head's cast weight and, where it
     learns, its input."""
-    width, hidden = DtypeSizes.of(config), config.batch_size * config.context_length * shapes.hidden
+    width, hidden = DtypeSizes.of(config), batch_tokens(config) * shapes.hidden
     if logits_chunk_tokens(shapes, config):
         return hidden * (FULL if config.precision == "fp16_autocast" else width.computed)
     cast = shapes.vocab * shapes.hidden * width.computed if width.autocast and width.stored == FULL else 0
@@ -214,7 +210,7 @@ def logits_chunk_tokens(shapes: ModelShape | None, config: TrainConfig) -> int:
     """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a cache's size on a
     CPU, and keep a GPU busy. 0: all of a micro-batch."""
     if config.logits_chunk_tokens != "auto":
-        return config.logits_chunk_tokens
+        return int(config.logits_chunk_tokens)
     if config.fused_linear_cross_entropy is True:
         return HEAD_ROWS
     budget = (
@@ -239,7 +235,7 @@ def logit_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """
     width, tokens, rows = (
         DtypeSizes.of(config),
-        config.batch_size * config.context_length,
+        batch_tokens(config),
         logits_chunk_tokens(shapes, config),
     )
     if not rows:
@@ -263,7 +259,7 @@ def head_room(shapes: ModelShape, config: TrainConfig, rows: int, is_learned: bo
     blocks = -(-shapes.vocab // HEAD_WORDS)
     parts = -(-blocks // -(-blocks // min(HEAD_PARTS, max(1, 2 * shapes.vocab // sums))))
     packed = (
-        2 * (2 * HEAD_WORDS * shapes.hidden) * (1 if config.cpu_threads == "auto" else config.cpu_threads)
+        2 * (2 * HEAD_WORDS * shapes.hidden) * (1 if config.cpu_threads == "auto" else int(config.cpu_threads))
     )  # the words' weights, for both products
     return rows * (parts * (sums if is_learned else 64) + 2 * shapes.hidden) + packed
 
@@ -280,7 +276,7 @@ def work_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Backward of one layer: its largest weight dequantized, the MLP's gradients; MLX, which has up to ten operations under way, of those
     four times as much, or where that is more, of the pairs of tokens the scores, their softmax and the gradients of both, or twice as much
     of those that attention looks at together (eager: of all)."""
-    width, tokens = DtypeSizes.of(config), config.batch_size * config.context_length
+    width, tokens = DtypeSizes.of(config), batch_tokens(config)
     weight = (
         max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed
         if config.quantizer != "none"
@@ -291,7 +287,7 @@ def work_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     )
     if config.backend == "mlx":
         one = config.context_length**2 * width.computed  # head
-        pairs = min(4 * config.batch_size * shapes.heads * one, 8 * max(SCORES_ON_MLX, one))
+        pairs = min(4 * int(config.batch_size) * shapes.heads * one, 8 * max(SCORES_ON_MLX, one))
         gradients = max(4 * gradients, 3 * scores_bytes(shapes, config) if shapes.eager_attention else pairs)
     return weight + gradients + rounding_bytes(shapes, config)
 
@@ -302,7 +298,7 @@ def rounding_bytes(shapes: ModelShape, config: TrainConfig) -> int:
         return 0
     widest, tokens = (
         max(max(linear.outputs, linear.inputs) for linear in shapes.linears),
-        config.batch_size * config.context_length,
+        batch_tokens(config),
     )
     return widest * (tokens + (0 if config.frozen_matmul == "fp8" else FULL * min(ROWS, tokens)))
 

@@ -85,7 +85,7 @@ def weight_bytes(shapes: ModelShape, config: TrainConfig) -> dict[str, int]:
 def cache_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """The weights of so many layers as they are multiplied, beside their codes: float8 once for each direction, and int8_backward beside the
     dequantized ones, which without a quantizer are the model's own."""
-    layers = 0 if config.dequantized_layers == "auto" else min(config.dequantized_layers, shapes.layers)
+    layers = 0 if config.dequantized_layers == "auto" else min(int(config.dequantized_layers), shapes.layers)
     whole = DtypeSizes.of(config).computed
     width = {"int8": 1, "int8_backward": 1 + (0 if config.quantizer == "none" else whole), "fp8": 2}.get(
         config.frozen_matmul, whole

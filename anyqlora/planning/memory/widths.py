@@ -55,7 +55,9 @@ def recomputed(shapes: ModelShape, config: TrainConfig) -> int:
     """The first layers, which keep their input only: as many as are stated, else with checkpointing all of them."""
     if not config.use_gradient_checkpointing:
         return 0
-    return shapes.layers if config.checkpointed_layers == "auto" else min(config.checkpointed_layers, shapes.layers)
+    return (
+        shapes.layers if config.checkpointed_layers == "auto" else min(int(config.checkpointed_layers), shapes.layers)
+    )
 
 
 def is_fused(config: TrainConfig) -> bool:
@@ -65,4 +67,9 @@ def is_fused(config: TrainConfig) -> bool:
         and config.quantizer in FUSED_QUANTIZERS
         and config.strategy in ("auto", *FUSED_STRATEGIES)
     )
-    return fits if config.fused_lora == "auto" else config.fused_lora
+    return fits if config.fused_lora == "auto" else config.fused_lora is True
+
+
+def batch_tokens(config: TrainConfig) -> int:
+    """Tokens of a micro-batch, whose rows have been chosen."""
+    return int(config.batch_size) * config.context_length
