@@ -3,6 +3,8 @@
 One process has one device. What was asked for and is not in effect is an error: there is no silent single process.
 """
 
+from torch.utils.data import DataLoader
+
 from anyqlora.distribution.layouts import DeviceMesh, LayoutMap, TensorLayout
 from anyqlora.distribution.processes import (
     DistributionError,
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 
-def distribute_dataset(dataset):
+def distribute_dataset(dataset: DataLoader) -> DataLoader:
     """This process's share of a DataLoader under the distribution that is set. Raises DistributionError when none is."""
     current = distribution()
     if current is None:

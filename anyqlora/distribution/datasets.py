@@ -25,7 +25,7 @@ class SharedBatches:
             each = len(rows) // self.count
             yield rows[self.number * each : (self.number + 1) * each]
 
-    def _ordered(self):
+    def _ordered(self) -> SequentialSampler | RandomSampler:
         sampler = self.batches.sampler
         if isinstance(sampler, SequentialSampler):
             return sampler

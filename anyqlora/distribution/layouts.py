@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from anyqlora.distribution.processes import DistributionError, list_devices
 from anyqlora.distribution.tensors import Sharding, to_backend_layout, to_backend_mesh
@@ -39,7 +40,7 @@ class DeviceMesh:
         self._backend = None
 
     @property
-    def backend_mesh(self):
+    def backend_mesh(self) -> TorchMesh:
         """torch's DeviceMesh."""
         if self._backend is None:
             self._backend = to_backend_mesh(self)
@@ -76,7 +77,7 @@ class TensorLayout:
     def backend_layout(self) -> Sharding:
         return to_backend_layout(self)
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, TensorLayout) and (self.axes, self._mesh) == (other.axes, other._mesh)
 
     def __hash__(self) -> int:

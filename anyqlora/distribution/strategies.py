@@ -57,7 +57,7 @@ class Distribution:
         """A batch is split along its first dimension."""
         return TensorLayout((self.batch_dim_name, *[None] * (len(data_shape) - 1)), self.device_mesh)
 
-    def get_variable_layout(self, variable) -> TensorLayout:
+    def get_variable_layout(self, variable: Any) -> TensorLayout:
         """Whole on every process; a `variable` has a `shape`, and a `path` where layouts are by name."""
         return TensorLayout([None] * len(variable.shape), self.device_mesh)
 
@@ -139,7 +139,7 @@ class ModelParallel(Distribution):
             layout_map.device_mesh, batch_dim_name or layout_map.device_mesh.axis_names[0], auto_shard_dataset
         )
 
-    def get_variable_layout(self, variable) -> TensorLayout:
+    def get_variable_layout(self, variable: Any) -> TensorLayout:
         return self.layout_map[variable.path] or super().get_variable_layout(variable)
 
     def get_tensor_layout(self, path: str) -> TensorLayout | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ class Sharding(NamedTuple):
     placements: tuple[Placement, ...]
 
 
-def to_backend_mesh(mesh) -> TorchMesh:
+def to_backend_mesh(mesh: Any) -> TorchMesh:
     """torch's mesh of a DeviceMesh, ours or Keras's: the number of a device is the process that has it.
 
     Raises DistributionError when there are not just as many processes: what was asked for would not be distributed.
@@ -48,7 +48,7 @@ def to_backend_mesh(mesh) -> TorchMesh:
     )
 
 
-def to_backend_layout(layout) -> Sharding:
+def to_backend_layout(layout: Any) -> Sharding:
     """A TensorLayout, ours or Keras's, in torch's words. Raises DistributionError for one that has no mesh, or splits two dimensions by one axis."""
     if layout.device_mesh is None:
         raise DistributionError(f"the layout {layout.axes} has no mesh", cure="TensorLayout(axes, device_mesh)")
@@ -61,17 +61,17 @@ def to_backend_layout(layout) -> Sharding:
     return Sharding(layout.device_mesh.backend_mesh, tuple(places))
 
 
-def _sharding(layout) -> Sharding:
+def _sharding(layout: Any) -> Sharding:
     return layout if isinstance(layout, Sharding) else layout.backend_layout
 
 
-def _check(tensor: torch.Tensor, layout) -> None:
+def _check(tensor: torch.Tensor, layout: Any) -> None:
     axes = getattr(layout, "axes", ())  # dimensions beyond them are not split
     if len(axes) > tensor.ndim:
         raise DistributionError(f"a layout of {len(axes)} dimensions {axes} for a tensor of shape {list(tensor.shape)}")
 
 
-def distribute_tensor(tensor, layout) -> DTensor:
+def distribute_tensor(tensor: Any, layout: Any) -> DTensor:
     """`tensor` (DTensor, tensor or array) by `layout`: differentiable, and nothing is copied that lies right already.
 
     A plain tensor is the whole value; process 0's counts. One in the middle of a graph must be the same on all, and is sent nowhere.
@@ -93,7 +93,7 @@ def distribute_tensor(tensor, layout) -> DTensor:
     return spread(tensor, mesh, places)
 
 
-def distribute_variable(value, layout) -> DTensor:
+def distribute_variable(value: Any, layout: Any) -> DTensor:
     """A leaf that is trained, or not, as `value` is, with process 0's value, by `layout`; of a Parameter a Parameter."""
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     laid = distribute_tensor(value.detach(), layout)
@@ -102,7 +102,7 @@ def distribute_variable(value, layout) -> DTensor:
     return cast(DTensor, laid.requires_grad_(value.requires_grad))
 
 
-def distribute_data_input(per_process_batch, layout, batch_dim_name: str | None = None) -> DTensor:
+def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str | None = None) -> DTensor:
     """The whole batch, of which each process has its own rows already; those along other axes than the layout's have the same."""
     tensor = per_process_batch if isinstance(per_process_batch, torch.Tensor) else torch.as_tensor(per_process_batch)
     _check(tensor, layout)

@@ -69,27 +69,27 @@ class AdapterContract:
         )
         return registry.load(str(target))(self.config(), torch.device("cpu"))
 
-    def test_it_has_what_an_adapter_has(self):
+    def test_it_has_what_an_adapter_has(self) -> None:
         adapter = self.make()
         assert isinstance(adapter, Adapter)
         assert adapter.folder in ("adapter", "model")
         assert adapter.observes == isinstance(adapter, ObservingAdapter)
 
-    def test_a_model_with_it_learns_in_float32_and_the_rest_is_frozen(self, trained):
+    def test_a_model_with_it_learns_in_float32_and_the_rest_is_frozen(self, trained: TorchModel) -> None:
         model = trained
         learned = {id(p) for p in model.runtime.strategy.trainable.values()}
         assert learned and all(p.dtype == torch.float32 for p in model.runtime.strategy.trainable.values())
         assert list(model.runtime.strategy.trainable) == sorted(model.runtime.strategy.trainable)
         assert {id(p) for p in model.model.parameters() if p.requires_grad} == learned
 
-    def test_all_that_is_learned_has_moved(self, trained, tmp_path):
+    def test_all_that_is_learned_has_moved(self, trained: TorchModel, tmp_path: Path) -> None:
         start = trained_by(self.config(lr=1e-12, max_steps=1, output_dir=str(tmp_path)))
         before, after = start.runtime.strategy.trainable, trained.runtime.strategy.trainable
         assert before.keys() == after.keys()
         still = [name for name, p in after.items() if torch.equal(p, before[name])]
         assert not still, f"{len(still)} of {len(after)} tensors are where they started, {still[0]} is the first"
 
-    def test_its_file_holds_what_the_model_has(self, trained):
+    def test_its_file_holds_what_the_model_has(self, trained: TorchModel) -> None:
         model, folder = trained, trained.run.folder
         adapter = self.make()
         assert folder.name == adapter.folder
@@ -101,7 +101,7 @@ class AdapterContract:
         about = json.loads((folder / "adapter_config.json").read_text())
         assert about["peft_type"] and about["inference_mode"] is True
 
-    def test_plain_peft_gives_the_same_logits(self, trained):
+    def test_plain_peft_gives_the_same_logits(self, trained: TorchModel) -> None:
         model = trained
         if self.peft is None:
             pytest.skip("PEFT does not load its files")

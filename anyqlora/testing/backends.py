@@ -37,7 +37,7 @@ class BackendContract:
     def report(self) -> BackendReport:
         return self.spec().probe(self.here)
 
-    def test_the_row_is_whole(self):
+    def test_the_row_is_whole(self) -> None:
         spec = self.spec()
         row = spec.capabilities
         assert spec.name == self.backend and spec.device and row.device and row.notes
@@ -48,14 +48,14 @@ class BackendContract:
         assert "single" in row.strategies and "full" in row.products
         assert set(row.dtypes) <= {"fp32", "bf16", "fp16"}
 
-    def test_a_probe_judges_and_touches_nothing(self, capfd):
+    def test_a_probe_judges_and_touches_nothing(self, capfd: pytest.CaptureFixture[str]) -> None:
         machine = self.here
         before = machine.to_dict()
         first, second = self.spec().probe(machine), self.spec().probe(machine)
         assert first == second and machine.to_dict() == before
         assert capfd.readouterr() == ("", "")
 
-    def test_the_machine_has_it_and_does_not_more_than_the_row(self):
+    def test_the_machine_has_it_and_does_not_more_than_the_row(self) -> None:
         row, report = self.spec().capabilities, self.report()
         assert report.available, report.why("available")
         assert report.devices and all(device.name for device in report.devices)
@@ -63,13 +63,13 @@ class BackendContract:
         for cells in CELLS:
             assert set(getattr(report, cells)) <= set(getattr(row, cells)), cells
 
-    def test_what_the_machine_lacks_has_a_reason(self):
+    def test_what_the_machine_lacks_has_a_reason(self) -> None:
         row, report = self.spec().capabilities, self.report()
         for cells in CELLS:
             for cell in set(getattr(row, cells)) - set(getattr(report, cells)):
                 assert report.why(cell), f"{cell} is not there, and nobody says why"
 
-    def test_a_machine_where_nothing_is_installed_lacks_it_or_does_less(self):
+    def test_a_machine_where_nothing_is_installed_lacks_it_or_does_less(self) -> None:
         nothing = Machine(
             system="Linux", os_version="", arch="x86_64", python="3.11", cores=1, memory_total=1 << 33,
             memory_available=1 << 33, torch={"error": "torch is not installed"},
@@ -78,7 +78,7 @@ class BackendContract:
         report = self.spec().probe(nothing)
         assert not report.available and report.why("available")
 
-    def test_the_embedded_job_is_planned(self):
+    def test_the_embedded_job_is_planned(self) -> None:
         manager = BackendManager(self.backend, machine=self.machine)
         config = anyqlora.resolve({"backend": self.backend, **self.settings}, environ={})
         plan = manager.plan(config)
@@ -87,7 +87,7 @@ class BackendContract:
         assert plan.memory is None or plan.memory.total > 0
         assert plan.explain()
 
-    def test_the_embedded_job_is_trained(self, tmp_path: Path):
+    def test_the_embedded_job_is_trained(self, tmp_path: Path) -> None:
         if self.machine is not None and self.machine != observe():
             pytest.skip("the machine is a described one")
         result = anyqlora.train(

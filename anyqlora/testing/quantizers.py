@@ -55,13 +55,13 @@ class QuantizerContract:
         """|a - b| / |b|, 2-norm."""
         return float((a.float() - b.float()).norm() / b.float().norm())
 
-    def test_it_has_what_a_quantizer_has(self):
+    def test_it_has_what_a_quantizer_has(self) -> None:
         quantizer = self.make()
         assert isinstance(quantizer, Quantizer)
         assert 1 <= quantizer.bits <= 16 and quantizer.compute_dtype == torch.float32
         assert issubclass(quantizer.module_type, nn.Module)
 
-    def test_an_empty_layer_takes_no_memory(self):
+    def test_an_empty_layer_takes_no_memory(self) -> None:
         quantizer = self.make()
         with torch.device("meta"):
             linear = nn.Linear(96, 40)
@@ -70,7 +70,7 @@ class QuantizerContract:
         assert all(p.is_meta for p in layer.parameters()) and layer.bias is not None
 
     @pytest.mark.parametrize("number", range(len(SHAPES)))
-    def test_the_weight_is_kept_in_its_bits_and_comes_back(self, number):
+    def test_the_weight_is_kept_in_its_bits_and_comes_back(self, number: int) -> None:
         if number >= len(self.shapes):
             return
         quantizer, layer, weight = self.layer(self.shapes[number])
@@ -83,7 +83,7 @@ class QuantizerContract:
         assert torch.equal(quantizer.dequantize(layer), values)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    def test_the_layer_is_a_linear_layer_on_the_dequantized_weight(self, dtype):
+    def test_the_layer_is_a_linear_layer_on_the_dequantized_weight(self, dtype: torch.dtype) -> None:
         quantizer, layer, _ = self.layer(dtype=dtype)
         weight = quantizer.dequantize(layer)
         assert weight.dtype == dtype
@@ -99,7 +99,7 @@ class QuantizerContract:
         assert x.grad is not None and y.grad is not None and self.far(x.grad, y.grad) <= near
         assert torch.equal(quantizer.dequantize(layer), weight), "computing changes what the layer holds"
 
-    def test_codes_do_not_depend_on_the_precision(self):
+    def test_codes_do_not_depend_on_the_precision(self) -> None:
         shape = (40, 96)
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
         if self.make().bits == 16:
@@ -117,7 +117,7 @@ class QuantizerContract:
             found.append(quantizer.codes(layer).clone())
         assert all(torch.equal(codes, found[0]) for codes in found)
 
-    def test_experts_are_packed_as_layers_are(self):
+    def test_experts_are_packed_as_layers_are(self) -> None:
         quantizer, layer, weight = self.layer()
         if not isinstance(quantizer, ExpertQuantizer):
             return
@@ -125,7 +125,7 @@ class QuantizerContract:
         assert torch.equal(codes.flatten(), quantizer.codes(layer).flatten())
         assert torch.equal(quantizer.unpack(codes, state), quantizer.dequantize(layer))
 
-    def test_what_one_process_hands_on_is_the_same_weight(self):
+    def test_what_one_process_hands_on_is_the_same_weight(self) -> None:
         quantizer, layer, _ = self.layer()
         if not isinstance(quantizer, BroadcastQuantizer):
             return
@@ -139,7 +139,7 @@ class QuantizerContract:
         x = torch.randn(3, 96, generator=torch.Generator().manual_seed(3))
         assert torch.equal(other(x), layer(x))
 
-    def test_files_are_named_after_the_weight_and_described(self):
+    def test_files_are_named_after_the_weight_and_described(self) -> None:
         quantizer, layer, weight = self.layer()
         if not isinstance(quantizer, FileQuantizer):
             return
@@ -151,7 +151,7 @@ class QuantizerContract:
         described: dict[str, Any] = quantizer.hf_config()
         assert described and all(isinstance(key, str) for key in described)
 
-    def test_kernels_give_the_same_weight(self):
+    def test_kernels_give_the_same_weight(self) -> None:
         quantizer, layer, weight = self.layer()
         if not isinstance(quantizer, KernelQuantizer):
             return

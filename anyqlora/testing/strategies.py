@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from anyqlora.testing.worlds import world
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from anyqlora.on_torch.runtime import Runtime
 
 PLANS = (3, 1, 4, 2)  # micro-batches of each step
 DEALT = 4  # parts that the rows of a micro-batch are dealt in, whatever the number of processes
 VOCABULARY, WIDTH = 23, 12
 
 
-def tiny_model():
+def tiny_model() -> torch.nn.Module:
     """Frozen blocks with a low-rank adapter each, embedding and head tied, and an adapter that nothing passes through."""
     import torch
     from torch import nn
@@ -23,7 +31,7 @@ def tiny_model():
             self.frozen = nn.Linear(WIDTH, WIDTH)
             self.a, self.b = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
 
-        def forward(self, x):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + torch.tanh(self.frozen(x) + self.b(self.a(x)))
 
     class Tiny(nn.Module):
@@ -35,7 +43,7 @@ def tiny_model():
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
             self.head.weight = self.embedding.weight
 
-        def forward(self, ids):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
             x = self.embedding(ids)
             for block in self.blocks:
                 x = block(x)
@@ -48,7 +56,7 @@ def tiny_model():
     return model
 
 
-def ragged_rows(step: int, number: int, part: int):
+def ragged_rows(step: int, number: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [2, T] and which of them count, [2, T]; T and the counts differ from one to the next."""
     import torch
 
@@ -70,8 +78,8 @@ def contract_run(
     last: int = len(PLANS),
     load: str = "",
     save: str = "",
-    **settings,
-) -> dict:
+    **settings: Any,
+) -> dict[str, Any]:
     """Steps `first` to `last` of the contract's job in this world, as a loop of somebody's own: what each rank saw of them."""
     import torch
     import torch.nn.functional as F
@@ -132,19 +140,19 @@ def contract_run(
     }
 
 
-def gathered(runtime) -> dict:
+def gathered(runtime: Runtime) -> dict[str, np.ndarray]:
     """{name: array} of what is learned, on rank 0."""
     return {name: tensor.numpy().copy() for name, tensor in runtime.strategy.gather_trainable().items()}
 
 
 @functools.cache
-def alone(last: int = len(PLANS), **settings) -> dict:
+def alone(last: int = len(PLANS), **settings: Any) -> dict[str, Any]:
     """The contract's job in one process."""
     (found,) = world(1, _contract_run, {"strategy": "single", "options": {}, "last": last, **settings})
     return found
 
 
-def _contract_run(settings: dict) -> dict:
+def _contract_run(settings: dict[str, Any]) -> dict[str, Any]:
     return contract_run(**settings)
 
 
@@ -163,7 +171,7 @@ class StrategyContract:
     sums_every_step = True
     works_alone = True
 
-    def run(self, size: int, **more) -> list[dict]:
+    def run(self, size: int, **more: Any) -> list[dict[str, Any]]:
         own = (
             {"strategy": self.strategy, "options": self.options, **self.settings}
             if size > 1 or self.works_alone
@@ -197,7 +205,7 @@ class StrategyContract:
                 or abs(ranks[0]["losses"][0] / expected["losses"][0] - 1) < 1e-5
             )
 
-    def test_what_was_asked_for_is_in_effect(self):
+    def test_what_was_asked_for_is_in_effect(self) -> None:
         for size in (1, 2) if self.works_alone else (2,):
             ranks = self.run(size, last=1)
             assert {rank["size"] for rank in ranks} == {size}
@@ -205,27 +213,27 @@ class StrategyContract:
             assert len({tuple(rank["trainable"]) for rank in ranks}) == 1 and len(ranks[0]["trainable"]) == 5
             assert all(rank["dead"] == ["idle.weight"] for rank in ranks), "an adapter without a gradient goes unseen"
 
-    def test_adamw_equals_one_process(self):
+    def test_adamw_equals_one_process(self) -> None:
         self.agrees(self.run(2), alone(), adapter=1e-4)
 
-    def test_sgd_equals_one_process(self):
+    def test_sgd_equals_one_process(self) -> None:
         self.agrees(self.run(2, optimizer="SGD", lr=0.1), alone(optimizer="SGD", lr=0.1), adapter=1e-5)
 
-    def test_boundaries_that_are_known_in_backward_only(self):
+    def test_boundaries_that_are_known_in_backward_only(self) -> None:
         self.agrees(self.run(2, form="late"), alone(), adapter=1e-4)
 
-    def test_boundaries_that_are_set_by_hand(self):
+    def test_boundaries_that_are_set_by_hand(self) -> None:
         self.agrees(self.run(2, form="setter"), alone(), adapter=1e-4)
 
-    def test_four_processes(self):
+    def test_four_processes(self) -> None:
         self.agrees(self.run(4), alone(), adapter=1e-4)
 
-    def test_off_a_boundary_nothing_steps(self):
+    def test_off_a_boundary_nothing_steps(self) -> None:
         for rank in self.run(2, last=2):
             parts = DEALT // rank["data_size"]
             assert rank["unmoved"] == [True] * (3 * parts - 1) + [False] + [True] * (parts - 1) + [False]
 
-    def test_the_first_process_gathers_whole_tensors_and_an_idle_adapter_stays(self):
+    def test_the_first_process_gathers_whole_tensors_and_an_idle_adapter_stays(self) -> None:
         first, *others = self.run(2)
         expected = alone(last=1)["start"]
         assert {name: value.shape for name, value in first["end"].items()} == {
@@ -236,7 +244,7 @@ class StrategyContract:
         assert first["end"]["idle.weight"].tobytes() == expected["idle.weight"].tobytes()
         assert all((first["end"][name] != value).any() for name, value in expected.items() if name != "idle.weight")
 
-    def test_a_saved_state_goes_on_with_another_number_of_processes(self, tmp_path):
+    def test_a_saved_state_goes_on_with_another_number_of_processes(self, tmp_path: Path) -> None:
         expected = alone()
         for before, after in ((2, 1), (2, 4), (4, 2)):
             state = str(tmp_path / f"{before}-{after}")
@@ -249,7 +257,7 @@ class StrategyContract:
             ]
             self.agrees(joined, expected, adapter=1e-4)
 
-    def test_options_go_to_a_dictionary_and_back(self):
+    def test_options_go_to_a_dictionary_and_back(self) -> None:
         from anyqlora.config import strategy_options
 
         cls = strategy_options.options_class(self.strategy)

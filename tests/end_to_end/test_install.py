@@ -2,10 +2,10 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import tarfile
-import time
 import tomllib
 import zipfile
 from importlib import metadata
@@ -83,11 +83,11 @@ def test_the_version_is_said_at_once(installed, start, tmp_path):
         "module": ["-m", "anyqlora"],
         "train.py": [ROOT / "train.py"],
     }[start]
-    seconds = []
+    seconds = []  # of a processor: other tests run beside this one
     for _ in range(3):
-        began = time.perf_counter()
+        began = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         out = python(installed, *arguments, "--version", cwd=tmp_path)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - began)
         assert (out.returncode, out.stdout, out.stderr) == (0, f"anyqlora {__version__}\n", "")
     assert min(seconds) < 0.5, seconds
 
@@ -96,10 +96,10 @@ def test_the_version_is_said_at_once(installed, start, tmp_path):
 
 
 def pins() -> dict[str, Version]:
-    """{package: version} of requirements.txt and requirements-dev.txt."""
+    """{package: version} of all files of requirements."""
     found = {}
-    for path in ("requirements.txt", "requirements-dev.txt"):
-        for line in (ROOT / path).read_text().splitlines():
+    for path in ROOT.glob("requirements*.txt"):
+        for line in path.read_text().splitlines():
             if line.strip() and not line.startswith(("#", "-r")):
                 requirement = Requirement(line)
                 ((_, version),) = [(s.operator, s.version) for s in requirement.specifier]
