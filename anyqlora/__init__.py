@@ -90,11 +90,11 @@ def load_finetuned(run: str | PathLike[str] = "", /, **settings: object) -> Fine
     the run's own where this machine or this use differs: backend, model_name, max_new_tokens, seed, eval_batch_size, offline ...
     Raises UsageError for a run that is not finished or was changed, and for a base model or a backend that is not here.
     """
-    from anyqlora.config.resolve import canonical_name, parse_value
+    from anyqlora.config.resolve import canonical_settings, parse_value
     from anyqlora.runs import opened
     from anyqlora.runs.finished import find_run
 
-    named = {canonical_name(name, _WHERE): value for name, value in settings.items()}
+    named = {k: v for name, value in settings.items() for k, v in canonical_settings(name, value, _WHERE).items()}
     return opened.load_finetuned(
         find_run(str(run)), {name: parse_value(name, value, _WHERE) for name, value in named.items()}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import field
+from typing import Any
 
 AUTO = "auto"
 SWITCH = (AUTO, True, False)  # the choices of what the plan turns on where it helps
@@ -38,7 +39,7 @@ ON_RESUME = {  # what the value of a setting means to a run that goes on
 
 
 def setting(
-    default: object,
+    default: Any,
     help: str,
     *,
     section: str,
@@ -57,7 +58,7 @@ def setting(
     several: bool = False,
     each_process: bool = False,
     trackers: tuple[str, ...] = (),
-):
+) -> Any:
     """One setting: its field, whose metadata are these facets.
 
     help: what it does, first. section: a key of SECTIONS. on_resume: a key of ON_RESUME. choices, or low to high, or
