@@ -89,7 +89,7 @@ def quantizations(device: str, dtype: torch.dtype) -> Iterator[Case]:
                     "ours, portable": lambda flat=flat, kind=kind: nf4_quantize.quantize_4bit(flat, kind),
                 },
             )
-            if bindings.has("quantize_4bit"):
+            if bindings.available("quantize_4bit"):
                 case.ways["ours, in C"] = lambda flat=flat, kind=kind: nf4_quantize.quantize_4bit(
                     flat, kind, is_native=True
                 )
@@ -130,7 +130,7 @@ def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """native.c and attention.c at SmolLM2-135M's shape and four rows of 512 tokens; attention at those of two Llamas, too."""
     from anyqlora.on_torch.kernels import attention
 
-    if device != "cpu" or dtype != torch.bfloat16 or bindings.broken():
+    if device != "cpu" or dtype != torch.bfloat16 or bindings.self_check():
         return
     tokens = 4 * 511
     x, weight = drawn(device, dtype, tokens, 576), drawn(device, dtype, 576)
@@ -172,7 +172,7 @@ def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
             ),
             "ours": lambda: torch.autograd.grad(
                 cross_entropy.cross_entropy(
-                    hidden, head, None, targets, rows=512, is_native=True, is_fused=bindings.has("head")
+                    hidden, head, None, targets, rows=512, is_native=True, is_fused=bindings.available("head")
                 ),
                 hidden,
             ),
@@ -188,13 +188,13 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
     ways = {
         "whole": frozen_matmul.Whole(),
         **{
-            kind: (frozen_matmul.Int8() if bindings.broken() else frozen_matmul.NativeInt8())
+            kind: (frozen_matmul.Int8() if bindings.self_check() else frozen_matmul.NativeInt8())
             if kind == "int8"
             else frozen_matmul.Float8(True)
             for kind in found
         },
     }
-    if device == "cpu" and bindings.has("product"):
+    if device == "cpu" and bindings.available("product"):
         ways["whole, in C"] = frozen_matmul.NativeWhole()
     for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) if dtype == torch.bfloat16 else ():
         w, x, g = (
@@ -219,7 +219,7 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
 
 def narrow(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """LoRA's own products at SmolLM2's widths, of factors in float32: into the rank, back into it, and a factor's gradient."""
-    if device != "cpu" or dtype != torch.bfloat16 or not bindings.has("narrow_product"):
+    if device != "cpu" or dtype != torch.bfloat16 or not bindings.available("narrow_product"):
         return
     ways = {"whole": frozen_matmul.Whole(), "whole, in C": frozen_matmul.NativeWhole()}
     for tokens, width, rank in itertools.product((2044, 720, 32), (576, 1536), (16, 48)):

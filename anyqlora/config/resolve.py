@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 ENV_PREFIX = "ANYQLORA_"
+OF_THE_MACHINE = ("ANYQLORA_CPU_FEATURES", "ANYQLORA_KERNEL_CFLAGS")  # variables that are no settings of a run
 FIRST_RUN = "first.yaml"
 
 
@@ -138,7 +139,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
     names = {**SETTINGS, **ALIASES, **SPLIT_ALIASES}
     of_strategies = strategy_options.options_from_environment(environ, ENV_PREFIX, names)
     for variable, raw in sorted(environ.items()):
-        if not variable.startswith(ENV_PREFIX) or variable in of_strategies:
+        if not variable.startswith(ENV_PREFIX) or variable in (*of_strategies, *OF_THE_MACHINE):
             continue
         for name, value in canonical_settings(variable.removeprefix(ENV_PREFIX).lower(), raw, variable).items():
             if SETTINGS[name].metadata["cli_only"] and name != "config":

@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from anyqlora.core.errors import UsageError
 from anyqlora.core.lazy_imports import uncollected
 from anyqlora.processes.environment import cores_per_process, device_index, local_rank, local_size
 
@@ -27,7 +28,18 @@ MLX_BUILDS = (
     "mlx-cpu",
 )  # mlx's device code is in packages of its own
 LOOKS = 4  # at what others keep busy: the first one after a start finds up to 1.4 cores in use where nothing runs (Linux 6, a virtual machine)
-CPU_FEATURES = {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16"}
+FEATURES_VARIABLE = "ANYQLORA_CPU_FEATURES"
+CPU_FEATURES = {  # instruction sets that matter here, by Linux's names, and what a processor with them has as well
+    "avx2": (),
+    "avx512f": ("avx2",),
+    "avx512_bf16": ("avx2", "avx512f"),
+    "avx512_vnni": ("avx2", "avx512f"),
+    "amx_bf16": ("avx2", "avx512f", "avx512_bf16", "avx512_vnni"),
+    "amx_int8": ("avx2", "avx512f", "avx512_bf16", "avx512_vnni"),
+    "asimd": (),
+    "bf16": ("asimd",),
+}
+AMX = {"amx_bf16", "amx_int8"}
 
 ASKING = """
 import importlib, sys
@@ -65,7 +77,8 @@ class Machine:
     cores: int  # that this run's processes here may use together
     memory_total: int
     memory_available: int
-    cpu_features: tuple[str, ...] = ()
+    cpu_features: tuple[str, ...] = ()  # that may be used
+    cpu_limit: str = ""  # what ANYQLORA_CPU_FEATURES allows; "": all
     threads: int = 0  # that OMP_NUM_THREADS allows; 0: it says nothing
     processes: int = 0  # of this run, that a launcher has started here; 0: it says nothing
     torch: Mapping = field(
@@ -96,7 +109,10 @@ class Machine:
 
 
 def observe() -> Machine:
-    """This machine, now. Imports torch if it is installed, and nothing else that is heavy; never raises."""
+    """This machine, now. Imports torch if it is installed, and nothing else that is heavy.
+
+    What is missing or broken is an entry of the result. Raises UsageError where ANYQLORA_CPU_FEATURES cannot be read.
+    """
     torch = _import_torch()
     memory_total, memory_available = host_memory()
     host = {
@@ -109,7 +125,8 @@ def observe() -> Machine:
         ),
         "memory_total": memory_total,
         "memory_available": memory_available,
-        "cpu_features": _cpu_features(),
+        "cpu_features": cpu_features(),
+        "cpu_limit": os.environ.get(FEATURES_VARIABLE, ""),
         "threads": _stated_threads(),
         "processes": local_size(),
         "mlx": _mlx(),
@@ -388,14 +405,37 @@ def native_library(files: list[str], build, has_cuda: bool) -> str:
     return offered[max(older)] if older else offered[min(newer)] if newer else ""
 
 
-def _cpu_features() -> tuple[str, ...]:
-    """The instruction sets that matter here, from /proc/cpuinfo (Linux); nothing elsewhere."""
+def cpu_flags() -> frozenset[str]:
+    """Every instruction set that the system names, from /proc/cpuinfo (Linux); none elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return ()
+        return frozenset()
     match = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return tuple(sorted(CPU_FEATURES & set(match[1].split()))) if match else ()
+    return frozenset(match[1].split()) if match else frozenset()
+
+
+def cpu_features(flags: Iterable[str] | None = None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What this processor has of CPU_FEATURES and ANYQLORA_CPU_FEATURES allows, sorted: the one place that decides it.
+
+    `flags` are the processor's, `cpu_flags()` unless given. The variable names instruction sets, with commas or spaces between
+    them, each with those below it; `none` allows none. It takes away and never adds, with one exception: AMX may be named on a
+    processor that has AVX512-BF16 and AVX512-VNNI but not AMX. Nothing here uses its instructions: AMX only takes our own
+    products and the fused head away, since the framework's are faster by it. Raises UsageError for other names.
+    """
+    features = CPU_FEATURES.keys() & (cpu_flags() if flags is None else set(flags))
+    stated = environ.get(FEATURES_VARIABLE, "").replace(",", " ").split()
+    if unknown := [name for name in stated if name not in CPU_FEATURES and stated != ["none"]]:
+        raise UsageError(
+            f"no such instruction set: {', '.join(unknown)}",
+            where=FEATURES_VARIABLE,
+            cure=f"one or more of {', '.join(CPU_FEATURES)}; or none",
+        )
+    if not stated:
+        return tuple(sorted(features))
+    allowed = {name for one in stated if one != "none" for name in (one, *CPU_FEATURES[one])}
+    as_amx = AMX & allowed if {*CPU_FEATURES["amx_bf16"]} <= features else set()
+    return tuple(sorted(features & allowed | as_amx))
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,7 @@ from anyqlora.planning.capabilities import (
     _called,
     _no_bf16,
 )
-from anyqlora.planning.machine import Device, Machine
+from anyqlora.planning.machine import FEATURES_VARIABLE, Device, Machine
 
 
 def _absent(why: str) -> BackendReport:
@@ -153,20 +153,21 @@ def _cpu(row, machine):
     device = Device(
         f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast
     )
+    allowed = f" that {FEATURES_VARIABLE}={machine.cpu_limit} allows" if machine.cpu_limit else ""
     missing = "" if machine.compiler else "no C compiler is here"
     if "avx512_bf16" not in machine.cpu_features:
-        missing = "this processor has no AVX512-BF16"
+        missing = f"this processor has no AVX512-BF16{allowed}"
     kernels = ("portable",) if missing else row.kernels
     kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
     lacks = {"native": missing} if missing else {}
     if missing or "avx512_vnni" not in machine.cpu_features:
-        lacks["fused head"] = missing or "this processor has no AVX512-VNNI"
+        lacks["fused head"] = missing or f"this processor has no AVX512-VNNI{allowed}"
     elif "amx_bf16" in machine.cpu_features:
         lacks["fused head"] = "this processor has AMX, by which the framework's products are several times as fast"
     products = row.products
     if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
         lacks |= dict.fromkeys(
-            (f"{kind} products" for kind in row.products), "this processor has neither AVX512-VNNI nor AMX"
+            (f"{kind} products" for kind in row.products), f"this processor has neither AVX512-VNNI nor AMX{allowed}"
         )
         products = ("full",)
     return _narrowed(

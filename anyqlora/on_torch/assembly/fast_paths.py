@@ -50,7 +50,7 @@ def make_loss(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> 
     if said["after"] is None:
         return token_loss, said["why"]
     in_c, rows = kernels == "native", config.logits_chunk_tokens
-    is_fused = in_c and config.fused_linear_cross_entropy is True and bindings.has("head")
+    is_fused = in_c and config.fused_linear_cross_entropy is True and bindings.preferred("head")
     if (
         config.fused_linear_cross_entropy is True and not is_fused and not config.asked("logits_chunk_tokens")
     ):  # the kernels do not run here: there are logits after all
@@ -71,7 +71,7 @@ def remove_padding(built: BuiltModel, runtime: Runtime, kernels: str) -> list[st
     )
     in_c = (
         kernels == "native"
-        and bindings.has("product")
+        and bindings.preferred("product")
         and are_all_fused(built.model, built.quantizer.module_type)
         and not is_mixture(built.model)
     )

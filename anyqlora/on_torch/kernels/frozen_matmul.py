@@ -176,7 +176,7 @@ class NativeWhole(Whole):
         return NativeWhole.backward(self, m, a.to(m.dtype), None)  # also where the frozen weights are codes
 
     def outer(self, m, x, is_turned=False):
-        if not (bindings.has("outer_product") and bindings.is_for(m, x) and m.stride(1) == 1):
+        if not (bindings.preferred("outer_product") and bindings.is_for(m, x) and m.stride(1) == 1):
             return super().outer(m, x, is_turned)
         return bindings.outer_product(m, x, is_turned)
 
@@ -202,7 +202,7 @@ class NativeWhole(Whole):
         return of_x
 
     def at_once(self, x, layers, kept):
-        if not (bindings.has("linears") and bindings.is_for(x) and all(layer.is_kept for layer in layers)):
+        if not (bindings.preferred("linears") and bindings.is_for(x) and all(layer.is_kept for layer in layers)):
             return None  # of weights that are made for each product there is one at a time
         ranks = [layer.a.shape[0] for layer in layers]
         made = tuple(
@@ -343,7 +343,7 @@ def _fits(left: torch.Tensor, right: torch.Tensor, narrow: Narrow | None) -> boo
     """Whether `native.product` multiplies these: it reads words of 32 bits."""
     depth = left.shape[-1] * left.element_size()
     return (
-        bindings.has("product")
+        bindings.preferred("product")
         and left.dtype == right.dtype in (torch.bfloat16, torch.int8)
         and depth % 4 == 0
         and right.is_contiguous()
@@ -377,7 +377,7 @@ def _is_native(layer: bindings.Layer) -> bool:
 def _is_narrowed(x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
     """Whether `native.narrow_product` multiplies these."""
     return (
-        bindings.has("narrow_product")
+        bindings.preferred("narrow_product")
         and bindings.is_for(x)
         and x.shape[1] % 2 == 0
         and all(factor.dtype == torch.float32 for factor in factors)

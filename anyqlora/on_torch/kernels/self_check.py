@@ -11,7 +11,7 @@ def broken(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
     """Why `kernels` (settings.kernels) cannot be used on `device`; "" where they can. A small one is compiled and run, and compared with its
     definition."""
     if kernels == "native":
-        return bindings.broken()
+        return bindings.self_check()
     x = torch.linspace(-1, 1, 2 * 3 * 2 * 8, device=device, dtype=dtype).view(2, 3, 2, 8)
     cos, sin = x[:1, :, 0] * 0.7, x[:1, :, 1] * 0.3
     try:

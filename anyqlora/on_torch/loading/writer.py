@@ -43,7 +43,7 @@ def packed_config(config: TrainConfig, device: torch.device | str = "cpu"):
         hasattr(quantizer, "set_kernels")
         and torch.device(device).type == "cpu"
         and config.kernels != "portable"
-        and bindings.has("quantize_4bit")
+        and bindings.available("quantize_4bit")
     ):
         quantizer.set_kernels("native", device)  # the same codes, sooner
     return quantizer

@@ -51,6 +51,15 @@ def as_near_as_torch(ours, theirs, exact, within=1.25):
         assert mine.dtype == torch.bfloat16 and off <= within * others + ROUNDING / 8, (off, others)
 
 
+needs_head = pytest.mark.skipif(
+    not bindings.available("head"), reason="no C compiler, no AVX512-BF16 or no AVX512-VNNI is here"
+)
+takes_head = pytest.mark.skipif(
+    not bindings.preferred("head"), reason="no fused head is here, or AMX is and oneDNN's products are used"
+)
+FUSED = pytest.param(True, marks=needs_head, id="fused")
+
+
 CASES = {
     "norm": (lambda kernels, x, w: kernels.rms_norm(x, w, 1e-5), (37, 96), (96,)),
     "norm, late": (lambda kernels, x, w: kernels.rms_norm(x, w, 1e-6, 1.0, True), (37, 100), (100,)),
@@ -212,8 +221,8 @@ def test_the_loss_is_its_definition(after, rows):
     exact = hidden.double().requires_grad_()
     expected = defined_loss(exact, weight.double(), None, targets, after=after)
     (of_exact,) = torch.autograd.grad(expected, exact)
-    offs = []
-    for is_native, is_fused in ((True, True), (True, False), (False, False)):
+    ways, offs = ((True, bindings.available("head")), (True, False), (False, False)), []
+    for is_native, is_fused in ways:
         h = hidden.clone().requires_grad_()
         found = cross_entropy(h, weight, None, targets, after=after, rows=rows, is_native=is_native, is_fused=is_fused)
         assert found.item() == pytest.approx(expected.item(), rel=2e-3)
@@ -222,9 +231,6 @@ def test_the_loss_is_its_definition(after, rows):
     assert max(offs[:2]) <= 1.1 * offs[2]
 
 
-needs_head = pytest.mark.skipif(
-    not bindings.has("head"), reason="no C compiler or no AVX512-BF16 is here, or AMX is and oneDNN's products are used"
-)
 HEADS = {  # tokens, hidden size, words
     "one part": (7, 40, 131),
     "parts": (61, 66, 2301),
@@ -354,7 +360,7 @@ def test_a_wider_head_input_is_rounded_to_the_weights_dtype(is_fused):
     assert total == expected and gradient.dtype == torch.float32 and torch.equal(gradient, of_rounded.float())
 
 
-@needs_head
+@takes_head
 @pytest.mark.parametrize("asked", [{}, {"logits_chunk_tokens": 40}])
 def test_where_the_kernels_turn_out_not_to_run_logits_are_few_at_a_time(asked, tmp_path):
     """The plan took more, since there were to be none; a number that was asked for stays."""
@@ -384,7 +390,7 @@ def test_words_that_are_masked_out_do_not_count():
     assert (of_hidden.double() - of_exact).norm() < 0.005 * of_exact.norm()
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("is_fused", [False, FUSED])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(bad, is_fused):
     """A guard must see it: nothing turns it into a number."""
@@ -550,21 +556,21 @@ def test_angles_are_made_twice_only_where_they_are_rounded(dtype):
 
 
 def test_a_kernel_that_turns_wrongly_by_float32_angles_is_not_used(monkeypatch):
-    assert bindings.broken() == ""
+    assert bindings.self_check() == ""
     right = bindings._turned
     monkeypatch.setattr(
         bindings,
         "_turned",
         lambda x, cos, sin, *, is_back: right(x, cos, cos if cos.dtype == torch.float32 else sin, is_back=is_back),
     )
-    assert "other numbers" in bindings.broken()
+    assert "other numbers" in bindings.self_check()
 
 
 @pytest.mark.parametrize("products", [NativeWhole(), NativeInt8()], ids=["full", "int8"])
 def test_no_product_of_a_layer_is_torchs_under_dropout(products):
     """oneDNN would compile each for each number of tokens."""
-    if not bindings.has("product"):
-        pytest.skip("here oneDNN's are faster")
+    if not bindings.preferred("product"):
+        pytest.skip("here are no own products, or oneDNN's are faster")
     x, weights = drawn(1, 40, 64).requires_grad_(), [drawn(96, 64, seed=1), drawn(32, 64, seed=2)]
     layers = [
         fused_lora.Linear(
@@ -688,16 +694,16 @@ def test_without_a_compiler_nothing_is_said_to_be_missing(tmp_path):
 
 def test_the_library_is_made_once_and_by_whoever_needs_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = bindings.compiled()
+    first = bindings.build_library()
     made = first.stat().st_mtime_ns
     assert (
-        bindings.compiled() == first
+        bindings.build_library() == first
         and first.stat().st_mtime_ns == made
         and [path.name for path in first.parent.iterdir()] == [first.name]
     )
     monkeypatch.setattr(bindings, "OPTIONS", (*bindings.OPTIONS, "-DOTHER"))
-    other = bindings.compiled()
+    other = bindings.build_library()
     assert other != first
     other.chmod(0o666)  # nothing is run that somebody else may have written
     with pytest.raises(PermissionError, match="may be written by somebody else"):
-        bindings.compiled()
+        bindings.build_library()

@@ -167,8 +167,12 @@ def test_products_are_those_of_their_codes(products, kind, shape):
 
 
 needs_own = pytest.mark.skipif(
-    not bindings.has("product"),
-    reason="no C compiler or no AVX512-BF16 is here, or AMX is and oneDNN's products are used",
+    not bindings.available("product"),
+    reason="no C compiler, no AVX512-BF16 or no AVX512-VNNI is here",
+)
+takes_own = pytest.mark.skipif(
+    not bindings.preferred("product"),
+    reason="no C compiler, no AVX512-BF16 or no AVX512-VNNI is here, or AMX is and oneDNN's products are used",
 )
 CASES = [
     (37, 64, 50, 6),
@@ -283,7 +287,7 @@ def test_products_in_c_have_the_same_bits_on_any_number_of_threads(kind):
     assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
 
 
-@needs_own
+@takes_own
 @pytest.mark.parametrize(
     "inputs, rank, expected",
     [(48, 4, (9, 6, 6)), (48, 3, (5, 6, 6)), (47, 4, (5, 4, 6))],
@@ -341,7 +345,7 @@ SEVERAL = {
 }
 
 
-@needs_own
+@takes_own
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("rows", [19, 0])
 @pytest.mark.parametrize(
@@ -510,7 +514,7 @@ def test_a_run_in_int8_learns_what_a_whole_one_does(kind, called, tmp_path):
     assert "rounded products are at most" in said and f"multiplied in {called}\n" in said
 
 
-@needs_own
+@takes_own
 @pytest.mark.parametrize("products", ["full", "int8", "int8_backward"])
 def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, tmp_path, monkeypatch):
     """Where they are made for each product they are so one at a time, for which the plan has room."""

@@ -17,7 +17,7 @@ from anyqlora.planning import memory
 from tests.on_torch.kernels.test_frozen_matmul import trained
 
 pytestmark = pytest.mark.skipif(
-    not bindings.has("head"), reason="no C compiler or no AVX512-BF16 is here, or AMX is and oneDNN's products are used"
+    not bindings.available("head"), reason="no C compiler, no AVX512-BF16 or no AVX512-VNNI is here"
 )
 TOGETHER = 128  # words of a token that share a step
 HEADS = {  # tokens, hidden size, words
@@ -212,6 +212,7 @@ def test_its_codes_are_in_the_plan(settings, counted):
     assert bytes_of[0] - bytes_of[1] == counted * 128256 * 4096  # 4,088 columns, in whole panels
 
 
+@pytest.mark.skipif(not bindings.preferred("head"), reason="AMX is here, and oneDNN's products are used")
 @pytest.mark.parametrize("kind", ["int8", "int8_backward"])
 def test_runs_in_8_bits_say_so_and_have_it(kind, tmp_path):
     settings = {"max_steps": 3, "lora_dropout": 0, "frozen_matmul": kind, "log_to": "stdout"}

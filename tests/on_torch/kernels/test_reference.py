@@ -565,7 +565,7 @@ def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(se
     batch = next(batch for batch in batches if unpadded.padding_rows(batch.tokens) >= 16)
     given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
     assert given["input_ids"].numel() == batch.tokens + (
-        unpadded.padding_rows(batch.tokens) if few or not bindings.has("product") else -batch.tokens % 16
+        unpadded.padding_rows(batch.tokens) if few or not bindings.preferred("product") else -batch.tokens % 16
     )
 
 

@@ -185,7 +185,7 @@ def test_quantize_says_how_many_tensors_are_as_they_were(kind, tmp_path, capsys)
     )
 
 
-in_c = pytest.mark.skipif(not bindings.has("quantize_4bit"), reason="no C compiler is here")
+in_c = pytest.mark.skipif(not bindings.available("quantize_4bit"), reason="no C compiler is here")
 WAYS = [pytest.param(False, id="by table"), pytest.param(True, id="in C", marks=in_c)]
 
 

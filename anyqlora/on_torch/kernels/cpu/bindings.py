@@ -19,7 +19,7 @@ from torch import nn
 
 from anyqlora.core.hashing import cache_directory
 from anyqlora.on_torch.kernels import reference
-from anyqlora.planning.machine import compiler
+from anyqlora.planning.machine import AMX, compiler, cpu_features, cpu_flags
 from anyqlora.planning.memory.weights import HEAD_COLUMNS, HEAD_WORDS
 
 SOURCES = [
@@ -39,6 +39,13 @@ OPTIONS = (
     "-nostdlib",
     *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 )
+WITHOUT = {  # what the compiler leaves out where the processor has it and ANYQLORA_CPU_FEATURES does not name it
+    "avx2": "-mno-avx2",
+    "avx512f": "-mno-avx512f",
+    "avx512_bf16": "-mno-avx512bf16",
+    "avx512_vnni": "-mno-avx512vnni",
+}
+PRODUCTS = {"head", "head_room", "linears", "linears_backward", "narrow_product", "outer_product", "product"}
 POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
     "attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT),
@@ -67,7 +74,9 @@ LANES = 16  # a head is a multiple of it wide
 @functools.cache
 def library() -> ctypes.CDLL:
     """Their functions, without those for which the processor has no instructions. Raises OSError or subprocess.SubprocessError where none can be had."""
-    loaded = ctypes.CDLL(str(compiled()), mode=os.RTLD_NOW)  # later, a name that is not found would end the process
+    loaded = ctypes.CDLL(
+        str(build_library()), mode=os.RTLD_NOW
+    )  # later, a name that is not found would end the process
     for name, kinds in SIGNATURES.items():
         if hasattr(loaded, name):
             function = getattr(loaded, name)
@@ -75,7 +84,8 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def has(name: str) -> bool:
+@functools.cache
+def available(name: str) -> bool:
     """Whether a function can be had here: there is a compiler, and the processor has the instructions."""
     try:
         return hasattr(library(), name)
@@ -83,9 +93,17 @@ def has(name: str) -> bool:
         return False
 
 
-def compiled() -> Path:
+@functools.cache
+def preferred(name: str) -> bool:
+    """Whether a function is available and to be taken: by AMX the framework's own products are several times as fast."""
+    return available(name) and not (name in PRODUCTS and AMX & set(cpu_features()))
+
+
+def build_library() -> Path:
     """The library's file in the user's cache, made unless it is there. Its name tells source, compiler and processor apart."""
-    command = (compiler(), *OPTIONS)
+    flags, allowed = cpu_flags(), cpu_features()
+    without = (option for name, option in WITHOUT.items() if name in flags and name not in allowed)
+    command = (compiler(), *OPTIONS, *without)
     told = {"capture_output": True, "check": True, "text": True}
     about = subprocess.run(
         [command[0], "-march=native", "-E", "-v", "-x", "c", os.devnull], **told
@@ -112,7 +130,7 @@ def compiled() -> Path:
     return made
 
 
-def broken() -> str:
+def self_check() -> str:
     """Why a model cannot run on them here; "" where it can."""
     try:
         if not hasattr(library(), "attention"):
@@ -271,7 +289,7 @@ def rounded_head(weight: torch.Tensor) -> Rounded | None:
 
     Codes are packed once: [V / HEAD_WORDS, H / HEAD_COLUMNS, HEAD_WORDS / FOUR, HEAD_COLUMNS, FOUR], zeros after the last word and column.
     """
-    if not (has("head") and is_for(weight)) or weight.shape[1] % 2:
+    if not (available("head") and is_for(weight)) or weight.shape[1] % 2:
         return None
     mean = torch.stack([some.float().sum(0) for some in weight.split(WORDS)]).sum(0) / len(weight)
     blocks, panels = -(-len(weight) // HEAD_WORDS), -(-weight.shape[1] // HEAD_COLUMNS)

@@ -1,4 +1,4 @@
-/* Products with a frozen weight on a processor with AVX512-BF16 and AVX512-VNNI, but not AMX, on which oneDNN's are several times as fast: of bf16, or of
+/* Products with a frozen weight on a processor with AVX512-BF16 and AVX512-VNNI (on one with AMX oneDNN's are several times as fast, and taken): of bf16, or of
    int8 codes with a scale for each row. A panel of the weight's columns is packed just before it is used, so that the weight lies in memory once for
    both directions; what LoRA adds is summed in the same registers and rounded with the rest, once. And LoRA's own narrow products, whose learned factors
    and their gradients are float32. Called by native.py; every array is contiguous but LoRA's narrow one, whose rows may lie apart. Each number is summed

@@ -2,7 +2,7 @@
 
 #include "bf16.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && !defined(__AMX_TILE__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define HAS_PANELS
 #include <omp.h>
 

@@ -1,0 +1,65 @@
+"""What the processor has, and how ANYQLORA_CPU_FEATURES lowers it."""
+
+from itertools import chain, combinations
+
+import pytest
+
+from anyqlora.config.resolve import resolve
+from anyqlora.core.errors import UsageError
+from anyqlora.planning.machine import AMX, CPU_FEATURES, FEATURES_VARIABLE, cpu_features, cpu_flags
+
+ZEN_3 = {"avx2", "fma"}
+ZEN_4 = {"avx2", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni"}
+SAPPHIRE_RAPIDS = {*ZEN_4, "amx_bf16", "amx_int8", "amx_tile"}
+GRAVITON_3 = {"asimd", "bf16", "sve"}
+
+
+def features(flags, stated=None):
+    return set(cpu_features(flags, {} if stated is None else {FEATURES_VARIABLE: stated}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "stated", "expected"),
+    [
+        (ZEN_4, None, {"avx2", "avx512f", "avx512_bf16", "avx512_vnni"}),
+        (ZEN_4, "", {"avx2", "avx512f", "avx512_bf16", "avx512_vnni"}),
+        (ZEN_4, "none", set()),
+        (ZEN_4, "avx2", {"avx2"}),
+        (ZEN_4, "avx512f", {"avx2", "avx512f"}),
+        (ZEN_4, "avx512_bf16", {"avx2", "avx512f", "avx512_bf16"}),
+        (ZEN_4, "avx512_bf16, avx512_vnni", {"avx2", "avx512f", "avx512_bf16", "avx512_vnni"}),
+        (ZEN_4, "amx_bf16 amx_int8", {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8"}),
+        (ZEN_3, "amx_bf16,amx_int8", {"avx2"}),
+        (SAPPHIRE_RAPIDS, None, {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8"}),
+        (SAPPHIRE_RAPIDS, "avx512_bf16,avx512_vnni", {"avx2", "avx512f", "avx512_bf16", "avx512_vnni"}),
+        (GRAVITON_3, None, {"asimd", "bf16"}),
+        (GRAVITON_3, "asimd", {"asimd"}),
+        (GRAVITON_3, "avx512_bf16", set()),
+    ],
+)
+def test_the_variable_takes_instruction_sets_away(flags, stated, expected):
+    assert features(flags, stated) == expected
+
+
+@pytest.mark.parametrize("flags", [ZEN_3, ZEN_4, SAPPHIRE_RAPIDS, GRAVITON_3, set()], ids=str)
+def test_nothing_that_it_names_adds_an_instruction_that_would_be_used(flags):
+    """AMX alone may be named without being there, since only the framework uses it; and only where AVX512-BF16 and VNNI are."""
+    for names in chain.from_iterable(combinations(CPU_FEATURES, count) for count in range(1, len(CPU_FEATURES) + 1)):
+        added = features(flags, ",".join(names)) - flags
+        assert added <= AMX and (not added or {"avx512_bf16", "avx512_vnni"} <= flags)
+
+
+@pytest.mark.parametrize("stated", ["avx512", "avx2,avx999", "none,avx2"])
+def test_a_name_that_is_none_is_refused_with_those_that_are(stated):
+    with pytest.raises(UsageError, match="no such instruction set") as refused:
+        features(ZEN_4, stated)
+    assert refused.value.where == FEATURES_VARIABLE and "avx512_bf16" in refused.value.cure
+
+
+def test_this_processor_is_what_the_system_says(monkeypatch):
+    monkeypatch.delenv(FEATURES_VARIABLE, raising=False)
+    assert set(cpu_features()) == CPU_FEATURES.keys() & cpu_flags()
+
+
+def test_it_is_no_setting_of_a_run():
+    assert resolve({}, environ={FEATURES_VARIABLE: "avx2"}) == resolve({}, environ={})
