@@ -85,7 +85,7 @@ def quantizations(device: str, dtype: torch.dtype) -> Iterator[Case]:
                 f"{name} {tuple(weight.shape)}",
                 weight.nbytes + weight.numel() // 2 + weight.numel() // 16,
                 {
-                    "bitsandbytes": lambda flat=flat, kind=kind: nf4_quantize.defined(flat, kind),
+                    "bitsandbytes": lambda flat=flat, kind=kind: nf4_quantize.reference(flat, kind),
                     "ours, portable": lambda flat=flat, kind=kind: nf4_quantize.quantize_4bit(flat, kind),
                 },
             )
@@ -112,7 +112,7 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
         "dropout(x) A^T, rank 48",
         f"({tokens}, 4096)",
         x.nbytes + tokens * 48 * size,
-        {"torch": lambda: torch.nn.functional.dropout(x, 0.1) @ a.T, "ours": lambda: drop.into(x, a)},
+        {"torch": lambda: torch.nn.functional.dropout(x, 0.1) @ a.T, "ours": lambda: drop.lora_down(x, a)},
     )
     middle = drawn(device, dtype, tokens, 48)
     yield Case(
@@ -121,13 +121,13 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
         2 * x.nbytes + middle.nbytes,
         {
             "torch": lambda: x.add_(torch.nn.functional.dropout(middle @ a, 0.1)),
-            "ours": lambda: drop.add_back(x, middle, a),
+            "ours": lambda: drop.add_lora_input_grad(x, middle, a),
         },
     )
 
 
 def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """native.c and attention.c at SmolLM2-135M's shape and four rows of 512 tokens; attention at those of two Llamas, too."""
+    """The C kernels at SmolLM2-135M's shape and four rows of 512 tokens; attention at those of two Llamas, too."""
     from anyqlora.on_torch.kernels import attention
 
     if device != "cpu" or dtype != torch.bfloat16 or bindings.self_check():
@@ -172,7 +172,13 @@ def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
             ),
             "ours": lambda: torch.autograd.grad(
                 cross_entropy.cross_entropy(
-                    hidden, head, None, targets, rows=512, is_native=True, is_fused=bindings.available("head")
+                    hidden,
+                    head,
+                    None,
+                    targets,
+                    rows=512,
+                    is_native=True,
+                    is_fused=bindings.available("lm_head_cross_entropy"),
                 ),
                 hidden,
             ),
@@ -186,16 +192,16 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
     wanted = {"cpu": ("int8",), "cuda": ("fp8",)}[device]
     found = [kind for kind in BackendManager(device).found.products if kind in wanted]
     ways = {
-        "whole": frozen_matmul.Whole(),
+        "whole": frozen_matmul.FullMatmul(),
         **{
-            kind: (frozen_matmul.Int8() if bindings.self_check() else frozen_matmul.NativeInt8())
+            kind: (frozen_matmul.Int8Matmul() if bindings.self_check() else frozen_matmul.CpuInt8Matmul())
             if kind == "int8"
-            else frozen_matmul.Float8(True)
+            else frozen_matmul.Fp8Matmul(True)
             for kind in found
         },
     }
-    if device == "cpu" and bindings.available("product"):
-        ways["whole, in C"] = frozen_matmul.NativeWhole()
+    if device == "cpu" and bindings.available("frozen_matmul"):
+        ways["whole, in C"] = frozen_matmul.CpuFullMatmul()
     for outputs, inputs in ((14336, 4096), (4096, 14336), (4096, 4096)) if dtype == torch.bfloat16 else ():
         w, x, g = (
             drawn(device, dtype, outputs // cut // 16 * 16, inputs),
@@ -207,8 +213,8 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
             str((tokens, *w.shape)),
             0,
             {
-                name: lambda way=way, made=way.weight(w), x=x, g=g: (
-                    way.forward(way.read(x), made, None),
+                name: lambda way=way, made=way.prepare_weight(w), x=x, g=g: (
+                    way.forward(way.prepare_input(x), made, None),
                     way.backward(g, made, None),
                 )
                 for name, way in ways.items()
@@ -219,9 +225,9 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
 
 def narrow(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """LoRA's own products at SmolLM2's widths, of factors in float32: into the rank, back into it, and a factor's gradient."""
-    if device != "cpu" or dtype != torch.bfloat16 or not bindings.available("narrow_product"):
+    if device != "cpu" or dtype != torch.bfloat16 or not bindings.available("lora_matmul"):
         return
-    ways = {"whole": frozen_matmul.Whole(), "whole, in C": frozen_matmul.NativeWhole()}
+    ways = {"whole": frozen_matmul.FullMatmul(), "whole, in C": frozen_matmul.CpuFullMatmul()}
     for tokens, width, rank in itertools.product((2044, 720, 32), (576, 1536), (16, 48)):
         x, m, a = (
             drawn(device, dtype, tokens, width),
@@ -230,10 +236,10 @@ def narrow(device: str, dtype: torch.dtype) -> Iterator[Case]:
         )
         b, shape, flops = a.T.contiguous(), str((tokens, width, rank)), 2 * tokens * width * rank
         for kernel, made in (
-            ("x A^T", lambda way, x=x, a=a: way.into(x, [a], [2.0])),
-            ("g B", lambda way, x=x, b=b: way.back_into(x, b, 2.0)),
-            ("gradient of A", lambda way, x=x, m=m: way.outer(m, x).float()),
-            ("gradient of B", lambda way, x=x, m=m: way.outer(m, x, True).float()),
+            ("x A^T", lambda way, x=x, a=a: way.lora_down(x, [a], [2.0])),
+            ("g B", lambda way, x=x, b=b: way.lora_hidden_grad(x, b, 2.0)),
+            ("gradient of A", lambda way, x=x, m=m: way.lora_weight_grad(m, x).float()),
+            ("gradient of B", lambda way, x=x, m=m: way.lora_weight_grad(m, x, True).float()),
         ):
             yield Case(
                 f"LoRA, {kernel}",
@@ -276,7 +282,7 @@ def heads(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[Ca
         f"({tokens}, {len(weight)})",
         0,
         {
-            "definition": lambda: gradient(cross_entropy.defined(hidden, weight, None, targets)),
+            "definition": lambda: gradient(cross_entropy.reference(hidden, weight, None, targets)),
             "ours": lambda: gradient(
                 cross_entropy.cross_entropy(hidden, weight, None, targets, rows=min(1024, tokens))
             ),

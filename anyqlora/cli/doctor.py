@@ -229,7 +229,12 @@ def builds(machine, hardware: set[str]) -> Iterator[Finding]:
             f"no 4-bit and 8-bit weights: {machine.bitsandbytes['error']}",
             "pip install --force-reinstall bitsandbytes==0.50.2",
         )
-    if "avx512_bf16" in machine.cpu_features and machine.system == "Linux" and not hardware and not machine.compiler:
+    if machine.prebuilt.get("error"):
+        yield Finding(
+            "WRONG", machine.prebuilt["error"], "install the wheel again; until then kernels are compiled here"
+        )
+    is_for_c = "avx512_bf16" in machine.cpu_features and machine.system == "Linux" and not hardware
+    if is_for_c and not machine.compiler and not machine.prebuilt.get("level"):
         yield Finding(
             "note",
             "no C compiler, so bf16 on the CPU runs without our kernels and takes 1.3 to 1.5 times as long",

@@ -11,8 +11,8 @@ from torch import nn
 
 from anyqlora.data.stream import Batch
 from anyqlora.on_torch.generate import evaluating
-from anyqlora.on_torch.kernels.cpu.bindings import Rounded
-from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy
+from anyqlora.on_torch.kernels.cpu.bindings import QuantizedHead
+from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy
 from anyqlora.on_torch.linears import blocks
 from anyqlora.on_torch.unpadded import TOKENS, padded, trained_positions
 
@@ -35,10 +35,12 @@ class TrainedTokenLoss:
 
     A hook takes the head's input and gives it none, so that the model's own forward makes no logits; what the model does to logits
     after its head is `after`. `inputs` says what the model is given for a batch: flat.padded or flat.flat. `last_mlp`, where it is set,
-    runs on trained tokens only, too: no other token's output of it reaches the loss. `rounded`, where it is set: the head's weights, for a gradient in 8 bits.
+    runs on trained tokens only, too: no other token's output of it reaches the loss. `quantized_head`, where it is set: the head's weights, for a gradient in 8 bits.
     """
 
-    def __init__(self, head: nn.Linear, after: After, rows: int, is_native: bool = False, is_fused: bool = False):
+    def __init__(
+        self, head: nn.Linear, after: LogitTransform, rows: int, is_native: bool = False, is_fused: bool = False
+    ):
         self.head, self.after, self.rows, self.is_native, self.is_fused, self.inputs = (
             head,
             after,
@@ -48,7 +50,7 @@ class TrainedTokenLoss:
             padded,
         )
         self.last_mlp: nn.Module | None = None
-        self.rounded: Rounded | None = None
+        self.quantized_head: QuantizedHead | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
         return self.of(*self.seen(model, batch, device))
@@ -71,11 +73,11 @@ class TrainedTokenLoss:
             self.head.weight,
             self.head.bias,
             targets,
-            after=self.after,
+            transform=self.after,
             rows=self.rows,
             is_native=self.is_native,
             is_fused=self.is_fused,
-            rounded=self.rounded,
+            quantized=self.quantized_head,
         )
 
 
@@ -169,7 +171,7 @@ def loss_from_model(model: nn.Module, rows: int) -> tuple[Callable, str]:
     )
 
 
-def what_follows(model: nn.Module, head: nn.Linear) -> After | None:
+def what_follows(model: nn.Module, head: nn.Linear) -> LogitTransform | None:
     """What `model` does to its head's product: scales it, caps it by tanh, or nothing; None where it is anything else.
 
     Its own forward is run on some tokens with known logits in place of the head's, and what comes out is compared.
@@ -185,14 +187,14 @@ def what_follows(model: nn.Module, head: nn.Linear) -> After | None:
     return next((after for after in _candidates(model, given, made) if _near(after(given), made)), None)
 
 
-def _candidates(model: nn.Module, given: torch.Tensor, made: torch.Tensor) -> list[After]:
+def _candidates(model: nn.Module, given: torch.Tensor, made: torch.Tensor) -> list[LogitTransform]:
     """What may follow: a cap that the model's configuration states, or the factor between what was given and what was made."""
     text = model.config.get_text_config()
     cap = getattr(text, "final_logit_softcapping", None)
     scale = float(made[0, 0, -1]) / float(given[0, 0, -1])
     stated = [1 / value for name in ("logits_scaling", "logit_scale") if (value := getattr(text, name, None))]
     exact = [s for value in stated for s in (value, 1 / value) if abs(s / scale - 1) < 0.02] if scale else []
-    return [After(), *([After(1.0, float(cap))] if cap else []), *map(After, exact)]
+    return [LogitTransform(), *([LogitTransform(1.0, float(cap))] if cap else []), *map(LogitTransform, exact)]
 
 
 def _near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -139,7 +139,7 @@ def flat_batch(
 
 
 def flat_batch_native(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same where the products with a layer's weights are products.c's."""
+    """The same where the products with a layer's weights are csrc/matmul.c's."""
     return flat_batch(batch, device, few_lengths=False)
 
 
@@ -219,8 +219,8 @@ def _configs(model: nn.Module) -> list:
 @contextlib.contextmanager
 def _narrowed(model: nn.Module) -> Iterator[None]:
     """The model with windows of SEEN tokens in the place of its own: those of its configurations, its modules, and what ours ask for them."""
-    asked = [module.asked for module in model.modules() if hasattr(module, "asked")]
-    places = [*asked, *map(vars, (*model.modules(), *_configs(model)))]
+    options = [module.attend_options for module in model.modules() if hasattr(module, "attend_options")]
+    places = [*options, *map(vars, (*model.modules(), *_configs(model)))]
     before = [(place, name, place[name]) for place in places for name in WINDOWS if type(place.get(name)) is int]
     for place, name, _ in before:
         place[name] = SEEN

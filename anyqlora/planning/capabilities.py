@@ -64,7 +64,9 @@ class BackendReport:
     automatic: bool = True  # whether `auto` may take it
     device: str = ""  # where it is not the row's: MLX's CPU build has no gpu
     reasons: Mapping[str, str] = field(default_factory=dict)  # cell -> why not; "available" for the whole row
-    slow: Mapping[str, str] = field(default_factory=dict)  # cell -> warning; "" for the whole row
+    slow: Mapping[str, str] = field(
+        default_factory=dict
+    )  # cell -> warning; "": the whole row, "kernels": of better ones
     kernels: tuple[str, ...] = ("portable",)
     products: tuple[str, ...] = ("full",)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from anyqlora.core.errors import UsageError
 from anyqlora.core.lazy_imports import uncollected
+from anyqlora.planning import native_kernels
 from anyqlora.processes.environment import cores_per_process, device_index, local_rank, local_size
 
 MLX_BUILDS = (
@@ -94,7 +95,8 @@ class Machine:
     )  # version, build (one of MLX_BUILDS; "": none), lm_version (mlx-lm's), error
     bitsandbytes: Mapping = field(default_factory=dict)  # version, library (the native library's file), error
     triton: Mapping = field(default_factory=dict)  # version, interpreted (kernels run in Python, on the CPU), error
-    compiler: str = ""  # of C, where native.c can be compiled by it
+    compiler: str = ""  # of C, where the kernels can be compiled by it
+    prebuilt: Mapping = field(default_factory=dict)  # C kernels of this installation: level (of native_kernels), error
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -132,6 +134,7 @@ def observe() -> Machine:
         "mlx": _mlx(),
         "triton": _triton(),
         "compiler": compiler(),
+        "prebuilt": _prebuilt(),
     }
     if isinstance(torch, str):
         return Machine(**host, torch={"error": torch}, bitsandbytes={"error": torch})
@@ -347,6 +350,15 @@ def _mlx() -> dict:
 def compiler() -> str:
     """The C compiler's path; "" where there is none, and elsewhere than on Linux, where torch's threads are not GNU OpenMP's."""
     return shutil.which(os.environ.get("CC", "cc")) or "" if platform.system() == "Linux" else ""
+
+
+def _prebuilt() -> dict:
+    """The object of this installation that fits the processor; nothing where it has none, as in a checkout."""
+    try:
+        prebuilt = native_kernels.prebuilt(cpu_flags(), cpu_features())
+    except native_kernels.UnusableObject as error:
+        return {"error": str(error)}
+    return {"level": prebuilt[0].name} if prebuilt else {}
 
 
 def _triton() -> dict:

@@ -297,7 +297,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     fitting.plan_batch(draft, shapes, free)
     fitting.plan_dequantized_layers(draft, shapes, free)
     _quantized_cache(draft, row, described, shapes)
-    _warn(draft, backend, found)
+    _warn(draft, backend, row, found)
     c = draft.config
     if c.strict and draft.adjustments:
         raise UsageError(
@@ -651,8 +651,18 @@ def _shapes(draft, described: dict | None) -> architectures.ModelShape | None:
     return shapes
 
 
-def _warn(draft, backend, found) -> None:
+def _warn(draft, backend, row, found) -> None:
     """What is worth knowing and changes nothing."""
     config = draft.config
-    cells = (config.quantizer, DTYPE_OF[config.precision], config.optimizer)
-    draft.warnings += [f"{backend}: {found.slow[cell]}" for cell in ("", *cells) if cell in found.slow]
+    cells = ["", config.quantizer, DTYPE_OF[config.precision], config.optimizer, config.kernels]
+    if _would_be_faster(config, row):
+        cells.append("kernels")
+    draft.warnings += [f"{backend}: {found.slow[cell]}" for cell in cells if cell in found.slow]
+
+
+def _would_be_faster(config: TrainConfig, row) -> bool:
+    """Whether `kernels auto` would have taken the backend's best kernels if this machine had them."""
+    best = row.kernels[0]
+    if config.asked("kernels") or config.kernels == best or config.strategy not in FUSED_STRATEGIES:
+        return False
+    return best != "native" or config.precision == "bf16" or not config.asked("precision")

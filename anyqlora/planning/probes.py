@@ -15,6 +15,8 @@ from anyqlora.planning.capabilities import (
 )
 from anyqlora.planning.machine import FEATURES_VARIABLE, Device, Machine
 
+PORTABLE_PRICE = "1.3 to 1.5"  # docs/performance.md: 316 and 340 tokens/s beside 481 and 434
+
 
 def _absent(why: str) -> BackendReport:
     return BackendReport(available=False, reasons={"available": why})
@@ -55,13 +57,18 @@ def _torch_gpu(
         return _absent(f"torch {torch.get('version')} is not built for {maker} GPUs")
     if not devices:
         return _absent(error or f"torch finds no {maker} GPU")
-    first, lacks = devices[0], _no_bf16(devices[:1])
+    first, lacks, slow = devices[0], _no_bf16(devices[:1]), {}
     if "triton" in row.kernels and machine.triton.get("version", "") == "":
-        lacks |= dict.fromkeys(("exact", "triton"), machine.triton.get("error", "triton was not looked for"))
+        why = machine.triton.get("error", "triton was not looked for")
+        lacks |= dict.fromkeys(("exact", "triton"), why)
+        slow["kernels"] = (
+            f"{why}, so portable kernels run: 4-bit weights are unpacked and positions rotated in several launches instead of "
+            "one each, at a price that nobody has measured here: pip install triton"
+        )
     products = row.products
     if "fp8" in products and tuple(map(int, first.capability.split("."))) < FLOAT8_FROM:
         lacks["fp8 products"], products = f"{_called(first)} does not multiply float8", ("full",)
-    return _narrowed(row, machine, devices, lacks, products=products)
+    return _narrowed(row, machine, devices, lacks, products=products, slow=slow)
 
 
 def _cuda(row, machine):
@@ -154,9 +161,11 @@ def _cpu(row, machine):
         f"{machine.arch}, {machine.cores} cores", "", machine.memory_total, machine.memory_available, is_fast
     )
     allowed = f" that {FEATURES_VARIABLE}={machine.cpu_limit} allows" if machine.cpu_limit else ""
-    missing = "" if machine.compiler else "no C compiler is here"
-    if "avx512_bf16" not in machine.cpu_features:
-        missing = f"this processor has no AVX512-BF16{allowed}"
+    missing, price = _native_kernels(machine, allowed)
+    if price:
+        slow["kernels"] = f"{missing}, so {price}"
+    elif not missing and machine.prebuilt.get("error"):
+        slow["native"] = f"kernels are compiled here at first use: {machine.prebuilt['error']}"
     kernels = ("portable",) if missing else row.kernels
     kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
     lacks = {"native": missing} if missing else {}
@@ -180,6 +189,25 @@ def _cpu(row, machine):
         slow=slow,
         products=products,
     )
+
+
+def _native_kernels(machine: Machine, allowed: str) -> tuple[str, str]:
+    """(why the C kernels cannot be had; "" where they can, what that costs and how it is mended; "" where nothing mends it)."""
+    if machine.system != "Linux":
+        return "the C kernels are for Linux", ""
+    if "avx512_bf16" not in machine.cpu_features:
+        return (
+            f"this processor has no AVX512-BF16{allowed}",
+            f"portable kernels run; where it is there (AMD from Zen 4 on, Intel Sapphire Rapids and later) bf16 steps run on C "
+            f"kernels, and portable ones take {PORTABLE_PRICE} times as long",
+        )
+    if machine.compiler or machine.prebuilt.get("level"):
+        return "", ""
+    missing = "no C compiler is here"
+    if machine.prebuilt.get("error"):
+        missing += f", and the compiled kernels of this installation are not used ({machine.prebuilt['error']})"
+    cure = "apt-get install gcc (or CC=PATH of yours), or install the wheel that carries compiled kernels"
+    return missing, f"portable kernels run, by which a bf16 step takes {PORTABLE_PRICE} times as long: {cure}"
 
 
 _PROBES = {

@@ -722,9 +722,12 @@ def test_doctor_misses_a_compiler_where_one_would_be_used():
     assert compiler.mark == "note" and "no C compiler" in compiler.what and "gcc" in compiler.mend
     assert (
         list(doctor.builds(replace(here, compiler="/usr/bin/cc"), set()))
+        == list(doctor.builds(replace(here, prebuilt={"level": "avx512_bf16"}), set()))
         == list(doctor.builds(replace(here, cpu_features=()), set()))
         == []
     )
+    (damaged,) = doctor.builds(replace(here, compiler="/usr/bin/cc", prebuilt={"error": "x.so is damaged"}), set())
+    assert damaged.mark == "WRONG" and "x.so is damaged" in damaged.what and "wheel" in damaged.mend
 
 
 @pytest.mark.parametrize(

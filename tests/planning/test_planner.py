@@ -376,6 +376,53 @@ def test_head_and_loss_are_one_where_c_does_that(features, settings, why, tmp_pa
         )
 
 
+ZEN_4 = {"cpu_features": FAST, "compiler": "/usr/bin/cc"}
+NO_COMPILER = ("no C compiler is here", "1.3 to 1.5 times", "apt-get install gcc", "the wheel that carries")
+DAMAGED = {"prebuilt": {"error": "x.so is damaged"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "kernels", "said"),
+    [
+        ({"compiler": ""}, {}, "portable", NO_COMPILER),
+        ({"compiler": "", **DAMAGED}, {}, "portable", (*NO_COMPILER, "x.so is damaged")),
+        ({"cpu_features": ("avx2",)}, {}, "portable", ("no AVX512-BF16", "1.3 to 1.5 times", "Zen 4")),
+        ({"cpu_features": ("avx2",)}, {"precision": "bf16"}, "portable", ("no AVX512-BF16",)),
+        ({"cpu_features": ("avx2",), "cpu_limit": "avx2"}, {}, "portable", ("that ANYQLORA_CPU_FEATURES=avx2 allows",)),
+        (DAMAGED, {}, "native", ("kernels are compiled here at first use: x.so is damaged",)),
+        ({}, {}, "native", ()),
+        ({"compiler": "", "prebuilt": {"level": "avx512_bf16"}}, {}, "native", ()),
+        ({"compiler": ""}, {"kernels": "portable"}, "portable", ()),
+        ({"compiler": ""}, {"precision": "fp32"}, "portable", ()),
+        ({"compiler": ""}, {"strategy": "fsdp", "world_size": 2}, "portable", ()),
+        ({"compiler": "", "system": "Darwin"}, {}, "portable", ()),
+    ],
+    ids=str,
+)
+def test_what_is_missing_for_the_c_kernels_is_told_with_its_price_and_cure(changes, settings, kernels, said):
+    """Where `kernels auto` would have taken them; it is no adjustment, since nobody has asked for them."""
+    manager = BackendManager("cpu", machine=replace(MACHINES["nothing"], **{**ZEN_4, **changes}))
+    planned = manager.plan(asked(train_type="lora", **settings))
+    warnings = [warning for warning in planned.warnings if "kernels" in warning]
+    assert len(warnings) == bool(said) and all(part in warnings[0] for part in said)
+    assert all(f"warning     {warning}" in planned.explain() for warning in warnings)
+    assert planned.adjustments == () and manager.plan(planned.config).warnings == planned.warnings
+    assert planned.kernels == kernels
+
+
+def test_what_is_missing_for_triton_is_told_with_its_cure():
+    absent = replace(MACHINES["a100"], triton={"error": "triton is not installed"})
+    planned = BackendManager("cuda", machine=absent).plan(asked())
+    (warning,) = planned.warnings
+    assert planned.kernels == "portable" and "triton is not installed" in warning and "pip install triton" in warning
+    for machine, settings in (
+        (absent, {"kernels": "portable"}),
+        (absent, {"strategy": "fsdp"}),
+        (MACHINES["a100"], {}),
+    ):
+        assert BackendManager("cuda", machine=machine).plan(asked(**settings)).warnings == ()
+
+
 def test_weights_stay_dequantized_where_there_is_plenty_of_room_and_runs_choose_alike():
     """Free memory that differs by less than a fifth: the choices are the same, but where a power of two lies between."""
     machine = MACHINES["h200"]

@@ -53,7 +53,7 @@ def kernels(dtype: str, capability: int):
             f"rotate {back=} {angles=}",
             rope._rotate,
             [x, x, angles, angles, INT, INT, INT],
-            {"BACK": back, "HEADS": 32, "HALF": 64},
+            {"BACKWARD": back, "HEADS": 32, "HALF": 64},
             {"enable_fp_fusion": False},
         )
     yield "gate", swiglu._forward, [x, x, x, INT], {"BLOCK": swiglu.BLOCK}, {"enable_fp_fusion": False}
@@ -67,9 +67,9 @@ def kernels(dtype: str, capability: int):
     for columns in (True, False) if capability >= 89 else ():  # the first with float8
         yield (
             f"float8 {columns=}",
-            float8._coded,
+            float8._quantize_rows,
             [x, "*fp32", "*fp8e4nv", "*fp32", INT],
-            {"MOST": float8.MOST, "HAS_COLUMNS": columns, "BLOCK": float8.BLOCK},
+            {"MAX": float8.MAX, "HAS_COLUMN_SCALES": columns, "BLOCK": float8.BLOCK},
             {"enable_fp_fusion": False},
         )
     tiles = {
@@ -77,9 +77,21 @@ def kernels(dtype: str, capability: int):
         "ROWS": dropout_lora.ROWS,
         "COLUMNS": dropout_lora.COLUMNS,
     }  # the greatest that there is
-    yield "dropout into", dropout_lora._into, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
-    yield "dropout outer", dropout_lora._outer, [x, x, "*fp32", *[INT] * 6], tiles, {"enable_fp_fusion": True}
-    yield "dropout add_back", dropout_lora._add_back, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
+    yield "dropout lora_down", dropout_lora._lora_down, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
+    yield (
+        "dropout lora_weight_grad",
+        dropout_lora._lora_weight_grad,
+        [x, x, "*fp32", *[INT] * 6],
+        tiles,
+        {"enable_fp_fusion": True},
+    )
+    yield (
+        "dropout add_lora_input_grad",
+        dropout_lora._add_lora_input_grad,
+        [x, x, x, *[INT] * 5],
+        tiles,
+        {"enable_fp_fusion": True},
+    )
 
 
 def fused_in(ptx: str) -> int:

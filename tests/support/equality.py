@@ -13,7 +13,7 @@ from anyqlora.data.stream import IGNORE, Batch
 from anyqlora.on_torch.adapters.fused_layers import fused_layers
 from anyqlora.on_torch.assembly.build import build, optimizer_factory
 from anyqlora.on_torch.assembly.checks import check_gradients
-from anyqlora.on_torch.kernels.frozen_matmul import EachWay, NativeInt8, NativeWhole
+from anyqlora.on_torch.kernels.frozen_matmul import CpuFullMatmul, CpuInt8Matmul, SplitMatmul
 from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.planning.backends import BackendManager
@@ -169,8 +169,8 @@ def fast_paths(runtime, model) -> dict:
 def is_in_c(products) -> bool:
     return (
         is_in_c(products.ahead) and is_in_c(products.back)
-        if isinstance(products, EachWay)
-        else isinstance(products, NativeWhole | NativeInt8)
+        if isinstance(products, SplitMatmul)
+        else isinstance(products, CpuFullMatmul | CpuInt8Matmul)
     )
 
 

@@ -10,10 +10,9 @@ from peft.tuners import lora
 from torch import nn
 
 from anyqlora.models.architectures import shared_input_groups
-from anyqlora.on_torch.kernels.frozen_matmul import Products
-from anyqlora.on_torch.kernels.fused_lora import WHOLE, Linear, linears
-from anyqlora.on_torch.linears import is_linear
-from anyqlora.on_torch.linears import linears as linear_layers
+from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul
+from anyqlora.on_torch.kernels.fused_lora import FULL, LoraLinear, lora_linears
+from anyqlora.on_torch.linears import is_linear, linears
 
 DEFAULT = ["default"]  # PEFT's name of the one adapter
 PLAIN = tuple(
@@ -36,7 +35,12 @@ class SharedInputGroup:
     """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
 
     def __init__(
-        self, layers: dict[str, nn.Module], quantizer, keeps: bool = False, product=linears, whole: Products = WHOLE
+        self,
+        layers: dict[str, nn.Module],
+        quantizer,
+        keeps: bool = False,
+        product=lora_linears,
+        whole: FrozenMatmul = FULL,
     ):
         """`keeps`: what is made of the weights stays in memory once it is there. `product` computes, and `whole` multiplies in x's dtype."""
         self.names, self.layers, self.quantizer, self.keeps, self.product = (
@@ -50,7 +54,7 @@ class SharedInputGroup:
         self.whole = whole
         self.multiply_by(whole)
 
-    def multiply_by(self, products: Products, keeps: bool = True) -> None:
+    def multiply_by(self, products: FrozenMatmul, keeps: bool = True) -> None:
         """From now on the products with the frozen weights are these. Not `keeps`: nothing stays in memory, whatever the group does else."""
         self.products = products
         weights, self.is_kept = [functools.partial(self._weight, layer) for layer in self.layers], keeps and self.keeps
@@ -62,7 +66,7 @@ class SharedInputGroup:
             weight()
 
     def _weight(self, layer: nn.Module):
-        return self.products.weight(self.quantizer.dequantize(layer.base_layer))
+        return self.products.prepare_weight(self.quantizer.dequantize(layer.base_layer))
 
     def forget(self) -> None:
         """Let go of outputs that nobody has come for: a forward pass broke off."""
@@ -92,8 +96,8 @@ class SharedInputGroup:
         return {id(layer): y.to(x.dtype) if packed else y for layer, y in zip(self.layers, out, strict=True)}
 
     @staticmethod
-    def _parts(layer: nn.Module, weight, is_kept: bool) -> Linear:
-        return Linear(
+    def _parts(layer: nn.Module, weight, is_kept: bool) -> LoraLinear:
+        return LoraLinear(
             weight,
             layer.base_layer.bias,
             layer.lora_A["default"].weight,
@@ -108,7 +112,9 @@ def _class_of(kind: type) -> type:
     return type(f"Fused{kind.__name__}", (FusedLoraLinear, kind), {})
 
 
-def fuse_layers(model: nn.Module, quantizer, cached: int = 0, product=linears, whole: Products = WHOLE) -> list[str]:
+def fuse_layers(
+    model: nn.Module, quantizer, cached: int = 0, product=lora_linears, whole: FrozenMatmul = FULL
+) -> list[str]:
     """Put a fused layer, computed by `product` and `whole`, in the place of each of PEFT's LoRA layers in `model`; the first `cached`
     layers of it keep their dequantized weights. Returns the names of those that stay as they are, since they do more than add B A x: DoRA, int8's rounded activations."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
@@ -148,10 +154,10 @@ def fused_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def are_all_fused(model: nn.Module, held: type) -> bool:
-    """Whether each frozen linear layer, `held` by a quantizer or plain, is in a fused one, of an even rank as products.c has it."""
+    """Whether each frozen linear layer, `held` by a quantizer or plain, is in a fused one, of an even rank as csrc/matmul.c has it."""
     layers = fused_layers(model)
     inside = {id(layer.base_layer) for layer in layers}
-    frozen = [module for name, module in linear_layers(model, held).items() if "lora_" not in name]
+    frozen = [module for name, module in linears(model, held).items() if "lora_" not in name]
     return all(layer.lora_A["default"].out_features % 2 == 0 for layer in layers) and all(
         id(module) in inside for module in frozen
     )

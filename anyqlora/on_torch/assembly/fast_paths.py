@@ -17,9 +17,16 @@ from anyqlora.on_torch.assembly import int8_calibration
 from anyqlora.on_torch.assembly.checks import BuiltModel
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu import bindings
-from anyqlora.on_torch.kernels.cross_entropy import After
-from anyqlora.on_torch.kernels.frozen_matmul import EachWay, Float8, Int8, NativeInt8, NativeWhole, Whole
-from anyqlora.on_torch.kernels.self_check import broken
+from anyqlora.on_torch.kernels.cross_entropy import LogitTransform
+from anyqlora.on_torch.kernels.frozen_matmul import (
+    CpuFullMatmul,
+    CpuInt8Matmul,
+    Fp8Matmul,
+    FullMatmul,
+    Int8Matmul,
+    SplitMatmul,
+)
+from anyqlora.on_torch.kernels.self_check import failure
 from anyqlora.on_torch.linears import blocks
 from anyqlora.on_torch.loss import TrainedTokenLoss, loss_from_model, token_loss
 from anyqlora.on_torch.precision import COMPUTE, STORED
@@ -50,14 +57,14 @@ def make_loss(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> 
     if said["after"] is None:
         return token_loss, said["why"]
     in_c, rows = kernels == "native", config.logits_chunk_tokens
-    is_fused = in_c and config.fused_linear_cross_entropy is True and bindings.preferred("head")
+    is_fused = in_c and config.fused_linear_cross_entropy is True and bindings.preferred("lm_head_cross_entropy")
     if (
         config.fused_linear_cross_entropy is True and not is_fused and not config.asked("logits_chunk_tokens")
     ):  # the kernels do not run here: there are logits after all
         rows = memory.logits_chunk_tokens(
             None, config.with_(fused_linear_cross_entropy=False, logits_chunk_tokens=AUTO, kernels=kernels)
         )
-    return TrainedTokenLoss(model.get_output_embeddings(), After(*said["after"]), rows, in_c, is_fused), ""
+    return TrainedTokenLoss(model.get_output_embeddings(), LogitTransform(*said["after"]), rows, in_c, is_fused), ""
 
 
 def remove_padding(built: BuiltModel, runtime: Runtime, kernels: str) -> list[str]:
@@ -71,7 +78,7 @@ def remove_padding(built: BuiltModel, runtime: Runtime, kernels: str) -> list[st
     )
     in_c = (
         kernels == "native"
-        and bindings.preferred("product")
+        and bindings.preferred("frozen_matmul")
         and are_all_fused(built.model, built.quantizer.module_type)
         and not is_mixture(built.model)
     )
@@ -88,12 +95,12 @@ def fuse_lora(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "
     """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
     cached = config.dequantized_layers if isinstance(config.dequantized_layers, int) else 0
     linears_of = (
-        "anyqlora.on_torch.kernels.gpu.dropout_lora:linears"
+        "anyqlora.on_torch.kernels.gpu.dropout_lora:lora_linears"
         if kernels == "triton"
-        else "anyqlora.on_torch.kernels.fused_lora:linears"
+        else "anyqlora.on_torch.kernels.fused_lora:lora_linears"
     )
     left = fuse_layers(
-        model, quantizer, cached, registry.load(linears_of), NativeWhole() if kernels == "native" else Whole()
+        model, quantizer, cached, registry.load(linears_of), CpuFullMatmul() if kernels == "native" else FullMatmul()
     )
     if left and config.sources.get("fused_lora") not in (None, "default", "plan"):
         raise NotSupported(
@@ -123,10 +130,12 @@ def calibrate_int8(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
             with runtime.forward():
                 yield runtime.loss.seen(model, batch, runtime.device)
 
-    whole, int8 = (NativeWhole(), NativeInt8()) if kernels == "native" else (Whole(), Int8())
-    rounded = {"int8": int8, "int8_backward": EachWay(whole, int8), "fp8": Float8(kernels in ("exact", "triton"))}[
-        runtime.plan.config.frozen_matmul
-    ]
+    full, int8 = (CpuFullMatmul(), CpuInt8Matmul()) if kernels == "native" else (FullMatmul(), Int8Matmul())
+    rounded = {
+        "int8": int8,
+        "int8_backward": SplitMatmul(full, int8),
+        "fp8": Fp8Matmul(kernels in ("exact", "triton")),
+    }[runtime.plan.config.frozen_matmul]
     said = int8_calibration.calibrate(model, rounded, losses, runtime.strategy.broadcast)
     return said + (
         int8_calibration.calibrate_head(runtime.loss, seen, runtime.strategy.broadcast)
@@ -138,7 +147,7 @@ def calibrate_int8(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], 
 def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:
     """(the kernels to run on, why they are not the planned ones). Raises RunError when those were asked for and do not run here."""
     plan = runtime.plan
-    why = "" if plan.kernels == "portable" else broken(plan.kernels, runtime.device, STORED[plan.precision])
+    why = "" if plan.kernels == "portable" else failure(plan.kernels, runtime.device, STORED[plan.precision])
     if why and plan.config.asked("kernels"):
         raise RunError(f"kernels {plan.kernels} cannot be used on {runtime.device}: {why}", cure="--kernels portable")
     return ("portable", [f"portable kernels instead of {plan.kernels} ones: {why}"]) if why else (plan.kernels, [])

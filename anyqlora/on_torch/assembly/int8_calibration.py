@@ -1,4 +1,4 @@
-"""Products in 8 bits, taken only where they prove themselves: on rows of the run's own, before its first step."""
+"""FrozenMatmul in 8 bits, taken only where they prove themselves: on rows of the run's own, before its first step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from anyqlora.core.errors import RunError
 from anyqlora.on_torch.adapters.fused_layers import SharedInputGroup, fused_layers
 from anyqlora.on_torch.kernels.cpu import bindings
-from anyqlora.on_torch.kernels.frozen_matmul import Products, Whole, widened
+from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, FullMatmul, add_lora
 from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.on_torch.memory.malloc import return_freed_pages
 
@@ -20,14 +20,14 @@ TINY = 1e-30
 LOSS = 0.005  # how far the loss of those rows may move
 
 
-class _ComparedProducts(Whole):
+class _ComparedProducts(FullMatmul):
     """Whole products beside which the rounded ones are made, too.
 
     How far these are `off` is a part of what tells tokens apart: of the norm of the whole ones without their mean over a row's tokens, since
     one number that stands out in every token makes that mean large.
     """
 
-    def __init__(self, rounded: Products):
+    def __init__(self, rounded: FrozenMatmul):
         self.rounded, self.squares = (
             rounded,
             {"outputs": [0.0, TINY], "gradients": [0.0, TINY]},
@@ -39,24 +39,27 @@ class _ComparedProducts(Whole):
         found = max(math.sqrt(off / whole) for off, whole in self.squares.values())
         return found if math.isfinite(found) else math.inf
 
-    def forward(self, read, weight, bias, narrow=None):
-        y = super().forward(read, weight, bias)
-        self._note("outputs", y, weight, lambda rounded, made: rounded.forward(rounded.read(read), made, bias))
-        return widened(y, narrow)
+    def forward(self, x, weight, bias, lora=None):
+        y = super().forward(x, weight, bias)
+        self._note(
+            "outputs", y, weight, lambda rounded, prepared: rounded.forward(rounded.prepare_input(x), prepared, bias)
+        )
+        return add_lora(y, lora)
 
-    def backward(self, g, weight, to, narrow=None):
-        of_x = super().backward(g, weight, None)
-        self._note("gradients", of_x, weight, lambda rounded, made: rounded.backward(g, made, None))
-        of_x = of_x if to is None else to.add_(of_x)
-        return widened(of_x, narrow, is_turned=True)
+    def backward(self, grad_output, weight, accumulated, lora=None):
+        grad_x = super().backward(grad_output, weight, None)
+        self._note("gradients", grad_x, weight, lambda rounded, prepared: rounded.backward(grad_output, prepared, None))
+        grad_x = grad_x if accumulated is None else accumulated.add_(grad_x)
+        return add_lora(grad_x, lora, transposed=True)
 
     def _note(self, what: str, whole: torch.Tensor, weight: torch.Tensor, product: Callable) -> None:
         noted = self.squares[what]
-        if not self.rounded.takes(weight):
+        if not self.rounded.supports(weight):
             noted[0] = math.inf
             return
         rounded, whole = (
-            y.detach().float().flatten(0, -2) for y in (product(self.rounded, self.rounded.weight(weight)), whole)
+            y.detach().float().flatten(0, -2)
+            for y in (product(self.rounded, self.rounded.prepare_weight(weight)), whole)
         )
         apart = whole - whole.mean(0) if len(whole) > 1 else whole
         noted[0] += float((rounded - whole).square().sum())
@@ -65,7 +68,7 @@ class _ComparedProducts(Whole):
 
 def calibrate(
     model: nn.Module,
-    rounded: Products,
+    rounded: FrozenMatmul,
     losses: Callable[[], Iterable[torch.Tensor]],
     told: Callable = lambda chosen: chosen,
 ) -> list[str]:
@@ -123,7 +126,9 @@ def calibrate_head(
     `seen` gives the head's inputs [N, H] and the targets [N] of some rows. The loss itself stays as it is. Only where the head is C's.
     """
     with return_freed_pages():
-        rounded = bindings.rounded_head(loss.head.weight.detach()) if loss.is_fused and loss.after.cap is None else None
+        rounded = (
+            bindings.quantize_lm_head(loss.head.weight.detach()) if loss.is_fused and loss.after.cap is None else None
+        )
     if rounded is None:
         return []
     apart, whole = 0.0, TINY
@@ -133,7 +138,7 @@ def calibrate_head(
             apart, whole = apart + float((ours - exact).square().sum()), whole + float(exact.square().sum())
     off = math.sqrt(apart / whole)
     is_near = told(off <= NEAR)
-    loss.rounded = rounded if is_near else None
+    loss.quantized_head = rounded if is_near else None
     return [
         f"the output head's gradient in 8 bits is {off:.1%} off the whole one"
         if is_near
@@ -143,13 +148,15 @@ def calibrate_head(
 
 @torch.enable_grad()
 def _gradient(
-    loss: TrainedTokenLoss, rounded: bindings.Rounded | None, hidden: torch.Tensor, targets: torch.Tensor
+    loss: TrainedTokenLoss, rounded: bindings.QuantizedHead | None, hidden: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    loss.rounded, hidden = rounded, hidden.detach().requires_grad_()
+    loss.quantized_head, hidden = rounded, hidden.detach().requires_grad_()
     return torch.autograd.grad(loss.of(hidden, targets), hidden)[0].float()
 
 
-def _compared(groups: list[SharedInputGroup], rounded: Products, losses: Callable[[], Iterable[torch.Tensor]]) -> float:
+def _compared(
+    groups: list[SharedInputGroup], rounded: FrozenMatmul, losses: Callable[[], Iterable[torch.Tensor]]
+) -> float:
     """The loss on whole products; each group's `products` know how far rounded ones are off."""
     for group in groups:
         group.multiply_by(_ComparedProducts(rounded), keeps=False)

@@ -1,4 +1,4 @@
-"""Causal attention within documents: each by itself, with no mask of [T, T]; in bf16 on a CPU a block of queries at a time, or all by attention.c."""
+"""Causal attention within documents: each by itself, with no mask of [T, T]; in bf16 on a CPU a block of queries at a time, or all in C."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def attention(
     window: int | None = None,
     is_native: bool = False,
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v under a causal mask, [B, T, H, D]; equal to `defined`.
+    """softmax(scale q k^T) v under a causal mask, [B, T, H, D]; equal to `reference`.
 
     q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents int [B, T]: tokens see tokens of their own document
-    only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them. is_native: by
-    attention.c, where heads are of a width that it takes.
+    only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them. is_native: in C,
+    where heads are of a width that it takes.
     """
     if is_native and bindings.is_for(q, k, v) and q.shape[3] % bindings.LANES == 0:
-        return _InC.apply(
+        return _Native.apply(
             *(x.transpose(1, 2).contiguous() for x in (q, k, v)), _table(q, documents), window or q.shape[2], scale
         )
     if documents is None:
-        return _one(q, k, v, scale, window)
+        return _one_document(q, k, v, scale, window)
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
     for row, first, end in _spans(documents):
         part = [x[row : row + 1, :, first:end] for x in (q, k, v)]
-        out[row : row + 1, first:end] = _one(*part, scale, window)
+        out[row : row + 1, first:end] = _one_document(*part, scale, window)
     return out
 
 
-def defined(
+def reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -57,10 +57,10 @@ def defined(
 ) -> torch.Tensor:
     """What `attention` computes, with whole masks and scores."""
     length = q.shape[2]
-    place = torch.arange(length, device=q.device)
-    seen = place[:, None] >= place[None]
+    position = torch.arange(length, device=q.device)
+    seen = position[:, None] >= position[None]
     if window is not None:
-        seen = seen & (place[:, None] - place[None] < window)
+        seen = seen & (position[:, None] - position[None] < window)
     seen = seen.expand(len(q), 1, length, length)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None]) & (documents >= 0)[:, None, :, None]
@@ -70,13 +70,13 @@ def defined(
 
 
 def _spans(documents: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(row, first token, end) of each document [B, T]. Kept on the tensor: all layers ask for the same, and a device is waited for."""
+    """(row, first token, end) of each document [B, T]. Cached on the tensor: all layers ask for the same, and a device is waited for."""
     if not hasattr(documents, "spans"):
-        documents.spans = list(_found(documents))
+        documents.spans = list(_iterate_spans(documents))
     return documents.spans
 
 
-def _found(documents: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def _iterate_spans(documents: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     for row, numbers in enumerate(documents.tolist()):
         start = 0
         for number, group in itertools.groupby(numbers):
@@ -87,47 +87,47 @@ def _found(documents: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 class _Table(NamedTuple):
-    """Documents as attention.c takes them."""
+    """Documents as bindings.attention takes them."""
 
     spans: torch.Tensor  # int64 [N, 3]: row, first token, end
     longest: int  # tokens
 
 
 def _table(q: torch.Tensor, documents: torch.Tensor | None) -> _Table:
-    """The documents [B, T] of q [B, H, T, D]; each row is one where there are none. It is kept on the tensor: all layers ask for the same."""
-    known = getattr(documents, "table", None)
-    if known is None:
+    """The documents [B, T] of q [B, H, T, D]; each row is one where there are none. Cached on the tensor: all layers ask for the same."""
+    cached = getattr(documents, "table", None)
+    if cached is None:
         spans = [(row, 0, q.shape[2]) for row in range(len(q))] if documents is None else _spans(documents)
-        known = _Table(
+        cached = _Table(
             torch.tensor(spans, dtype=torch.int64).view(-1, 3), max((end - first for _, first, end in spans), default=0)
         )
         if documents is not None:
-            documents.table = known
-    return known
+            documents.table = cached
+    return cached
 
 
-class _InC(torch.autograd.Function):
-    """By attention.c, of q [B, T, H, D], k and v [B, T, K, D]. Kept for backward: these, what comes out, and a number for each query."""
+class _Native(torch.autograd.Function):
+    """By bindings.attention, of q [B, T, H, D], k and v [B, T, K, D]. Saved for backward: these, the output, and a number for each query."""
 
     @staticmethod
     def forward(ctx, q, k, v, table, window, scale):
         ctx.form = *table, window, scale
-        out, log_sums = bindings.attention(q, k, v, *ctx.form)
-        ctx.save_for_backward(q, k, v, out, log_sums)
+        out, logsumexp = bindings.attention(q, k, v, *ctx.form)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
     @staticmethod
-    def backward(ctx, of_out):
-        return *bindings.attention_backward(of_out.contiguous(), *ctx.saved_tensors, *ctx.form), None, None, None
+    def backward(ctx, grad_out):
+        return *bindings.attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.form), None, None, None
 
 
-def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+def _one_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
     """Attention where all tokens of a row are of one document, [B, T, H, D]."""
     length = q.shape[2]
     if window is not None and window < length:
-        place = torch.arange(length, device=q.device)
-        far = place[:, None] - place[None]
-        seen = (far >= 0) & (far < window)
+        position = torch.arange(length, device=q.device)
+        distance = position[:, None] - position[None]
+        seen = (distance >= 0) & (distance < window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).transpose(1, 2)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _Blocks.apply(q, k, v, scale)
@@ -135,7 +135,7 @@ def _one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window
 
 
 class _Blocks(torch.autograd.Function):
-    """Products in bf16, softmax in float32. For backward only q, k and v are kept: the probabilities are computed again.
+    """Products in bf16, softmax in float32. For backward only q, k and v are saved: the probabilities are computed again.
 
     torch's own kernel for CPUs reaches a sixth of the product rate of a CPU with AVX512-BF16 at 64 numbers per head.
     """
@@ -144,52 +144,52 @@ class _Blocks(torch.autograd.Function):
     def forward(ctx, q, k, v, scale):
         ctx.save_for_backward(q, k, v)
         ctx.scale = scale
-        (rows, heads, length, width), shared = q.shape, k.shape[1]
+        (rows, heads, length, width), kv_heads = q.shape, k.shape[1]
         out = torch.empty(rows, length, heads, width, dtype=q.dtype)
-        grouped = out.view(rows, length, shared, -1, width).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
-        for row, some, first, end, block in _blocks(q, k):
-            keys, values = k[row, some, :end], v[row, some, :end]
+        grouped = out.view(rows, length, kv_heads, -1, width).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
+        for row, head_slice, first, end, block in _blocks(q, k):
+            keys, values = k[row, head_slice, :end], v[row, head_slice, :end]
             p = _softmax(torch.bmm(block, keys.transpose(1, 2)), first, end, scale)
-            made = torch.bmm(p.to(v.dtype), values)
-            grouped[row, some, :, first:end] = made.view(len(made), -1, end - first, width)
+            product = torch.bmm(p.to(v.dtype), values)
+            grouped[row, head_slice, :, first:end] = product.view(len(product), -1, end - first, width)
         return out
 
     @staticmethod
-    def backward(ctx, of_out):
+    def backward(ctx, grad_out):
         q, k, v = ctx.saved_tensors
-        of_out = of_out.transpose(1, 2)  # [B, H, T, D]
-        of_q = torch.empty(q.shape, dtype=q.dtype)
-        of_k, of_v = torch.zeros(k.shape), torch.zeros(v.shape)  # float32: sums over blocks
-        grouped_of_q = of_q.view(*k.shape[:2], -1, *q.shape[2:])
-        for (row, some, first, end, block), (*_, g) in zip(_blocks(q, k), _blocks(of_out, k), strict=True):
-            keys, values = k[row, some, :end], v[row, some, :end]
+        grad_out = grad_out.transpose(1, 2)  # [B, H, T, D]
+        grad_q = torch.empty(q.shape, dtype=q.dtype)
+        grad_k, grad_v = torch.zeros(k.shape), torch.zeros(v.shape)  # float32: sums over blocks
+        grouped_grad_q = grad_q.view(*k.shape[:2], -1, *q.shape[2:])
+        for (row, head_slice, first, end, block), (*_, g) in zip(_blocks(q, k), _blocks(grad_out, k), strict=True):
+            keys, values = k[row, head_slice, :end], v[row, head_slice, :end]
             p = _softmax(torch.bmm(block, keys.transpose(1, 2)), first, end, ctx.scale)
-            of_v[row, some, :end] += torch.bmm(p.to(v.dtype).transpose(1, 2), g)
-            of_p = torch.bmm(g, values.transpose(1, 2))
-            of_scores = softmax_backward(of_p.float(), p).mul_(ctx.scale).to(of_p.dtype)
-            made = torch.bmm(of_scores, keys)
-            grouped_of_q[row, some, :, first:end] = made.view(len(made), -1, end - first, q.shape[3])
-            of_k[row, some, :end] += torch.bmm(of_scores.transpose(1, 2), block)
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None
+            grad_v[row, head_slice, :end] += torch.bmm(p.to(v.dtype).transpose(1, 2), g)
+            grad_p = torch.bmm(g, values.transpose(1, 2))
+            grad_scores = softmax_backward(grad_p.float(), p).mul_(ctx.scale).to(grad_p.dtype)
+            product = torch.bmm(grad_scores, keys)
+            grouped_grad_q[row, head_slice, :, first:end] = product.view(len(product), -1, end - first, q.shape[3])
+            grad_k[row, head_slice, :end] += torch.bmm(grad_scores.transpose(1, 2), block)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None
 
 
 def _blocks(x: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[int, slice, int, int, torch.Tensor]]:
     """(row, key heads, first query, end, the queries of these heads [K', G n, D]) of each block of x [B, H, T, D]."""
-    (rows, heads, length, width), shared = x.shape, k.shape[1]
+    (rows, heads, length, width), kv_heads = x.shape, k.shape[1]
     queries = min(QUERIES, length)
-    together = max(1, SCORES * shared // (heads * queries * length))  # key heads
-    grouped = x.reshape(rows, shared, heads // shared, length, width)
+    together = max(1, SCORES * kv_heads // (heads * queries * length))  # key heads
+    grouped = x.reshape(rows, kv_heads, heads // kv_heads, length, width)
     for row in range(rows):
-        for head in range(0, shared, together):
-            some = slice(head, head + together)
+        for head in range(0, kv_heads, together):
+            head_slice = slice(head, head + together)
             for first in range(0, length, queries):
                 end = min(first + queries, length)
                 yield (
                     row,
-                    some,
+                    head_slice,
                     first,
                     end,
-                    grouped[row, some, :, first:end].reshape(-1, (heads // shared) * (end - first), width),
+                    grouped[row, head_slice, :, first:end].reshape(-1, (heads // kv_heads) * (end - first), width),
                 )
 
 

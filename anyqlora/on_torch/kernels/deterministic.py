@@ -22,18 +22,18 @@ def deterministic(attend: Callable) -> Callable:
     def wrapped(module, query, key, value, *masks, **options):
         if not (query.device.type in DEVICES and torch.are_deterministic_algorithms_enabled()):
             return attend(module, query, key, value, *masks, **options)
-        out, weights = attend(module, *within(query, key, value), *masks, **options)
-        return begun(out), weights
+        out, weights = attend(module, *refuse_until(query, key, value), *masks, **options)
+        return refuse_from(out), weights
 
     return wrapped
 
 
-def within(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The inputs; their gradients end what `begun` has begun."""
+def refuse_until(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The inputs; their gradients end what `refuse_from` has begun."""
     return _End.apply(*inputs)
 
 
-def begun(out: torch.Tensor) -> torch.Tensor:
+def refuse_from(out: torch.Tensor) -> torch.Tensor:
     """The output; from its gradient to those of the inputs torch refuses what has no deterministic form."""
     return _Begin.apply(out)
 
@@ -44,9 +44,9 @@ class _Begin(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, of_out):
+    def backward(ctx, grad_out):
         torch.set_deterministic_debug_mode(REFUSE)
-        return of_out
+        return grad_out
 
 
 class _End(torch.autograd.Function):
@@ -56,6 +56,6 @@ class _End(torch.autograd.Function):
         return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod
-    def backward(ctx, *of_inputs):
+    def backward(ctx, *grad_inputs):
         torch.set_deterministic_debug_mode(WARN)
-        return of_inputs
+        return grad_inputs

@@ -1,4 +1,4 @@
-"""What kernels compute, in torch's own operators: each is compared with it, and with a model's own module before it takes its place."""
+"""What kernels compute, in torch's own operators: each kernel is compared with it, and it with a model's own module before that is replaced."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def promoted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return x * cos.unsqueeze(2) + torch.cat((-x2, x1), -1) * sin.unsqueeze(2)
 
 
-def are_read(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether kernels, which go by x's width, can read cos and sin: they turn all of each head, and are of x's dtype or float32."""
+def is_rotatable(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether kernels, which go by x's width, can read cos and sin: they rotate all of each head, and are of x's dtype or float32."""
     return (
         cos.shape[-1] == sin.shape[-1] == x.shape[-1]
         and cos.dtype == sin.dtype
@@ -43,18 +43,18 @@ def are_read(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
 
 
 class Rotation(torch.autograd.Function):
-    """`rotate` by `turn(x, cos, sin, is_back=)`, which computes it or its transpose; nothing is saved but cos and sin."""
+    """`rotate` by `kernel(x, cos, sin, is_backward=)`, which computes it or its transpose; nothing is saved but cos and sin."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, turn):
-        turns = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(*turns)
-        ctx.turn = turn
-        return turn(x, *turns, is_back=False)
+    def forward(ctx, x, cos, sin, kernel):
+        angles = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(*angles)
+        ctx.kernel = kernel
+        return kernel(x, *angles, is_backward=False)
 
     @staticmethod
-    def backward(ctx, of_y):
-        return ctx.turn(of_y, *ctx.saved_tensors, is_back=True), None, None, None
+    def backward(ctx, grad_y):
+        return ctx.kernel(grad_y, *ctx.saved_tensors, is_backward=True), None, None, None
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether our kernels run on a device, and give what they are defined to give."""
+"""Whether our kernels run on a device, and give what their references give."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from anyqlora.on_torch.kernels.cpu import bindings
 
 
-def broken(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why `kernels` (settings.kernels) cannot be used on `device`; "" where they can. A small one is compiled and run, and compared with its
-    definition."""
+def failure(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why `kernels` (settings.kernels) cannot be used on `device`; "" where they can. A small one is compiled and run, and compared with
+    its reference."""
     if kernels == "native":
         return bindings.self_check()
     x = torch.linspace(-1, 1, 2 * 3 * 2 * 8, device=device, dtype=dtype).view(2, 3, 2, 8)
@@ -18,9 +18,8 @@ def broken(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
         from anyqlora.on_torch.kernels.gpu import rope
 
         angles = ((cos, sin), (cos.float(), sin.float()))  # each its own kernel
-        is_same = all(torch.equal(rope.rotate(x, *turns), rope.defined(x, *turns)) for turns in angles)
-    except (
-        Exception
-    ) as error:  # a missing compiler, an old driver, a new device: each fails in its own way, and each is the finding
+        is_same = all(torch.equal(rope.rotate(x, *each), rope.reference(x, *each)) for each in angles)
+    except Exception as error:
+        # A missing compiler, an old driver, a new device: each fails in its own way, and each is the finding.
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return "" if is_same else "they give other numbers than they are defined to"
+    return "" if is_same else "they give other numbers than their references"

@@ -17,7 +17,7 @@ from anyqlora.on_torch.kernels import reference
 
 FORMS = ((0.0, False), (1.0, True), (0.0, True))  # of norms, as (offset, is_late)
 MLP, PROJECTIONS = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
-LISTENING = "anyqlora_listening"  # of attention, in transformers' table, while a module is asked
+CAPTURING = "anyqlora_capturing"  # of attention, in transformers' table, while a module is tried
 ROUNDINGS = {
     torch.bfloat16: 2**-6,
     torch.float16: 2**-9,
@@ -25,15 +25,15 @@ ROUNDINGS = {
 }  # of the largest number: how near is near
 
 
-class Kernels(NamedTuple):
-    """What computes in the place of the functions of the same names in defined.py."""
+class KernelSet(NamedTuple):
+    """What computes in the place of the functions of the same names in reference.py."""
 
     rms_norm: Callable
     rotate: Callable
     swiglu: Callable
 
 
-def kernels_called(name: str) -> Kernels:
+def kernel_set(name: str) -> KernelSet:
     if name == "native":
         from anyqlora.on_torch.kernels.cpu.bindings import rms_norm, rotate, swiglu
     else:
@@ -42,10 +42,10 @@ def kernels_called(name: str) -> Kernels:
         from anyqlora.on_torch.kernels.gpu.swiglu import swiglu
 
         rotate = rotate_as_models if name == "exact" else rotate
-    return Kernels(rms_norm, rotate, swiglu)
+    return KernelSet(rms_norm, rotate, swiglu)
 
 
-class _InPlace(nn.Module):
+class FastModule(nn.Module):
     """A module that has all that another has - the same weights, children, hooks and settings, not copies - and another forward."""
 
     @classmethod
@@ -55,7 +55,7 @@ class _InPlace(nn.Module):
         return new
 
 
-class Norm(_InPlace):
+class FastRMSNorm(FastModule):
     """A root-mean-square norm; `form` is (offset, is_late) of rms_norm, which `compute` is."""
 
     compute: Callable
@@ -66,7 +66,7 @@ class Norm(_InPlace):
         return self.compute(x, self.weight, eps, *self.form)
 
 
-class GatedMlp(_InPlace):
+class FastGatedMLP(FastModule):
     """down(compute(gate x, up x)), where that is silu(gate x) * up x."""
 
     compute: Callable
@@ -75,13 +75,13 @@ class GatedMlp(_InPlace):
         return self.down_proj(self.compute(self.gate_proj(x), self.up_proj(x)))
 
 
-class Attention(_InPlace):
+class FastAttention(FastModule):
     """Attention with rotary positions, q and k normed per head where the module has such norms; the product itself stays transformers'.
 
-    `asked` is what else the module asks of the product, such as its window; `rotate` turns queries and keys.
+    `attend_options` is what else the module asks of the product, such as its window; `rotate` rotates queries and keys.
     """
 
-    asked: dict
+    attend_options: dict
     rotate: Callable
 
     def forward(
@@ -98,15 +98,15 @@ class Attention(_InPlace):
         )  # [B, T, H, D]
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        turns = [getattr(angles, "exact", angles) for angles in position_embeddings]
-        q, k = (self.rotate(x, *turns).transpose(1, 2) for x in (q, k))
+        angles = [getattr(each, "exact", each) for each in position_embeddings]
+        q, k = (self.rotate(x, *angles).transpose(1, 2) for x in (q, k))
         v = v.transpose(1, 2)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attend(
-            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **{**options, **self.asked}
+            self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **{**options, **self.attend_options}
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
@@ -122,29 +122,29 @@ def install(model: nn.Module, kernels: str) -> list[str]:
     """
     if kernels == "portable":
         return []
-    left: Counter[str] = Counter()
-    ours = kernels_called(kernels)
-    some = partial(_some, model.get_input_embeddings().weight)
+    unchanged: Counter[str] = Counter()
+    ours = kernel_set(kernels)
+    sample = partial(_sample, model.get_input_embeddings().weight)
     finders = (
         (_attention,) if kernels == "exact" else (_norm, _gated_mlp, _attention)
     )  # norms first: attention may hold some
     for find in finders:
         for name, module in list(model.named_modules()):
-            found, why = find(module, some, ours)
-            if found is not None:
+            fast, why = find(module, sample, ours)
+            if fast is not None:
                 parent, _, last = name.rpartition(".")
-                setattr(model.get_submodule(parent), last, found)
+                setattr(model.get_submodule(parent), last, fast)
             elif why:
-                left[f"{type(module).__name__} runs as it is: {why}"] += 1
-    if kernels != "exact" and any(isinstance(module, Attention) for module in model.modules()):
+                unchanged[f"{type(module).__name__} runs as it is: {why}"] += 1
+    if kernels != "exact" and any(isinstance(module, FastAttention) for module in model.modules()):
         for module in model.get_decoder().modules():
-            if type(module).__name__.endswith("RotaryEmbedding") and not _keeps_angles(module, some):
-                left[f"{type(module).__name__} gives no float32 angles: it is no rotation that is known here"] += 1
-    return [f"{line} ({count} modules)" for line, count in left.items()]
+            if type(module).__name__.endswith("RotaryEmbedding") and not _note_angles(module, sample):
+                unchanged[f"{type(module).__name__} gives no float32 angles: it is no rotation that is known here"] += 1
+    return [f"{line} ({count} modules)" for line, count in unchanged.items()]
 
 
-def _norm(module: nn.Module, some, ours: Kernels) -> tuple[Norm | None, str]:
-    if not type(module).__name__.endswith("RMSNorm") or isinstance(module, Norm):
+def _norm(module: nn.Module, sample, ours: KernelSet) -> tuple[FastRMSNorm | None, str]:
+    if not type(module).__name__.endswith("RMSNorm") or isinstance(module, FastRMSNorm):
         return None, ""
     weight = getattr(module, "weight", None)
     if (
@@ -153,73 +153,73 @@ def _norm(module: nn.Module, some, ours: Kernels) -> tuple[Norm | None, str]:
         or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
     ):
         return None, "it has other weights than a norm of one axis"
-    drawn = {
-        "weight": some(*weight.shape).to(weight.dtype)
+    random_weight = {
+        "weight": sample(*weight.shape).to(weight.dtype)
     }  # weights that are all alike would not tell the forms apart
-    x = some(2, len(weight), seed=1)
-    theirs = _called(torch.func.functional_call, module, drawn, (x,))
+    x = sample(2, len(weight), seed=1)
+    theirs = _output(torch.func.functional_call, module, random_weight, (x,))
     for form in FORMS:
-        new = Norm.of(module)
+        new = FastRMSNorm.of(module)
         new.form, new.compute = form, reference.rms_norm
-        if _same(_called(torch.func.functional_call, new, drawn, (x,)), theirs):
+        if _is_same(_output(torch.func.functional_call, new, random_weight, (x,)), theirs):
             new.compute = ours.rms_norm
-            return _if_near(new, _called(torch.func.functional_call, new, drawn, (x,)), theirs)
+            return _if_near(new, _output(torch.func.functional_call, new, random_weight, (x,)), theirs)
     return None, "it is no norm that is known here"
 
 
-def _gated_mlp(module: nn.Module, some, ours: Kernels) -> tuple[GatedMlp | None, str]:
-    if isinstance(module, GatedMlp) or not type(module).__name__.endswith("MLP"):
+def _gated_mlp(module: nn.Module, sample, ours: KernelSet) -> tuple[FastGatedMLP | None, str]:
+    if isinstance(module, FastGatedMLP) or not type(module).__name__.endswith("MLP"):
         return None, ""
     if not (set(MLP) <= set(module._modules) and hasattr(module, "act_fn")):
         return None, "its parts are others"
-    x, new = some(1, 2, module.gate_proj.in_features), GatedMlp.of(module)
+    x, new = sample(1, 2, module.gate_proj.in_features), FastGatedMLP.of(module)
     with _picking(module, MLP):
-        theirs, new.compute = _called(module, x), reference.swiglu
-        if not _same(_called(new, x), theirs):
+        theirs, new.compute = _output(module, x), reference.swiglu
+        if not _is_same(_output(new, x), theirs):
             return None, "its gate is not silu(gate x) * up x"
         new.compute = ours.swiglu
-        return _if_near(new, _called(new, x), theirs)
+        return _if_near(new, _output(new, x), theirs)
 
 
-def _attention(module: nn.Module, some, ours: Kernels) -> tuple[Attention | None, str]:
+def _attention(module: nn.Module, sample, ours: KernelSet) -> tuple[FastAttention | None, str]:
     needed = ("head_dim", "layer_idx", "scaling", "config", "attention_dropout")
-    if isinstance(module, Attention) or not type(module).__name__.endswith("Attention"):
+    if isinstance(module, FastAttention) or not type(module).__name__.endswith("Attention"):
         return None, ""
     if not (set(PROJECTIONS) <= set(module._modules) and all(hasattr(module, name) for name in needed)):
         return None, "its parts are others"
     if module.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
         return None, f"its attention is {module.config._attn_implementation}"
-    x = some(1, 4, module.q_proj.in_features)
-    turns, narrow = (
-        [some(1, 4, width, seed=seed) for seed in (1, 2)] for width in (module.head_dim, module.head_dim // 2)
+    x = sample(1, 4, module.q_proj.in_features)
+    angles, half_angles = (
+        [sample(1, 4, width, seed=seed) for seed in (1, 2)] for width in (module.head_dim, module.head_dim // 2)
     )  # any numbers: no angle has to be one
-    new = Attention.of(module)
+    new = FastAttention.of(module)
     new.rotate = ours.rotate
     with _picking(module, PROJECTIONS):
-        theirs, new.asked = _listened(module, x, position_embeddings=turns, attention_mask=None)
-        if not _same(_called(new, x, position_embeddings=turns, attention_mask=None), theirs):
+        theirs, new.attend_options = _captured_options(module, x, position_embeddings=angles, attention_mask=None)
+        if not _is_same(_output(new, x, position_embeddings=angles, attention_mask=None), theirs):
             return None, "it does more than rotate and attend"
         if (
-            _called(module, x, position_embeddings=narrow, attention_mask=None) is not None
+            _output(module, x, position_embeddings=half_angles, attention_mask=None) is not None
         ):  # of Nemotron's and GLM's, cos says how much
             return None, "it may rotate a part of each head"
     return new, ""
 
 
-def _keeps_angles(module: nn.Module, some) -> bool:
+def _note_angles(module: nn.Module, sample) -> bool:
     """Let a rotary module that gives cosines and sines in 16 bits note them in float32, too: as their `exact`, by which attention of ours turns.
 
     Rounded to bf16 they are off by up to 0.4 %, at each step alike, and what a token sees depends on where a text begins (Wang et al. 2024, arXiv
     2411.13476). False where what it gives is anything but rounded.
     """
-    x, kinds = some(1, 4, 1), sorted({*(getattr(getattr(module, "config", None), "layer_types", None) or ())})
-    positions, asked = torch.arange(4, device=x.device)[None], []
-    for kind in ((), *((kind,) for kind in kinds)):
+    x, layer_types = sample(1, 4, 1), sorted({*(getattr(getattr(module, "config", None), "layer_types", None) or ())})
+    positions, pairs = torch.arange(4, device=x.device)[None], []
+    for kind in ((), *((kind,) for kind in layer_types)):
         with contextlib.suppress(Exception):  # a module that is not called like this fails in its own way
-            asked.append((module(x, positions, *kind), module(x.float(), positions, *kind)))
-    if not asked or not all(_is_rounded(*both) for both in asked):
+            pairs.append((module(x, positions, *kind), module(x.float(), positions, *kind)))
+    if not pairs or not all(_is_rounded(*both) for both in pairs):
         return False
-    if any(angles.dtype != torch.float32 for given, _ in asked for angles in given):
+    if any(angles.dtype != torch.float32 for given, _ in pairs for angles in given):
         module.register_forward_hook(_note_exact, with_kwargs=True)
     return True
 
@@ -231,8 +231,8 @@ def _is_rounded(angles, exact) -> bool:
         for both in (angles, exact)
     )
     return pairs and all(
-        whole.dtype == torch.float32 and torch.equal(some, whole.to(some.dtype))
-        for some, whole in zip(angles, exact, strict=True)
+        whole.dtype == torch.float32 and torch.equal(rounded, whole.to(rounded.dtype))
+        for rounded, whole in zip(angles, exact, strict=True)
     )
 
 
@@ -240,11 +240,11 @@ def _note_exact(module: nn.Module, given: tuple, options: dict, angles: tuple[to
     x = given[0] if given else options["x"]  # of which it reads dtype, device and shape
     stand_in = x.new_zeros((), dtype=torch.float32).expand(x.shape)
     exact = module.forward(stand_in, *given[1:], **options) if given else module.forward(**{**options, "x": stand_in})
-    for some, whole in zip(angles, exact, strict=True):
-        some.exact = whole
+    for rounded, whole in zip(angles, exact, strict=True):
+        rounded.exact = whole
 
 
-class _Picked(nn.Module):
+class ColumnPicker(nn.Module):
     """Stands for a linear: each number that comes out is one that went in. No weight is read."""
 
     def __init__(self, linear: nn.Module, seed: int) -> None:
@@ -261,20 +261,20 @@ class _Picked(nn.Module):
 def _picking(module: nn.Module, linears: tuple[str, ...]) -> Iterator[None]:
     """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in question, and reading
     all quantized weights two or three times takes longer than all else here."""
-    kept = {name: module._modules[name] for name in linears}
-    module._modules.update({name: _Picked(linear, seed) for seed, (name, linear) in enumerate(kept.items())})
+    originals = {name: module._modules[name] for name in linears}
+    module._modules.update({name: ColumnPicker(linear, seed) for seed, (name, linear) in enumerate(originals.items())})
     try:
         yield
     finally:
-        module._modules.update(kept)
+        module._modules.update(originals)
 
 
-def _some(like: torch.Tensor, *shape: int, seed: int = 0) -> torch.Tensor:
+def _sample(like: torch.Tensor, *shape: int, seed: int = 0) -> torch.Tensor:
     """Random numbers on the device and of the dtype of `like`: what comes out of the embedding goes into the blocks."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(like.device, like.dtype)
 
 
-def _called(function, *arguments, **options) -> torch.Tensor | None:
+def _output(function, *arguments, **options) -> torch.Tensor | None:
     """What comes out, the first of several things; None where it is not called like this."""
     try:
         out = function(*arguments, **options)
@@ -283,28 +283,28 @@ def _called(function, *arguments, **options) -> torch.Tensor | None:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _listened(module: nn.Module, x: torch.Tensor, **options) -> tuple[torch.Tensor | None, dict]:
-    """What comes out of an attention module, and what it asks of the product beside the usual."""
-    config, before, asked = module.config, module.config._attn_implementation, {}
+def _captured_options(module: nn.Module, x: torch.Tensor, **options) -> tuple[torch.Tensor | None, dict]:
+    """What comes out of an attention module, and the options that it gives the product beside the usual ones."""
+    config, before, options_given = module.config, module.config._attn_implementation, {}
 
-    def listen(module, q, k, v, mask, **given):
-        asked.update(given)
+    def capture(module, q, k, v, mask, **given):
+        options_given.update(given)
         return ALL_ATTENTION_FUNCTIONS[before](module, q, k, v, mask, **given)
 
-    AttentionInterface.register(LISTENING, listen)
-    config._attn_implementation = LISTENING
+    AttentionInterface.register(CAPTURING, capture)
+    config._attn_implementation = CAPTURING
     try:
-        out = _called(module, x, **options)
+        out = _output(module, x, **options)
     finally:
         config._attn_implementation = before
-    return out, {name: value for name, value in asked.items() if name not in ("dropout", "scaling")}
+    return out, {name: value for name, value in options_given.items() if name not in ("dropout", "scaling")}
 
 
-def _same(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+def _is_same(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
     return ours is not None and theirs is not None and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-def _if_near(new: _InPlace, ours: torch.Tensor | None, theirs: torch.Tensor) -> tuple[_InPlace | None, str]:
+def _if_near(new: FastModule, ours: torch.Tensor | None, theirs: torch.Tensor) -> tuple[FastModule | None, str]:
     """`new`, unless its kernel computes something else on this device."""
-    far = ours is None or not (ours - theirs).abs().max() <= ROUNDINGS[theirs.dtype] * theirs.abs().max()
-    return (None, "the kernel for it gives something else on this device") if far else (new, "")
+    is_far = ours is None or not (ours - theirs).abs().max() <= ROUNDINGS[theirs.dtype] * theirs.abs().max()
+    return (None, "the kernel for it gives something else on this device") if is_far else (new, "")

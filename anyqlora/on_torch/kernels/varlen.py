@@ -14,7 +14,7 @@ def attention(
     documents: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:
-    """attention.defined within rounding: [B, T, H, D] of q [B, H, T, D], k and v [B, K, T, D], documents int [B, T]; see there."""
+    """attention.reference within rounding: [B, T, H, D] of q [B, H, T, D], k and v [B, K, T, D], documents int [B, T]; see there."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 or newer, with a flash attention in it
 
     starts, longest = bounds(documents)
@@ -39,12 +39,12 @@ def bounds(documents: torch.Tensor) -> tuple[torch.Tensor, int]:
 
     Padding counts as a document. The answer is kept on the tensor: all layers ask for the same, and it takes the device's whole attention.
     """
-    known = getattr(documents, "bounds", None)
-    if known is None:
+    cached = getattr(documents, "bounds", None)
+    if cached is None:
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
         starts = torch.cat(
             [begins.flatten().nonzero().flatten(), torch.tensor([documents.numel()], device=documents.device)]
         ).int()
-        known = documents.bounds = starts, int(starts.diff().max())
-    return known
+        cached = documents.bounds = starts, int(starts.diff().max())
+    return cached

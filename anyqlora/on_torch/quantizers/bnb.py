@@ -37,7 +37,7 @@ class _FourBit:
     kind: str
     unpack = staticmethod(unpacked_linear)
     layer = bnb.nn.Linear4bit  # where rows end where blocks end
-    is_native = False  # whether codes are found by native.c
+    is_native = False  # whether codes are computed in C
 
     def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
         self.compute_dtype, self.double_quant = compute_dtype, double_quant

@@ -8,7 +8,13 @@ from collections.abc import Iterable
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core.registry import FUSED_ADAPTERS
 from anyqlora.models.architectures import LinearShape, ModelShape, source_of
-from anyqlora.planning.memory.weights import HEAD_PARTS, HEAD_ROWS, HEAD_WORDS, adapter_parameters, targets
+from anyqlora.planning.memory.weights import (
+    HEAD_TOKENS,
+    HEAD_VOCAB_BLOCK,
+    HEAD_VOCAB_PARTS,
+    adapter_parameters,
+    targets,
+)
 from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, DtypeSizes, batch_tokens, is_fused, recomputed
 
 LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = (
@@ -212,7 +218,7 @@ def logits_chunk_tokens(shapes: ModelShape | None, config: TrainConfig) -> int:
     if config.logits_chunk_tokens != "auto":
         return int(config.logits_chunk_tokens)
     if config.fused_linear_cross_entropy is True:
-        return HEAD_ROWS
+        return HEAD_TOKENS
     budget = (
         LOSS_BYTES_ON_MLX
         if config.backend == "mlx"
@@ -251,15 +257,15 @@ def logit_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def head_room(shapes: ModelShape, config: TrainConfig, rows: int, is_learned: bool) -> int:
-    """Of so many tokens that are looked at together: their logits; by kernels/head.c a copy of the head's inputs, for some parts of the words
+    """Of so many tokens that are looked at together: their logits; by csrc/lm_head.c a copy of the head's inputs, for some parts of the words
     float32 sums of its gradient, and each thread's packed weights."""
     if config.fused_linear_cross_entropy is not True:
         return rows * shapes.vocab * chunk_width(shapes, config)
     sums = 64 + FULL * shapes.hidden
-    blocks = -(-shapes.vocab // HEAD_WORDS)
-    parts = -(-blocks // -(-blocks // min(HEAD_PARTS, max(1, 2 * shapes.vocab // sums))))
+    blocks = -(-shapes.vocab // HEAD_VOCAB_BLOCK)
+    parts = -(-blocks // -(-blocks // min(HEAD_VOCAB_PARTS, max(1, 2 * shapes.vocab // sums))))
     packed = (
-        2 * (2 * HEAD_WORDS * shapes.hidden) * (1 if config.cpu_threads == "auto" else int(config.cpu_threads))
+        2 * (2 * HEAD_VOCAB_BLOCK * shapes.hidden) * (1 if config.cpu_threads == "auto" else int(config.cpu_threads))
     )  # the words' weights, for both products
     return rows * (parts * (sums if is_learned else 64) + 2 * shapes.hidden) + packed
 

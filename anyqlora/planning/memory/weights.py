@@ -9,6 +9,7 @@ from anyqlora.config.schema import TrainConfig
 from anyqlora.core.registry import AFFINE, BITS
 from anyqlora.models.architectures import LinearShape, ModelShape
 from anyqlora.models.lora_targets import select_targets
+from anyqlora.planning import native_kernels
 from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, STORED, DtypeSizes, stored_bytes
 
 MOMENTS = {
@@ -29,12 +30,10 @@ GROUPS = {"mxfp4": 32, "nvfp4": 16}  # weights per scale, where it is not for ch
 BLOCK, SCALES_BLOCK = 64, 256  # weights per 4-bit scale; scales per scale of double quantization
 
 
-HEAD_ROWS, HEAD_PARTS, HEAD_WORDS, HEAD_COLUMNS = (
-    512,
-    8,
-    128,
-    32,
-)  # kernels/head.c: tokens that share packed weights, parts of the words, words and columns at a time
+HEAD_TOKENS = 512  # that share packed weights of the fused head
+HEAD_VOCAB_BLOCK, HEAD_VOCAB_PARTS, PANEL_COLUMNS = (
+    native_kernels.constants()[name] for name in ("HEAD_VOCAB_BLOCK", "HEAD_VOCAB_PARTS", "PANEL_COLUMNS")
+)
 
 
 def group_size(config: TrainConfig) -> int:
@@ -154,7 +153,8 @@ def update_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def rounded_head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """The head's weights as codes, by which its gradient is made (kernels/head.c), in whole blocks."""
+    """The head's weights as codes, by which its gradient is made (csrc/lm_head.c), in whole blocks."""
     if config.fused_linear_cross_entropy is not True or config.frozen_matmul == "full":
         return 0
-    return -(-shapes.vocab // HEAD_WORDS) * HEAD_WORDS * -(-shapes.hidden // HEAD_COLUMNS) * HEAD_COLUMNS
+    rows = -(-shapes.vocab // HEAD_VOCAB_BLOCK) * HEAD_VOCAB_BLOCK
+    return rows * -(-shapes.hidden // PANEL_COLUMNS) * PANEL_COLUMNS

@@ -17,14 +17,14 @@ from anyqlora.on_torch.kernels import fused_lora
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.frozen_matmul import (
     FLOAT8,
-    EachWay,
-    Float8,
-    Int8,
-    NativeInt8,
-    NativeWhole,
-    Whole,
-    coded,
-    spread,
+    CpuFullMatmul,
+    CpuInt8Matmul,
+    Fp8Matmul,
+    FullMatmul,
+    Int8Matmul,
+    SplitMatmul,
+    quantize_rows,
+    rotated,
 )
 from anyqlora.on_torch.memory import malloc
 from anyqlora.on_torch.runtime import Runtime
@@ -37,9 +37,9 @@ needs_int8 = pytest.mark.skipif("int8" not in FOUND.products, reason="this proce
 needs_native = pytest.mark.skipif("native" not in FOUND.kernels, reason="no C compiler, or no AVX512-BF16, is here")
 LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
 WAYS = [
-    pytest.param(Int8(), torch.int8, id="int8", marks=needs_int8),
-    pytest.param(NativeInt8(), torch.int8, id="int8 in C", marks=(needs_int8, needs_native)),
-    pytest.param(Float8(), FLOAT8, id="fp8"),
+    pytest.param(Int8Matmul(), torch.int8, id="int8", marks=needs_int8),
+    pytest.param(CpuInt8Matmul(), torch.int8, id="int8 in C", marks=(needs_int8, needs_native)),
+    pytest.param(Fp8Matmul(), FLOAT8, id="fp8"),
 ]
 
 
@@ -50,7 +50,7 @@ def drawn(*shape, seed=0, scale=1.0):
 @pytest.mark.parametrize("kind", LARGEST, ids=str)
 def test_codes_are_the_nearest_and_the_largest_number_has_the_largest_code(kind):
     x, columns = drawn(7, 80), torch.linspace(0.5, 2, 80)
-    codes, scales = coded(x, kind, columns)
+    codes, scales = quantize_rows(x, kind, columns)
     exact = x.double() * columns
     step = exact.abs().amax(1) / LARGEST[kind]
     torch.testing.assert_close(scales.double(), step, rtol=1e-6, atol=0)
@@ -67,10 +67,10 @@ def test_codes_are_the_nearest_and_the_largest_number_has_the_largest_code(kind)
 def test_a_row_of_nothing_is_nothing_and_one_with_no_number_stays_none(kind):
     x = drawn(4, 16)
     x[0], x[1, 3], x[2, 5] = 0, torch.nan, torch.inf
-    codes, scales = coded(x, kind)
+    codes, scales = quantize_rows(x, kind)
     assert not codes[:3].float().any() and scales[0] == 0 and scales[1:3].isnan().all() and scales[3] > 0
-    y = Int8() if kind == torch.int8 else Float8()
-    out = y.forward(y.read(x), y.weight(drawn(32, 16, seed=1)), None)
+    y = Int8Matmul() if kind == torch.int8 else Fp8Matmul()
+    out = y.forward(y.prepare_input(x), y.prepare_weight(drawn(32, 16, seed=1)), None)
     assert not out[0].any() and out[1:3].isnan().all() and out[3].isfinite().all()
 
 
@@ -80,9 +80,9 @@ def test_numbers_are_spread_and_come_together_again():
         [[(-1.0) ** (row & column).bit_count() for column in range(32)] for row in range(32)], dtype=torch.float64
     )
     x = drawn(5, 77).double()
-    torch.testing.assert_close(spread(x)[:, 32:64], x[:, 32:64] @ sylvester / 32**0.5)
-    assert torch.equal(spread(x)[:, 64:], x[:, 64:])
-    torch.testing.assert_close(spread(spread(x)), x)
+    torch.testing.assert_close(rotated(x)[:, 32:64], x[:, 32:64] @ sylvester / 32**0.5)
+    assert torch.equal(rotated(x)[:, 64:], x[:, 64:])
+    torch.testing.assert_close(rotated(rotated(x)), x)
 
 
 @pytest.mark.parametrize(("products", "kind"), [way for way in WAYS if "fp8" not in way.id])
@@ -90,13 +90,13 @@ def test_a_number_that_stands_out_costs_the_others_little(products, kind):
     """As in what goes into down_proj: a few numbers of a token are ten times the others."""
     x, w, g = drawn(200, 256), drawn(96, 256, seed=1, scale=0.1), drawn(200, 96, seed=2)
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.01] *= 10
-    made = products.weight(w)
+    made = products.prepare_weight(w)
     for ours, whole in (
-        (products.forward(products.read(x), made, None), x.double() @ w.double().T),
+        (products.forward(products.prepare_input(x), made, None), x.double() @ w.double().T),
         (products.backward(g, made, None), g.double() @ w.double()),
     ):
         assert float((ours.double() - whole).norm() / whole.norm()) < 0.012
-    (xc, xs), (wc, ws) = coded(x, kind), coded(w, kind)
+    (xc, xs), (wc, ws) = quantize_rows(x, kind), quantize_rows(w, kind)
     plain = (xc.double() * xs.double()[:, None]) @ (wc.double() * ws.double()[:, None]).T
     assert float((plain - x.double() @ w.double().T).norm() / (x.double() @ w.double().T).norm()) > 0.02
 
@@ -109,29 +109,29 @@ def test_codes_in_c_are_those_of_the_definition(width):
     weights = (
         torch.rand(width, generator=torch.Generator().manual_seed(134)) + 0.5
     )  # of 1e-39 the scale is then the next float32 at 577
-    for columns, is_spread in itertools.product((None, weights), (False, True)):
+    for columns, hadamard in itertools.product((None, weights), (False, True)):
         (ours, mine), (theirs, others) = (
-            bindings.int8_rows(x, columns, is_spread),
-            coded(x, torch.int8, columns, is_spread),
+            bindings.quantize_int8_rows(x, columns, hadamard),
+            quantize_rows(x, torch.int8, columns, hadamard),
         )
         # 32 numbers are summed in another order; floats below 2^-126 are 2^-149 apart
-        torch.testing.assert_close(mine, others, rtol=1e-6 * is_spread, atol=2**-149 * is_spread, equal_nan=True)
+        torch.testing.assert_close(mine, others, rtol=1e-6 * hadamard, atol=2**-149 * hadamard, equal_nan=True)
         off = ours.int() - theirs.int()
         assert off.abs().max() <= 1 and (off != 0).sum() <= off.numel() / 500  # halves: one rounding there, two here
 
 
 @needs_native
-@pytest.mark.parametrize("is_added", [False, True])
-def test_sums_are_scaled_in_c_as_defined(is_added):
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sums_are_scaled_in_c_as_defined(accumulate):
     sums = torch.randint(-(10**7), 10**7, (9, 33), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
-    of_rows, of_columns, before = torch.rand(9) * 1e-4, torch.rand(33), drawn(9, 33)
-    for columns, is_spread in itertools.product((None, of_columns), (False, True)):
+    row_scales, column_scales, before = torch.rand(9) * 1e-4, torch.rand(33), drawn(9, 33)
+    for columns, hadamard in itertools.product((None, column_scales), (False, True)):
         out = before.clone()
-        bindings.int8_out(sums, of_rows, columns, out, is_added=is_added, is_spread=is_spread)
-        exact = sums.double() * of_rows.double()[:, None] * (1 if columns is None else columns.double())
-        exact = (spread(exact) if is_spread else exact) + (before.double() if is_added else 0)
+        bindings.dequantize_int8(sums, row_scales, columns, out, accumulate=accumulate, hadamard=hadamard)
+        exact = sums.double() * row_scales.double()[:, None] * (1 if columns is None else columns.double())
+        exact = (rotated(exact) if hadamard else exact) + (before.double() if accumulate else 0)
         assert (
-            (out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * (exact.abs().max() if is_spread else 1)
+            (out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * (exact.abs().max() if hadamard else 1)
         ).all()  # 32 terms of any size may cancel
 
 
@@ -147,19 +147,19 @@ def test_products_are_those_of_their_codes(products, kind, shape):
         drawn(m, inputs, seed=3),
     )
     bias = drawn(outputs, seed=4)
-    made = products.weight(w)
-    is_spread = kind == torch.int8
-    (xc, xs), (wc, ws) = coded(x, kind, None, is_spread), coded(w, kind, None, is_spread)
-    gc, gs = coded(g, kind, ws)
+    made = products.prepare_weight(w)
+    hadamard = kind == torch.int8
+    (xc, xs), (wc, ws) = quantize_rows(x, kind, None, hadamard), quantize_rows(w, kind, None, hadamard)
+    gc, gs = quantize_rows(g, kind, ws)
     exact = (xc.double() * xs.double()[:, None]) @ (wc.double() * ws.double()[:, None]).T
     back = (gc.double() * gs.double()[:, None]) @ wc.double()
-    back = spread(back) if is_spread else back
+    back = rotated(back) if hadamard else back
 
     def near(ours, true, roundings=1):
         return float((ours.double() - true).norm() / true.norm()) < roundings * 2**-8
 
-    assert near(products.forward(products.read(x), made, None), exact)
-    assert near(products.forward(products.read(x.view(1, m, inputs)), made, bias)[0], exact + bias.double(), 2)
+    assert near(products.forward(products.prepare_input(x), made, None), exact)
+    assert near(products.forward(products.prepare_input(x.view(1, m, inputs)), made, bias)[0], exact + bias.double(), 2)
     assert near(products.backward(g, made, None), back)
     assert near(products.backward(g, made, before.clone()), back + before.double(), 2)
     for ours, true in ((exact, x.double() @ w.double().T), (back, g.double() @ w.double())):
@@ -167,11 +167,11 @@ def test_products_are_those_of_their_codes(products, kind, shape):
 
 
 needs_own = pytest.mark.skipif(
-    not bindings.available("product"),
+    not bindings.available("frozen_matmul"),
     reason="no C compiler, no AVX512-BF16 or no AVX512-VNNI is here",
 )
 takes_own = pytest.mark.skipif(
-    not bindings.preferred("product"),
+    not bindings.preferred("frozen_matmul"),
     reason="no C compiler, no AVX512-BF16 or no AVX512-VNNI is here, or AMX is and oneDNN's products are used",
 )
 CASES = [
@@ -186,44 +186,44 @@ CASES = [
 ]  # rows, depth, columns, rank
 
 
-def multiplied(case, kind, is_turned, is_added):
+def multiplied(case, kind, transposed, accumulate):
     """(out of C, the same in float64): of what C is given, codes and scales among it; LoRA's narrow factor is a part of a wider tensor."""
     rows, depth, columns, rank = case
     x, w, before = drawn(rows, depth), drawn(columns, depth, seed=1), drawn(rows, columns, seed=2)
-    bias = None if is_added else drawn(columns, seed=5)
-    narrow = (drawn(rows, rank + 4, seed=3)[:, 2 : 2 + rank], drawn(columns, rank, seed=4).float()) if rank else None
-    of_rows = of_columns = None
-    exact = narrow[0].double() @ narrow[1].double().T if rank else torch.zeros(rows, columns, dtype=torch.float64)
+    bias = None if accumulate else drawn(columns, seed=5)
+    lora = (drawn(rows, rank + 4, seed=3)[:, 2 : 2 + rank], drawn(columns, rank, seed=4).float()) if rank else None
+    row_scales = column_scales = None
+    exact = lora[0].double() @ lora[1].double().T if rank else torch.zeros(rows, columns, dtype=torch.float64)
     if kind == torch.int8:
-        (x, of_rows), (w, of_columns) = coded(x, kind), coded(w, kind)
-        products = (x.double() @ w.double().T) * of_rows.double()[:, None] * of_columns.double()
-        exact += spread(products) if is_turned else products
+        (x, row_scales), (w, column_scales) = quantize_rows(x, kind), quantize_rows(w, kind)
+        products = (x.double() @ w.double().T) * row_scales.double()[:, None] * column_scales.double()
+        exact += rotated(products) if transposed else products
     else:
         exact += x.double() @ w.double().T
-    if is_turned:
-        w, narrow = w.T.contiguous(), narrow and (narrow[0], narrow[1].T.contiguous())
-    bindings.product(
+    if transposed:
+        w, lora = w.T.contiguous(), lora and (lora[0], lora[1].T.contiguous())
+    bindings.frozen_matmul(
         x,
         w,
-        before if is_added else (out := torch.full_like(before, torch.nan)),
-        is_turned=is_turned,
-        is_added=is_added,
-        is_spread=is_turned,
-        of_rows=of_rows,
-        of_columns=of_columns,
+        before if accumulate else (out := torch.full_like(before, torch.nan)),
+        transposed=transposed,
+        accumulate=accumulate,
+        hadamard=transposed,
+        row_scales=row_scales,
+        column_scales=column_scales,
         bias=bias,
-        narrow=narrow,
+        lora=lora,
     )
-    return (before, exact + drawn(rows, columns, seed=2).double()) if is_added else (out, exact + bias.double())
+    return (before, exact + drawn(rows, columns, seed=2).double()) if accumulate else (out, exact + bias.double())
 
 
 @needs_own
-@pytest.mark.parametrize("is_added", [False, True], ids=["written", "added"])
-@pytest.mark.parametrize("is_turned", [False, True], ids=["forward", "turned"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "transposed"])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_products_in_c_are_float64s_rounded_once(case, kind, is_turned, is_added):
-    out, exact = multiplied(case, kind, is_turned, is_added)
+def test_products_in_c_are_float64s_rounded_once(case, kind, transposed, accumulate):
+    out, exact = multiplied(case, kind, transposed, accumulate)
     scale = (
         exact.abs().mean() if len(exact) else 0.0
     )  # where a sum cancels, its float32 terms were rounded at their own size
@@ -241,7 +241,7 @@ NARROW = [
 ]  # rows, columns, rank
 
 
-def narrowed(case, is_turned):
+def narrowed(case, transposed):
     """[(out of C, float64's)]: LoRA's products into a factor's rank, and the gradient of a factor by a part of a wider tensor."""
     rows, columns, rank = case
     x, m, factor = (
@@ -250,21 +250,21 @@ def narrowed(case, is_turned):
         torch.randn(rank, columns, generator=torch.Generator().manual_seed(2)),
     )
     scales = torch.linspace(0.5, 2, rank)
-    into = bindings.narrow_product(x, factor.T.contiguous() if is_turned else factor, scales, is_turned)
-    outer, exact = bindings.outer_product(m, x, is_turned), m.double().T @ x.double()
+    into = bindings.lora_matmul(x, factor.T.contiguous() if transposed else factor, scales, transposed)
+    outer, exact = bindings.lora_weight_grad(m, x, transposed), m.double().T @ x.double()
     return [
         (into, x.double() @ factor.bfloat16().double().T * scales.double()),
-        (outer, exact.T if is_turned else exact),
+        (outer, exact.T if transposed else exact),
     ]
 
 
 @needs_own
-@pytest.mark.parametrize("is_turned", [False, True], ids=["as it lies", "turned"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["as it lies", "transposed"])
 @pytest.mark.parametrize("case", NARROW, ids=str)
-def test_loras_products_in_c_are_float64s(case, is_turned):
+def test_loras_products_in_c_are_float64s(case, transposed):
     """Into the rank: of the factor in bf16, rounded once. A factor's gradient: in float32."""
     for (made, exact), step, kind in zip(
-        narrowed(case, is_turned), (2**-8, 0), (torch.bfloat16, torch.float32), strict=True
+        narrowed(case, transposed), (2**-8, 0), (torch.bfloat16, torch.float32), strict=True
     ):
         assert made.dtype == kind and made.shape == exact.shape
         scale = exact.abs().mean() if len(exact) else 0.0
@@ -278,9 +278,10 @@ def test_products_in_c_have_the_same_bits_on_any_number_of_threads(kind):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            narrow = [made for case in NARROW for is_turned in (False, True) for made, _ in narrowed(case, is_turned)]
+            narrow = [made for case in NARROW for transposed in (False, True) for made, _ in narrowed(case, transposed)]
             found.append(
-                narrow + [multiplied(case, kind, is_turned, False)[0] for case in CASES for is_turned in (False, True)]
+                narrow
+                + [multiplied(case, kind, transposed, False)[0] for case in CASES for transposed in (False, True)]
             )
     finally:
         torch.set_num_threads(before)
@@ -295,7 +296,7 @@ def test_products_in_c_have_the_same_bits_on_any_number_of_threads(kind):
 )
 def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypatch):
     """Outputs and all gradients, with a bias and dropout and without; what C does not take goes torch's way. Of the products one is dropout's."""
-    names, calls = ("product", "narrow_product", "outer_product"), []
+    names, calls = ("frozen_matmul", "lora_matmul", "lora_weight_grad"), []
     for name in names:
         monkeypatch.setattr(
             bindings,
@@ -313,14 +314,18 @@ def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypa
     ]
     for dropout in (0.0, 0.25):
         found = []
-        for way, kind in ((NativeWhole(), torch.bfloat16), (Whole(), torch.bfloat16), (Whole(), torch.float64)):
+        for way, kind in (
+            (CpuFullMatmul(), torch.bfloat16),
+            (FullMatmul(), torch.bfloat16),
+            (FullMatmul(), torch.float64),
+        ):
             torch.manual_seed(0)
             x = drawn(2, 20, inputs, seed=6).to(kind).requires_grad_()
             parts = [
-                fused_lora.Linear(lambda w=w.to(kind): w, given, a, b, 0.5)
+                fused_lora.LoraLinear(lambda w=w.to(kind): w, given, a, b, 0.5)
                 for w, given, a, b in zip(weights, (None, bias.to(kind)), factors[::2], factors[1::2], strict=True)
             ]
-            ys = fused_lora.linears(x, parts, dropout, products=way)
+            ys = fused_lora.lora_linears(x, parts, dropout, matmul=way)
             found.append(
                 [
                     *(y.detach() for y in ys),
@@ -349,7 +354,9 @@ SEVERAL = {
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("rows", [19, 0])
 @pytest.mark.parametrize(
-    "products", [NativeWhole(), NativeInt8(), EachWay(NativeWhole(), NativeInt8())], ids=["bf16", "int8", "int8 back"]
+    "products",
+    [CpuFullMatmul(), CpuInt8Matmul(), SplitMatmul(CpuFullMatmul(), CpuInt8Matmul())],
+    ids=["bf16", "int8", "int8 back"],
 )
 @pytest.mark.parametrize("case", SEVERAL)
 def test_layers_at_once_are_the_layers_one_by_one(case, products, rows, dropout):
@@ -365,8 +372,8 @@ def test_layers_at_once_are_the_layers_one_by_one(case, products, rows, dropout)
         ]
         x = drawn(2, rows, inputs, seed=6).requires_grad_()
         parts = [
-            fused_lora.Linear(
-                lambda w=products.weight(drawn(size, inputs, seed=size)): w,
+            fused_lora.LoraLinear(
+                lambda w=products.prepare_weight(drawn(size, inputs, seed=size)): w,
                 drawn(size, seed=size) if has_bias else None,
                 a,
                 b,
@@ -375,13 +382,16 @@ def test_layers_at_once_are_the_layers_one_by_one(case, products, rows, dropout)
             )
             for size, a, b in zip(outputs, factors[::2], factors[1::2], strict=True)
         ]
-        ys = fused_lora.linears(x, parts, dropout, products=products)
+        ys = fused_lora.lora_linears(x, parts, dropout, matmul=products)
         gradients = torch.autograd.grad(
             ys[:used], [x, *factors], [drawn(2, rows, size, seed=size) for size in outputs[:used]], allow_unused=True
         )
         found.append([*(y.detach() for y in ys), *(g for g in gradients if g is not None)])
         made.append(type(ys[0].grad_fn).__name__)
-    assert made == ["_LinearsBackward" if case == "an odd rank" else "_AtOnceBackward", "_LinearsBackward"]
+    assert made == [
+        "_LoraLinearsBackward" if case == "an odd rank" else "_FusedLoraLinearsBackward",
+        "_LoraLinearsBackward",
+    ]
     assert len(found[0]) == len(found[1]) == len(outputs) + 1 + 2 * used
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -398,8 +408,8 @@ def test_sums_of_the_largest_codes_do_not_saturate():
 @pytest.mark.parametrize(
     "products",
     [
-        pytest.param(Whole(), id="whole"),
-        pytest.param(NativeWhole(), id="whole in C", marks=needs_native),
+        pytest.param(FullMatmul(), id="whole"),
+        pytest.param(CpuFullMatmul(), id="whole in C", marks=needs_native),
         *(pytest.param(way.values[0], id=way.id, marks=way.marks) for way in WAYS if "fp8" not in way.id),
     ],
 )
@@ -408,7 +418,7 @@ def test_what_lora_adds_is_not_lost_where_it_is_less_than_a_step_of_the_frozen_p
     x, w, small = drawn(300, 512), drawn(384, 512, seed=1, scale=512**-0.5), 2.0**-11
     bias = drawn(384, seed=2) if is_biased else None
     narrow = torch.full((300, 16), small).bfloat16(), torch.full((384, 16), 1 / 16)
-    made, read = products.weight(w), products.read(x)
+    made, read = products.prepare_weight(w), products.prepare_input(x)
     added = products.forward(read, made, bias, narrow).double() - products.forward(read, made, bias).double()
     assert abs(added.mean() / small - 1) < 0.1
 
@@ -423,12 +433,12 @@ def test_fused_linears_round_the_frozen_part_alone(products, kind):
     ]
     x = drawn(40, 48, seed=6).requires_grad_()
     found = []
-    for way in (products, NativeWhole() if isinstance(products, NativeWhole) else Whole()):
+    for way in (products, CpuFullMatmul() if isinstance(products, CpuFullMatmul) else FullMatmul()):
         parts = [
-            fused_lora.Linear(lambda made=way.weight(w): made, None, a, b, 0.5)
+            fused_lora.LoraLinear(lambda made=way.prepare_weight(w): made, None, a, b, 0.5)
             for w, a, b in zip(weights, factors[::2], factors[1::2], strict=True)
         ]
-        ys = fused_lora.linears(x, parts, products=way)
+        ys = fused_lora.lora_linears(x, parts, matmul=way)
         found.append(
             [
                 *(y.detach() for y in ys),
@@ -446,8 +456,8 @@ def test_fused_linears_round_the_frozen_part_alone(products, kind):
 @pytest.mark.parametrize(
     ("whole", "int8"),
     [
-        pytest.param(Whole(), Int8(), id="portable"),
-        pytest.param(NativeWhole(), NativeInt8(), id="in C", marks=needs_native),
+        pytest.param(FullMatmul(), Int8Matmul(), id="portable"),
+        pytest.param(CpuFullMatmul(), CpuInt8Matmul(), id="in C", marks=needs_native),
     ],
 )
 def test_each_way_multiplies_forward_as_one_does_and_back_as_the_other(whole, int8, is_kept, dropout):
@@ -456,13 +466,13 @@ def test_each_way_multiplies_forward_as_one_does_and_back_as_the_other(whole, in
     factors = [drawn(*shape, seed=9).float().requires_grad_() for size in (32, 16) for shape in ((4, 48), (size, 4))]
     x = drawn(40, 48, seed=6).requires_grad_()
     found = []
-    for way in (EachWay(whole, int8), whole, int8):
+    for way in (SplitMatmul(whole, int8), whole, int8):
         torch.manual_seed(5)
         parts = [
-            fused_lora.Linear(lambda made=way.weight(w): made, None, a, b, 0.5, is_kept)
+            fused_lora.LoraLinear(lambda made=way.prepare_weight(w): made, None, a, b, 0.5, is_kept)
             for w, a, b in zip(weights, factors[::2], factors[1::2], strict=True)
         ]
-        ys = fused_lora.linears(x, parts, dropout, products=way)
+        ys = fused_lora.lora_linears(x, parts, dropout, matmul=way)
         found.append(
             [
                 *(y.detach() for y in ys),
@@ -518,8 +528,8 @@ def test_a_run_in_int8_learns_what_a_whole_one_does(kind, called, tmp_path):
 @pytest.mark.parametrize("products", ["full", "int8", "int8_backward"])
 def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, tmp_path, monkeypatch):
     """Where they are made for each product they are so one at a time, for which the plan has room."""
-    calls, plain = [], bindings.linears
-    monkeypatch.setattr(bindings, "linears", lambda *given: calls.append(given[2]) or plain(*given))
+    calls, plain = [], bindings.lora_linears
+    monkeypatch.setattr(bindings, "lora_linears", lambda *given: calls.append(given[2]) or plain(*given))
     settings = {"quantizer": "nf4", "kernels": "native", "frozen_matmul": products, "max_steps": 2, "batch_size": 2}
     kept = trained(tmp_path, "kept", **settings)
     number = len(calls)
@@ -596,7 +606,7 @@ def test_what_rounded_products_are_compared_with_is_the_model(tmp_path):
     learning, found = [p for p in model.parameters() if p.requires_grad], []
     for total in (
         lambda: int8_calibration._total(losses, is_back=True),
-        lambda: int8_calibration._compared(groups_of(model), Int8(), losses),
+        lambda: int8_calibration._compared(groups_of(model), Int8Matmul(), losses),
     ):
         model.zero_grad()
         found.append((total(), torch.cat([p.grad.flatten() for p in learning])))
@@ -620,7 +630,7 @@ def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
 
     model, losses = started(tmp_path, stand_out)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    said = int8_calibration.calibrate(model, Int8(), losses)
+    said = int8_calibration.calibrate(model, Int8Matmul(), losses)
     whole = [group.names[0] for group in groups_of(model) if group.products is group.whole]
     assert len(whole) == 1 and "layers.1.self_attn.q_proj" in whole[0]
     assert "1 of 8 groups" in said[0] and "layers.1.self_attn.q_proj" in said[0]
@@ -631,9 +641,11 @@ def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
 def test_codes_that_are_kept_are_made_once_and_not_among_what_is_passing(tmp_path, monkeypatch):
     """One layer's after another, while freed memory leaves the process: made in a step they lie in a heap full of holes."""
     model, losses = started(tmp_path, dequantized_layers=1)
-    coded, products = [], Int8()
-    before, weight = malloc._now, products.weight
-    monkeypatch.setattr(products, "weight", lambda w: coded.append((malloc._now, w)) or weight(w), raising=False)
+    coded, products = [], Int8Matmul()
+    before, weight = malloc._now, products.prepare_weight
+    monkeypatch.setattr(
+        products, "prepare_weight", lambda w: coded.append((malloc._now, w)) or weight(w), raising=False
+    )
     int8_calibration.calibrate(model, products, losses)
     kept = [group for group in groups_of(model) if group.is_kept]
     made = [w for settings, w in coded if settings is malloc.LOADING]
@@ -649,24 +661,24 @@ def test_rounding_that_moves_the_loss_is_refused(tmp_path, monkeypatch):
     model, losses = started(tmp_path)
     monkeypatch.setattr(int8_calibration, "LOSS", 1e-9)
     with pytest.raises(RunError, match="the rows' loss moves by 0"):
-        int8_calibration.calibrate(model, Int8(), losses)
+        int8_calibration.calibrate(model, Int8Matmul(), losses)
     monkeypatch.setattr(int8_calibration, "NEAR", 1e-4)
     with pytest.raises(RunError, match=r"no layer's products are within 0% of whole ones, .*proj's are [1-3]% off"):
-        int8_calibration.calibrate(model, Int8(), losses)
+        int8_calibration.calibrate(model, Int8Matmul(), losses)
 
 
 def test_a_model_without_fused_layers_is_refused(tmp_path):
     model, losses = started(tmp_path, fused_lora=False)
     with pytest.raises(RunError, match="none of this model's LoRA layers is fused"):
-        int8_calibration.calibrate(model, Int8(), losses)
+        int8_calibration.calibrate(model, Int8Matmul(), losses)
 
 
 @pytest.mark.parametrize("width", [128, 120])
 def test_float8_is_for_weights_whose_sides_are_multiples_of_16(width, tmp_path):
     model, losses = started(tmp_path, intermediate_size=width)
-    int8_calibration.calibrate(model, Float8(), losses)
+    int8_calibration.calibrate(model, Fp8Matmul(), losses)
     rounded = {
-        group.names[0].rpartition("model.")[2] for group in groups_of(model) if isinstance(group.products, Float8)
+        group.names[0].rpartition("model.")[2] for group in groups_of(model) if isinstance(group.products, Fp8Matmul)
     }
     assert len(rounded) >= (7 if width == 128 else 3)
     assert any("mlp" in name for name in rounded) == (width == 128)

@@ -10,23 +10,23 @@ from anyqlora.config.schema import TrainConfig
 from anyqlora.models import architectures
 from anyqlora.on_torch.assembly import int8_calibration
 from anyqlora.on_torch.kernels.cpu import bindings
-from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy
-from anyqlora.on_torch.kernels.frozen_matmul import spread
+from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy
+from anyqlora.on_torch.kernels.frozen_matmul import rotated
 from anyqlora.on_torch.loss import TrainedTokenLoss
-from anyqlora.planning import memory
+from anyqlora.planning import memory, native_kernels
 from tests.on_torch.kernels.test_frozen_matmul import trained
 
 pytestmark = pytest.mark.skipif(
-    not bindings.available("head"), reason="no C compiler, no AVX512-BF16 or no AVX512-VNNI is here"
+    not bindings.available("lm_head_cross_entropy"), reason="no C compiler, no AVX512-BF16 or no AVX512-VNNI is here"
 )
-TOGETHER = 128  # words of a token that share a step
-HEADS = {  # tokens, hidden size, words
+BLOCK = native_kernels.constants()["HEAD_VOCAB_BLOCK"]  # of the vocabulary: a token's probabilities there share a step
+HEADS = {  # tokens, hidden size, vocabulary
     "one part": (7, 40, 132),
     "parts": (61, 66, 2300),
     "rows half a page apart": (30, 512, 1500),
-    "fewer words than lanes": (5, 32, 8),
+    "a vocabulary smaller than a register": (5, 32, 8),
     "one token": (1, 2, 300),
-    "words that come by no fours": (20, 48, 4229),
+    "a vocabulary of no whole words": (20, 48, 4229),
 }
 
 
@@ -36,10 +36,10 @@ def drawn(*shape, seed=0, scale=1.0):
 
 def in_8_bits(hidden, weight, targets, bias=None, scale=1.0, rows=25):
     """(losses, gradient)."""
-    of_hidden = torch.empty_like(hidden)
-    return bindings.head(
-        hidden, weight, bias, targets, scale, rows, of_hidden, bindings.rounded_head(weight)
-    ), of_hidden
+    grad_hidden = torch.empty_like(hidden)
+    return bindings.lm_head_cross_entropy(
+        hidden, weight, bias, targets, scale, rows, grad_hidden, bindings.quantize_lm_head(weight)
+    ), grad_hidden
 
 
 def whole(hidden, weight, targets, bias=None, scale=1.0):
@@ -53,20 +53,20 @@ def whole(hidden, weight, targets, bias=None, scale=1.0):
     return losses.detach(), *torch.autograd.grad(losses.sum(), exact)
 
 
-def defined(hidden, weight, targets, bias=None, scale=1.0):
-    """Its gradient, in float64: of the codes of the weights without their mean, and of those of the other words' probabilities times the scales of their words."""
-    packed, scales, mean = (x.double() for x in bindings.rounded_head(weight))
+def reference(hidden, weight, targets, bias=None, scale=1.0):
+    """Its gradient, in float64: of the codes of the weights without their mean, and of those of the other tokens' probabilities times the scales of their rows."""
+    packed, scales, mean = (x.double() for x in bindings.quantize_lm_head(weight))
     codes = packed.permute(0, 2, 4, 1, 3).reshape(-1, packed.shape[1] * packed.shape[3])[
         : len(weight), : weight.shape[1]
     ]
     logits = scale * nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     others = logits.softmax(1).scatter(1, targets[:, None], 0)
-    made = torch.zeros(hidden.shape, dtype=torch.float64)
-    for words in torch.arange(len(weight)).split(TOGETHER):
-        products = others[:, words] * scales[words]
+    product = torch.zeros(hidden.shape, dtype=torch.float64)
+    for block in torch.arange(len(weight)).split(BLOCK):
+        products = others[:, block] * scales[block]
         step = products.amax(1, keepdim=True).clamp(min=1e-300) / 255
-        made += step * (products / step).round() @ codes[words]
-    return scale * (spread(made) + others.sum(1, keepdim=True) * (mean - weight[targets].double()))
+        product += step * (products / step).round() @ codes[block]
+    return scale * (rotated(product) + others.sum(1, keepdim=True) * (mean - weight[targets].double()))
 
 
 def off(ours, exact):
@@ -76,18 +76,20 @@ def off(ours, exact):
 @pytest.mark.parametrize("grow", [0.0, 90.0, -90.0], ids=["even", "growing", "falling"])
 @pytest.mark.parametrize("case", HEADS)
 def test_it_is_its_definition_and_the_loss_is_not_rounded(case, grow):
-    tokens, width, words = HEADS[case]
-    hidden, weight, targets = drawn(tokens, width), drawn(words, width, seed=1), torch.arange(tokens) * 37 % words
+    tokens, width, vocab = HEADS[case]
+    hidden, weight, targets = drawn(tokens, width), drawn(vocab, width, seed=1), torch.arange(tokens) * 37 % vocab
     hidden[:, 0], weight[:, 0] = (
         1.0,
-        torch.linspace(0, grow, words),
+        torch.linspace(0, grow, vocab),
     )  # of growing logits many are larger than all before
-    how = {"bias": 5 * drawn(words, seed=2) if case == "parts" else None, "scale": 0.5}
-    losses, of_hidden = in_8_bits(hidden, weight, targets, **how)
-    assert torch.equal(losses, bindings.head(hidden, weight, how["bias"], targets, 0.5, 25, torch.empty_like(hidden)))
-    found = off(of_hidden, defined(hidden, weight, targets, **how))
+    how = {"bias": 5 * drawn(vocab, seed=2) if case == "parts" else None, "scale": 0.5}
+    losses, grad_hidden = in_8_bits(hidden, weight, targets, **how)
+    assert torch.equal(
+        losses, bindings.lm_head_cross_entropy(hidden, weight, how["bias"], targets, 0.5, 25, torch.empty_like(hidden))
+    )
+    found = off(grad_hidden, reference(hidden, weight, targets, **how))
     assert found.median() < 2**-8 and found.max() < 2**-7, found
-    assert grow or off(of_hidden, whole(hidden, weight, targets, **how)[1]).max() < 0.02
+    assert grow or off(grad_hidden, whole(hidden, weight, targets, **how)[1]).max() < 0.02
 
 
 @pytest.mark.parametrize("kind", ["outliers", "a common part", "certain"])
@@ -102,10 +104,10 @@ def test_it_is_near_the_whole_gradient(kind):
         hidden /= 4
     else:  # what is left to learn is a difference of numbers that are almost the same
         scale, targets = 4.0, (hidden.double() @ weight.double().T).argmax(1)
-    losses, of_hidden = in_8_bits(hidden, weight, targets, scale=scale)
+    losses, grad_hidden = in_8_bits(hidden, weight, targets, scale=scale)
     expected, exact = whole(hidden, weight, targets, scale=scale)
     assert kind != "certain" or expected.median() < 0.01
-    assert off(of_hidden, exact)[expected > 1e-12].max() < 0.02
+    assert off(grad_hidden, exact)[expected > 1e-12].max() < 0.02
 
 
 def test_what_is_too_small_for_a_code_still_leads_away_from_the_target():
@@ -113,11 +115,11 @@ def test_what_is_too_small_for_a_code_still_leads_away_from_the_target():
     hidden, weight, targets = drawn(9, 64, scale=0.01), drawn(512, 64, seed=1), torch.full((9,), 300)
     bias = torch.full((512,), -9.0).bfloat16()
     bias[:128], bias[0] = -6.3, 0.0
-    _, of_hidden = in_8_bits(hidden, weight, targets, bias)
+    _, grad_hidden = in_8_bits(hidden, weight, targets, bias)
     _, exact = whole(hidden, weight, targets, bias)
-    ours, against = of_hidden.double(), -weight[300].double()
+    ours, against = grad_hidden.double(), -weight[300].double()
     assert ((ours @ against) / (exact @ against) - 1).abs().max() < 0.01
-    assert off(of_hidden, exact).max() < 0.03
+    assert off(grad_hidden, exact).max() < 0.03
 
 
 def test_the_same_bits_on_any_number_of_threads_and_however_tokens_are_split():
@@ -137,21 +139,21 @@ def test_the_same_bits_on_any_number_of_threads_and_however_tokens_are_split():
 def test_what_is_not_finite_stays_so(where, bad):
     hidden, weight, targets = drawn(3, 16), drawn(52, 16, seed=1), torch.zeros(3, dtype=torch.long)
     (hidden if where == "hidden" else weight)[1, 0] = bad
-    losses, of_hidden = in_8_bits(hidden, weight, targets)
+    losses, grad_hidden = in_8_bits(hidden, weight, targets)
     assert where == "weight" or not losses[1].isfinite()  # a word may have a logit of minus infinity
-    assert not of_hidden[1].isfinite().all()
+    assert not grad_hidden[1].isfinite().all()
 
 
 def test_words_that_are_masked_out_do_not_count():
     hidden, weight, targets = drawn(20, 64), drawn(2000, 64, seed=1), torch.arange(20) + 1000
     bias = torch.zeros(2000).bfloat16()
     bias[:300] = bias[1500:] = -torch.inf
-    _, of_hidden = in_8_bits(hidden, weight, targets, bias)
-    assert off(of_hidden, whole(hidden, weight[300:1500], targets - 300)[1]).max() < 0.02
+    _, grad_hidden = in_8_bits(hidden, weight, targets, bias)
+    assert off(grad_hidden, whole(hidden, weight[300:1500], targets - 300)[1]).max() < 0.02
 
 
-def loss_of(words=1000, is_fused=True, after=After()):
-    head = nn.Linear(64, words, bias=False).bfloat16().requires_grad_(False)
+def loss_of(vocab=1000, is_fused=True, after=LogitTransform()):
+    head = nn.Linear(64, vocab, bias=False).bfloat16().requires_grad_(False)
     return TrainedTokenLoss(head, after, 64, is_native=True, is_fused=is_fused)
 
 
@@ -176,16 +178,16 @@ def test_what_is_far_is_not_taken(monkeypatch):
     monkeypatch.setattr(int8_calibration, "NEAR", 1e-6)
     loss = loss_of()
     (said,) = int8_calibration.calibrate_head(loss, lambda: [(drawn(30, 64), torch.arange(30))])
-    assert loss.rounded is None and "not rounded" in said
+    assert loss.quantized_head is None and "not rounded" in said
 
 
-@pytest.mark.parametrize("loss", [{"is_fused": False}, {"after": After(cap=30.0)}], ids=str)
+@pytest.mark.parametrize("loss", [{"is_fused": False}, {"after": LogitTransform(cap=30.0)}], ids=str)
 def test_heads_that_it_is_not_for(loss):
     """Logits are in memory, or something comes after them."""
     loss = loss_of(**loss)
     assert (
         int8_calibration.calibrate_head(loss, lambda: [(drawn(30, 64), torch.arange(30))]) == []
-        and loss.rounded is None
+        and loss.quantized_head is None
     )
 
 
@@ -212,7 +214,9 @@ def test_its_codes_are_in_the_plan(settings, counted):
     assert bytes_of[0] - bytes_of[1] == counted * 128256 * 4096  # 4,088 columns, in whole panels
 
 
-@pytest.mark.skipif(not bindings.preferred("head"), reason="AMX is here, and oneDNN's products are used")
+@pytest.mark.skipif(
+    not bindings.preferred("lm_head_cross_entropy"), reason="AMX is here, and oneDNN's products are used"
+)
 @pytest.mark.parametrize("kind", ["int8", "int8_backward"])
 def test_runs_in_8_bits_say_so_and_have_it(kind, tmp_path):
     settings = {"max_steps": 3, "lora_dropout": 0, "frozen_matmul": kind, "log_to": "stdout"}

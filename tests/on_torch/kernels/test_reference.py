@@ -19,11 +19,16 @@ from anyqlora.on_torch.adapters.fused_layers import fused_layers
 from anyqlora.on_torch.assembly import fast_paths
 from anyqlora.on_torch.kernels import attention, deterministic, fused_lora
 from anyqlora.on_torch.kernels.cpu import bindings
-from anyqlora.on_torch.kernels.cross_entropy import After, cross_entropy, defined
-from anyqlora.on_torch.kernels.deterministic import DEVICES, REFUSE, WARN, begun, within
+from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy, reference
+from anyqlora.on_torch.kernels.deterministic import DEVICES, REFUSE, WARN, refuse_from, refuse_until
 from tests.support import tiny_models
 
-AFTERS = {"nothing": After(), "scaled": After(scale=0.25), "capped": After(cap=3.0), "both": After(scale=2.0, cap=5.0)}
+AFTERS = {
+    "nothing": LogitTransform(),
+    "scaled": LogitTransform(scale=0.25),
+    "capped": LogitTransform(cap=3.0),
+    "both": LogitTransform(scale=2.0, cap=5.0),
+}
 
 
 def gradients(value, *tensors):
@@ -40,8 +45,8 @@ def test_cross_entropy_is_its_definition(after, rows, learns):
     )
     targets = torch.randint(50, (33,), generator=generator)
     inputs = [hidden.requires_grad_(), *([weight.requires_grad_(), bias.requires_grad_()] if learns else [])]
-    ours = cross_entropy(hidden, weight, bias, targets, after=AFTERS[after], rows=rows) / 7
-    theirs = defined(hidden, weight, bias, targets, after=AFTERS[after]) / 7
+    ours = cross_entropy(hidden, weight, bias, targets, transform=AFTERS[after], rows=rows) / 7
+    theirs = reference(hidden, weight, bias, targets, transform=AFTERS[after]) / 7
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
     for mine, other in zip(gradients(ours, *inputs), gradients(theirs, *inputs), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
@@ -52,8 +57,8 @@ def test_cross_entropy_in_float32_is_exact_and_in_16_bits_within_rounding():
     hidden, weight = torch.randn(64, 32, generator=generator), torch.randn(4000, 32, generator=generator)
     targets = torch.randint(4000, (64,), generator=generator)
     exact = hidden.double().requires_grad_()
-    expected = defined(exact, weight.double(), None, targets)
-    (of_hidden,) = gradients(expected / 1000, exact)
+    expected = reference(exact, weight.double(), None, targets)
+    (grad_hidden,) = gradients(expected / 1000, exact)
     for dtype, loss_within, gradient_within in (
         (torch.float32, 1e-6, 1e-5),
         (torch.bfloat16, 3e-3, 0.02),
@@ -63,7 +68,7 @@ def test_cross_entropy_in_float32_is_exact_and_in_16_bits_within_rounding():
         ours = cross_entropy(h, weight.to(dtype), None, targets, rows=16)
         assert ours.dtype == torch.float32 and ours.item() == pytest.approx(expected.item(), rel=loss_within)
         (found,) = gradients(ours / 1000, h)
-        assert (found.double() - of_hidden).norm() < gradient_within * of_hidden.norm(), dtype
+        assert (found.double() - grad_hidden).norm() < gradient_within * grad_hidden.norm(), dtype
 
 
 def test_far_off_logits_give_finite_losses():
@@ -168,8 +173,12 @@ def test_an_mlp_that_mixes_tokens_is_left_alone(tmp_path):
 
 
 def test_what_follows_the_head_is_what_the_configuration_says(started):
-    expected = {"granite": After(scale=0.5), "gemma2": After(cap=3.0), "cohere": After(scale=0.0625)}
-    assert started.runtime.loss.after == expected.get(started.architecture, After())
+    expected = {
+        "granite": LogitTransform(scale=0.5),
+        "gemma2": LogitTransform(cap=3.0),
+        "cohere": LogitTransform(scale=0.0625),
+    }
+    assert started.runtime.loss.after == expected.get(started.architecture, LogitTransform())
 
 
 def test_an_architecture_that_does_something_else_after_its_head_is_named(tmp_path):
@@ -252,7 +261,7 @@ def layers(generator, inputs, outputs, rank=4, dtype=torch.float64, bias=True):
             for shape in ((rank, inputs), (size, rank))
         )
         found.append(
-            fused_lora.Linear(
+            fused_lora.LoraLinear(
                 lambda weight=weight: weight,
                 torch.randn(size, generator=generator, dtype=dtype) if bias else None,
                 a,
@@ -271,7 +280,7 @@ def test_fused_linears_are_their_definition(outputs, bias):
     parts, factors = layers(generator, 16, outputs, bias=bias)
     weights = [torch.randn(2, 5, size, generator=generator, dtype=torch.float64) for size in outputs]
     found = []
-    for ys in (fused_lora.linears(x, parts), fused_lora.defined(x, parts)):
+    for ys in (fused_lora.lora_linears(x, parts), fused_lora.reference(x, parts)):
         total = sum((y * weight).sum() for y, weight in zip(ys, weights, strict=True))
         found.append([total.detach(), *ys, *gradients(total, x, *factors)])
     for ours, theirs in zip(*found, strict=True):
@@ -281,25 +290,25 @@ def test_fused_linears_are_their_definition(outputs, bias):
 def test_an_output_that_nobody_uses_gives_no_gradient():
     parts, factors = layers(torch.Generator().manual_seed(3), 8, (8, 8))
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    found = torch.autograd.grad(fused_lora.linears(x, parts)[0].sum(), [x, *factors], allow_unused=True)
-    expected = torch.autograd.grad(fused_lora.defined(x, parts[:1])[0].sum(), [x, *factors[:2]])
+    found = torch.autograd.grad(fused_lora.lora_linears(x, parts)[0].sum(), [x, *factors], allow_unused=True)
+    expected = torch.autograd.grad(fused_lora.reference(x, parts[:1])[0].sum(), [x, *factors[:2]])
     assert found[3:] == (None, None)
     for ours, theirs in zip(found[:3], expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("narrow", [fused_lora.NARROW, ("cpu",)], ids=["64 bits", "as Metal draws"])
+@pytest.mark.parametrize("narrow", [fused_lora.WITHOUT_INT64, ("cpu",)], ids=["64 bits", "as Metal draws"])
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate, narrow, monkeypatch):
     """The reference applies the mask of the same seed by hand."""
-    monkeypatch.setattr(fused_lora, "NARROW", narrow)
+    monkeypatch.setattr(fused_lora, "WITHOUT_INT64", narrow)
     generator = torch.Generator().manual_seed(4)
     parts, factors = layers(generator, 64, (8, 8))
     x = torch.randn(500, 64, generator=generator, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(5)
-    ours = fused_lora.linears(x, parts, rate)
+    ours = fused_lora.lora_linears(x, parts, rate)
     torch.manual_seed(5)
-    seen = x * fused_lora.drawn(x, rate) / (1 - rate)
+    seen = x * fused_lora.draw_mask(x, rate) / (1 - rate)
     theirs = [
         torch.nn.functional.linear(x, layer.weight(), layer.bias) + 1.5 * (seen @ layer.a.T @ layer.b.T)
         for layer in parts
@@ -309,7 +318,7 @@ def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate, narrow
         torch.testing.assert_close(
             mine, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max())
         )  # 1 - rate in 16 bits
-    kept = fused_lora.drawn(x, rate).double()
+    kept = fused_lora.draw_mask(x, rate).double()
     assert abs(kept.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / x.numel()) ** 0.5
     assert kept.mean(0).std() < 0.03 and kept.mean(1).std() < 0.08  # no column and no row of its own
 
@@ -435,7 +444,7 @@ def heads(dtype, rows=2, length=40, queries=6, keys=2, width=16):
 def test_attention_is_its_definition(documents, window):
     (inputs, weight), numbers = heads(torch.float64), DOCUMENTS[documents] and torch.tensor(DOCUMENTS[documents])
     found = []
-    for compute in (attention.attention, attention.defined):
+    for compute in (attention.attention, attention.reference):
         out = compute(*inputs, scale=0.3, documents=numbers, window=window)
         found.append([out.detach(), *gradients((out * weight).sum(), *inputs)])
     for ours, theirs in zip(*found, strict=True):
@@ -465,7 +474,7 @@ def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, quer
         ).transpose(1, 2)
 
     found = []
-    for compute, given in ((attention.defined, exact), (attention.attention, inputs), (torchs, inputs)):
+    for compute, given in ((attention.reference, exact), (attention.attention, inputs), (torchs, inputs)):
         out = compute(*given, scale=0.25, documents=numbers)
         found.append([out.detach(), *gradients((out * weight).sum(), *given)])
     for true, ours, theirs in zip(*found, strict=True):
@@ -565,7 +574,7 @@ def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(se
     batch = next(batch for batch in batches if unpadded.padding_rows(batch.tokens) >= 16)
     given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
     assert given["input_ids"].numel() == batch.tokens + (
-        unpadded.padding_rows(batch.tokens) if few or not bindings.preferred("product") else -batch.tokens % 16
+        unpadded.padding_rows(batch.tokens) if few or not bindings.preferred("frozen_matmul") else -batch.tokens % 16
     )
 
 
@@ -614,9 +623,9 @@ class Asked(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, of_y):
+    def backward(ctx, grad_y):
         ctx.seen.append(torch.get_deterministic_debug_mode() == REFUSE)
-        return of_y, None
+        return grad_y, None
 
 
 @pytest.fixture
@@ -630,14 +639,14 @@ def warned():
 def test_torch_refuses_in_the_backward_of_attention_and_nowhere_else(warned):
     """On a GPU its attention is deterministic where it may refuse, and only there; other operations shall end no run."""
     before, inside, after, x = [], [], [], torch.ones(3, requires_grad=True)
-    q, k, v = within(*(Asked.apply(part * x, before) for part in (1, 2, 3)))
-    out = Asked.apply(begun(Asked.apply(q * k + v, inside)), after)
+    q, k, v = refuse_until(*(Asked.apply(part * x, before) for part in (1, 2, 3)))
+    out = Asked.apply(refuse_from(Asked.apply(q * k + v, inside)), after)
     out.sum().backward()
     assert x.grad.tolist() == [7.0] * 3  # of 2 x^2 + 3 x
     assert (before, inside, after) == ([False] * 6, [False, True], [False, False])
-    begun(x * 1).sum().backward()  # and is broken off
+    refuse_from(x * 1).sum().backward()  # and is broken off
     assert torch.get_deterministic_debug_mode() == REFUSE
-    within(x)
+    refuse_until(x)
     assert torch.get_deterministic_debug_mode() == WARN
 
 
@@ -649,7 +658,7 @@ def test_attention_is_marked_so_on_a_gpu_only(name, devices, marked, warned, mon
     module.num_key_value_groups, module.is_causal = 3, True
     out, _ = ALL_ATTENTION_FUNCTIONS[name](module, *inputs, None, scaling=0.25)
     assert (out.grad_fn.name() == "_BeginBackward") == marked
-    torch.testing.assert_close(out, attention.defined(*inputs, scale=0.25))
+    torch.testing.assert_close(out, attention.reference(*inputs, scale=0.25))
 
 
 def test_torchs_own_attention_becomes_deterministic_and_nothing_else_changes(tmp_path):

@@ -30,13 +30,13 @@ from anyqlora.core.errors import RunError
 from anyqlora.on_torch.assembly.fast_paths import usable_kernels
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_modules, varlen
-from anyqlora.on_torch.kernels.frozen_matmul import FLOAT8, coded
+from anyqlora.on_torch.kernels.frozen_matmul import FLOAT8, quantize_rows
 from anyqlora.on_torch.kernels.gpu import dequantize as dequantizing
 from anyqlora.on_torch.kernels.gpu import dropout_lora as dropping
 from anyqlora.on_torch.kernels.gpu import float8, rope, swiglu
 from anyqlora.on_torch.kernels.gpu import rms_norm as norms
 from anyqlora.on_torch.kernels.gpu.dropout_lora import Dropout, philox
-from anyqlora.on_torch.kernels.self_check import broken
+from anyqlora.on_torch.kernels.self_check import failure
 from anyqlora.on_torch.quantizers import bnb
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4
 from anyqlora.on_torch.runtime import Runtime
@@ -93,8 +93,8 @@ def test_the_interpreter_still_gets_bfloat16_and_float8_wrong(monkeypatch):
     norms._forward[(1,)](one, one, out, torch.empty(1), 1, 0.0, 0.0, LATE=True, WIDTH=1)
     assert one.bfloat16() > out
     ones = torch.ones(1, 8, dtype=torch.bfloat16)
-    assert Dropout(0, 0.0).into(ones, ones).item() != 8
-    assert float8.coded(torch.tensor([[float8.MOST, 127.0]]))[0].float()[0, 1] == 64  # 128 is nearest
+    assert Dropout(0, 0.0).lora_down(ones, ones).item() != 8
+    assert float8.quantize_rows(torch.tensor([[float8.MAX, 127.0]]))[0].float()[0, 1] == 64  # 128 is nearest
 
 
 @pytest.mark.skipif(GPU, reason="there they run")
@@ -140,7 +140,7 @@ def test_float8_codes_are_those_of_the_definition(dtype, width):
     x = some(9, width, dtype=dtype, scale=3.0)
     x[0], x[1, 0], x[2, -1], x[3] = 0, torch.nan, -torch.inf, 1e-6
     for columns in (None, some(width, seed=1).abs()):
-        (ours, mine), (theirs, others) = float8.coded(x, columns), coded(x, FLOAT8, columns)
+        (ours, mine), (theirs, others) = float8.quantize_rows(x, columns), quantize_rows(x, FLOAT8, columns)
         torch.testing.assert_close(mine, others, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(ours.view(torch.uint8) & 0x7F, theirs.view(torch.uint8) & 0x7F) and torch.equal(
             ours.float(), theirs.float()
@@ -171,7 +171,7 @@ def test_dequantization_is_bitsandbytes_own_bit_for_bit(kind, nested, dtype, sha
     buffer = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
     ours = dequantizing.dequantize(codes, state, buffer)
     assert ours.data_ptr() == buffer.data_ptr()
-    assert torch.equal(ours, dequantizing.defined(codes, state)) and torch.equal(ours, quantizer.unpack(codes, state))
+    assert torch.equal(ours, dequantizing.reference(codes, state)) and torch.equal(ours, quantizer.unpack(codes, state))
     assert torch.equal(ours, dequantizing.dequantize(codes, state))
 
 
@@ -195,10 +195,10 @@ def test_rms_norm(form, dtype, width):
         y = norm(x, weight, 1e-5, *form)
         y.backward(some(3, 7, width, dtype=dtype, seed=2))
         found.append((y.detach(), x.grad, weight.grad))
-    (y, of_x, of_weight), (y_defined, of_x_defined, of_weight_defined) = found
-    near(y, y_defined)
-    near(of_x, of_x_defined, 4)
-    near(of_weight, of_weight_defined, 21)  # the definition rounds each of the 21 rows' parts and their sum
+    (y, grad_x, grad_weight), (y_reference, grad_x_reference, grad_weight_reference) = found
+    near(y, y_reference)
+    near(grad_x, grad_x_reference, 4)
+    near(grad_weight, grad_weight_reference, 21)  # the definition rounds each of the 21 rows' parts and their sum
 
 
 def test_rms_norm_of_a_frozen_weight_and_of_another_dtype():
@@ -262,7 +262,7 @@ def test_exact_rotation_by_float32_angles_has_the_bits_of_a_models_own(dtype):
     cos, sin, weight = (some(1, 5, 12, seed=seed) for seed in (1, 2, 4))
     found = []
     for rotation in (
-        swap_modules.kernels_called("exact").rotate,
+        swap_modules.kernel_set("exact").rotate,
         lambda x, cos, sin: apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)[0],
     ):
         x = some(2, 5, 3, 12, dtype=dtype).requires_grad_()
@@ -275,14 +275,14 @@ def test_exact_rotation_by_float32_angles_has_the_bits_of_a_models_own(dtype):
 
 @pytest.mark.parametrize("wrong", [torch.bfloat16, torch.float32], ids=str)
 def test_a_kernel_that_turns_wrongly_by_either_angles_is_not_used(wrong, monkeypatch):
-    assert broken("triton", torch.device(DEVICE), torch.bfloat16) == ""
-    right = rope._launched
+    assert failure("triton", torch.device(DEVICE), torch.bfloat16) == ""
+    right = rope._launch
     monkeypatch.setattr(
         rope,
-        "_launched",
-        lambda x, cos, sin, *, is_back: right(x, cos, cos if cos.dtype == wrong else sin, is_back=is_back),
+        "_launch",
+        lambda x, cos, sin, *, is_backward: right(x, cos, cos if cos.dtype == wrong else sin, is_backward=is_backward),
     )
-    assert "other numbers" in broken("triton", torch.device(DEVICE), torch.bfloat16)
+    assert "other numbers" in failure("triton", torch.device(DEVICE), torch.bfloat16)
 
 
 # -------------------------------------------------------------------------------------------------------- dropout in LoRA's products
@@ -312,21 +312,21 @@ def test_products_drop_what_the_definition_drops(rate, dtype, sizes):
         some(m, r, dtype=dtype, seed=2),
         some(m, k, dtype=dtype, seed=3),
     )
-    kept = drop.kept(m, k).to(DEVICE)
+    kept = drop.mask(m, k).to(DEVICE)
     seen = x.double() * kept
     expected = to.double() + middle.double() @ a.double() * kept
     within = 2 * ROUNDING[dtype]
     for ours, theirs in (
-        (drop.into(x, a), seen @ a.double().T),
-        (drop.outer(middle, x), middle.double().T @ seen),
-        (drop.add_back(to, middle, a), expected),
+        (drop.lora_down(x, a), seen @ a.double().T),
+        (drop.lora_weight_grad(middle, x), middle.double().T @ seen),
+        (drop.add_lora_input_grad(to, middle, a), expected),
     ):
         assert (ours.double() - theirs).norm() <= within * theirs.norm()
-    assert drop.add_back(to, middle, a).data_ptr() == to.data_ptr()
+    assert drop.add_lora_input_grad(to, middle, a).data_ptr() == to.data_ptr()
 
 
 def test_as_much_is_dropped_as_asked_and_another_seed_drops_others():
-    one, other = (Dropout(seed, 0.1).kept(300, 1000) for seed in (1, 2))
+    one, other = (Dropout(seed, 0.1).mask(300, 1000) for seed in (1, 2))
     for kept in (one, other):
         assert kept.float().mean().item() == pytest.approx(0.9, abs=3e-3)
         assert (
@@ -348,13 +348,13 @@ def test_fused_lora_with_dropout_and_its_gradients(dtype):
         for shape in ((rank, 48), (width, rank))
     ]
     gradients = [some(2, 35, width, seed=width + 1, dtype=dtype) for width in widths]
-    mask = Dropout(seed, 0.25).kept(70, 48).view(x.shape).to(DEVICE)
+    mask = Dropout(seed, 0.25).mask(70, 48).view(x.shape).to(DEVICE)
 
     def run(product, kind, factor_kind):
         learned = [factor.to(factor_kind).requires_grad_() for factor in (x.to(kind), *factors)]
         learned[0] = x.to(kind).requires_grad_()
         layers = [
-            fused_lora.Linear(lambda w=w: w.to(kind), None, a, b, 2.0)
+            fused_lora.LoraLinear(lambda w=w: w.to(kind), None, a, b, 2.0)
             for w, a, b in zip(weights, learned[1::2], learned[2::2], strict=True)
         ]
         out = product(learned[0], layers)
@@ -365,14 +365,14 @@ def test_fused_lora_with_dropout_and_its_gradients(dtype):
         return tuple(x @ layer.weight().T + layer.scale * seen @ layer.a.T @ layer.b.T for layer in layers)
 
     torch.manual_seed(11)
-    ours = run(lambda x, layers: dropping.linears(x, layers, 0.25), dtype, torch.float32)
+    ours = run(lambda x, layers: dropping.lora_linears(x, layers, 0.25), dtype, torch.float32)
     for one, other in zip(ours, run(reference, torch.float64, torch.float64), strict=True):
         assert (one.double() - other).norm() <= 4 * ROUNDING[dtype] * other.norm()
 
 
 def test_without_dropout_fused_lora_is_the_portable_one():
-    x, layer = some(3, 16), fused_lora.Linear(lambda: some(8, 16), None, some(2, 16), some(8, 2), 1.0)
-    assert torch.equal(*dropping.linears(x, [layer]), *fused_lora.linears(x, [layer]))
+    x, layer = some(3, 16), fused_lora.LoraLinear(lambda: some(8, 16), None, some(2, 16), some(8, 2), 1.0)
+    assert torch.equal(*dropping.lora_linears(x, [layer]), *fused_lora.lora_linears(x, [layer]))
 
 
 # ------------------------------------------------------------------------------------------------------------ documents in one launch
@@ -390,7 +390,7 @@ def test_bounds_of_documents():
 def test_attention_within_documents_in_one_launch(window):
     documents = torch.tensor([[1] * 9 + [2] * 30 + [3] * 25, [1] * 50 + [-1] * 14], device=DEVICE, dtype=torch.int32)
     found = []
-    for product in (varlen.attention, attention.defined):
+    for product in (varlen.attention, attention.reference):
         q, k, v = (
             some(2, heads, 64, 32, seed=seed, dtype=torch.bfloat16).requires_grad_()
             for seed, heads in ((0, 4), (1, 2), (2, 2))
@@ -502,7 +502,7 @@ def test_every_architecture_computes_the_same_with_what_fits_it(architecture, tm
     )
     found = [
         sum(isinstance(module, kind) for module in ours.model.modules())
-        for kind in (swap_modules.Attention, swap_modules.GatedMlp, swap_modules.Norm)
+        for kind in (swap_modules.FastAttention, swap_modules.FastGatedMLP, swap_modules.FastRMSNorm)
     ]
     assert tuple(found) == REPLACED[architecture]
     left = {line.split()[0] for line in ours.built.notes if " runs as it is: " in line}
@@ -510,7 +510,7 @@ def test_every_architecture_computes_the_same_with_what_fits_it(architecture, tm
         type(m).__name__ for m in theirs.model.modules() if type(m).__name__.endswith(("RMSNorm", "MLP", "Attention"))
     }
     assert left <= looks_like_ours and all(
-        not isinstance(m, swap_modules._InPlace) or m.training for m in ours.model.modules()
+        not isinstance(m, swap_modules.FastModule) or m.training for m in ours.model.modules()
     )
     assert {
         type(m).__name__ for m in ours.model.modules()
@@ -609,14 +609,14 @@ def test_a_kernel_that_gives_something_else_on_this_device_is_named_and_not_used
     assert started.built.notes == [
         "LlamaRMSNorm runs as it is: the kernel for it gives something else on this device (5 modules)"
     ]
-    assert not any(isinstance(module, swap_modules.Norm) for module in started.model.modules())
+    assert not any(isinstance(module, swap_modules.FastRMSNorm) for module in started.model.modules())
 
 
 def test_kernels_that_do_not_run_are_refused_when_asked_for_and_named_when_not(tmp_path, monkeypatch):
     def no_compiler(*arguments, **options):
         raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
 
-    monkeypatch.setattr(rope, "_launched", no_compiler)
+    monkeypatch.setattr(rope, "_launch", no_compiler)
     directory = tiny_models.make(tmp_path / "base", "llama")
     with pytest.raises(RunError, match="kernels exact cannot be used on .*: Failed to find C compiler") as refused:
         tiny_models.Started(tmp_path / "asked", directory, train_type="lora", kernels="exact")
@@ -630,7 +630,7 @@ def test_kernels_that_do_not_run_are_refused_when_asked_for_and_named_when_not(t
 
 
 def test_a_dequantization_that_gives_something_else_is_named_and_not_used(monkeypatch):
-    monkeypatch.setattr(dequantizing, "dequantize", lambda codes, state: dequantizing.defined(codes, state) * 1.01)
+    monkeypatch.setattr(dequantizing, "dequantize", lambda codes, state: dequantizing.reference(codes, state) * 1.01)
     quantizer = Nf4(torch.float32)
     assert quantizer.set_kernels("exact", torch.device(DEVICE)) == [
         "bitsandbytes unpacks the weights: the kernel for it gives something else on this device"

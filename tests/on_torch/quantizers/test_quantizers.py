@@ -210,10 +210,10 @@ def test_codes_are_bitsandbytes_own_to_the_bit(kind, dtype, is_native, threads, 
     blocks = blocks[: len(blocks) // 64 * 64]
     if dtype == torch.float16:
         blocks = blocks.clamp(-65504, 65504)  # not all of them are finite in it
-    monkeypatch.setattr(nf4_quantize, "defined", None)  # neither asks bitsandbytes
+    monkeypatch.setattr(nf4_quantize, "reference", None)  # neither asks bitsandbytes
     codes, scales = nf4_quantize.quantize_4bit(blocks, kind, is_native)
     monkeypatch.undo()
-    expected, expected_scales = nf4_quantize.defined(blocks, kind)
+    expected, expected_scales = nf4_quantize.reference(blocks, kind)
     assert torch.equal(codes, expected) and torch.equal(scales, expected_scales)
 
 
@@ -238,6 +238,6 @@ def test_weights_that_are_not_finite_are_left_to_bitsandbytes(value, is_native, 
     monkeypatch.setattr(nf4_quantize, "PIECE", 128)
     weight = torch.randn(256)
     weight[70] = value
-    ours, theirs = nf4_quantize.quantize_4bit(weight, "nf4", is_native), nf4_quantize.defined(weight, "nf4")
+    ours, theirs = nf4_quantize.quantize_4bit(weight, "nf4", is_native), nf4_quantize.reference(weight, "nf4")
     assert torch.equal(ours[0], theirs[0])
     torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0, equal_nan=True)

@@ -1,133 +1,24 @@
-"""native.c, attention.c, products.c and head.c, compiled by the machine's own compiler when first needed: a bf16 step on a CPU."""
+"""The C kernels of csrc/ as functions of tensors: a bf16 step on a CPU. Shapes stand here, what is computed there."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import hashlib
-import os
-import platform
-import struct
 import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from anyqlora.core.hashing import cache_directory
 from anyqlora.on_torch.kernels import reference
-from anyqlora.planning.machine import AMX, compiler, cpu_features, cpu_flags
-from anyqlora.planning.memory.weights import HEAD_COLUMNS, HEAD_WORDS
+from anyqlora.on_torch.kernels.cpu import header
+from anyqlora.on_torch.kernels.cpu.library import available, build_library, call, library, preferred
+from anyqlora.planning.memory.weights import HEAD_VOCAB_BLOCK, PANEL_COLUMNS
+from anyqlora.planning.native_kernels import HEADER
 
-SOURCES = [
-    Path(__file__).parent / "csrc" / name
-    for name in ("elementwise.c", "attention.c", "matmul.c", "lm_head.c", "panels.h", "bf16.h")
-]
-# Numbers that are not finite keep their meaning, so no -ffast-math. OpenMP's functions are those of the library that torch has loaded: a
-# second one would have threads of its own.
-OPTIONS = (
-    "-O3",
-    "-march=native",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
-    "-nostdlib",
-    *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
-)
-WITHOUT = {  # what the compiler leaves out where the processor has it and ANYQLORA_CPU_FEATURES does not name it
-    "avx2": "-mno-avx2",
-    "avx512f": "-mno-avx512f",
-    "avx512_bf16": "-mno-avx512bf16",
-    "avx512_vnni": "-mno-avx512vnni",
-}
-PRODUCTS = {"head", "head_room", "linears", "linears_backward", "narrow_product", "outer_product", "product"}
-POINTER, LONG, FLOAT, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
-SIGNATURES = {
-    "attention": (*6 * (POINTER,), *7 * (LONG,), FLOAT),
-    "attention_backward": (*10 * (POINTER,), *7 * (LONG,), FLOAT),
-    "head": (*10 * (POINTER,), *3 * (LONG,), FLOAT),
-    "head_room": (*3 * (LONG,), INT),
-    "int8_out": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, INT, INT),
-    "int8_rows": (*4 * (POINTER,), *3 * (LONG,), INT),
-    "linears": (POINTER, POINTER, ctypes.c_char_p, POINTER, *3 * (LONG,)),
-    "linears_backward": (POINTER, ctypes.c_char_p, *4 * (POINTER,), *4 * (LONG,)),
-    "narrow_product": (*4 * (POINTER,), *5 * (LONG,), INT),
-    "outer_product": (*3 * (POINTER,), *4 * (LONG,), INT),
-    "cross_entropy": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
-    "product": (*8 * (POINTER,), *6 * (LONG,), *4 * (INT,)),
-    "quantize_4bit": (POINTER, POINTER, POINTER, LONG, POINTER, POINTER, INT, INT),
-    "rms_norm": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, FLOAT, INT),
-    "rms_norm_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
-    "rotate": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, LONG, INT, INT),
-    "swiglu": (POINTER, POINTER, POINTER, LONG),
-    "swiglu_backward": (POINTER, POINTER, POINTER, POINTER, POINTER, LONG),
-}
-LAYER = struct.Struct("@7Pd3l")  # products.c's Layer
+__all__ = ["available", "build_library", "library", "preferred"]  # of library.py, beside what is defined here
+
+LAYOUT = header.layout(header.members(HEADER.read_text(encoding="utf-8"), "LoraLinear"))
 LANES = 16  # a head is a multiple of it wide
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """Their functions, without those for which the processor has no instructions. Raises OSError or subprocess.SubprocessError where none can be had."""
-    loaded = ctypes.CDLL(
-        str(build_library()), mode=os.RTLD_NOW
-    )  # later, a name that is not found would end the process
-    for name, kinds in SIGNATURES.items():
-        if hasattr(loaded, name):
-            function = getattr(loaded, name)
-            function.argtypes, function.restype = kinds, LONG if name.endswith("_room") else None
-    return loaded
-
-
-@functools.cache
-def available(name: str) -> bool:
-    """Whether a function can be had here: there is a compiler, and the processor has the instructions."""
-    try:
-        return hasattr(library(), name)
-    except (OSError, subprocess.SubprocessError):
-        return False
-
-
-@functools.cache
-def preferred(name: str) -> bool:
-    """Whether a function is available and to be taken: by AMX the framework's own products are several times as fast."""
-    return available(name) and not (name in PRODUCTS and AMX & set(cpu_features()))
-
-
-def build_library() -> Path:
-    """The library's file in the user's cache, made unless it is there. Its name tells source, compiler and processor apart."""
-    flags, allowed = cpu_flags(), cpu_features()
-    without = (option for name, option in WITHOUT.items() if name in flags and name not in allowed)
-    command = (compiler(), *OPTIONS, *without)
-    told = {"capture_output": True, "check": True, "text": True}
-    about = subprocess.run(
-        [command[0], "-march=native", "-E", "-v", "-x", "c", os.devnull], **told
-    ).stderr  # names the processor
-    marks = hashlib.sha256(
-        "\0".join([*(source.read_text() for source in SOURCES), *command, about]).encode()
-    ).hexdigest()[:16]
-    made = cache_directory() / f"native-{marks}.so"
-    if not made.exists():
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=made.parent
-        ) as directory:  # two processes may be at it: the last one's stands, whole
-            staged = Path(directory) / made.name
-            subprocess.run(
-                [*command, "-o", str(staged), *(str(source) for source in SOURCES if source.suffix == ".c"), "-lm"],
-                **told,
-            )
-            staged.chmod(0o700)
-            os.replace(staged, made)
-    about = made.stat()
-    if about.st_uid not in (0, os.getuid()) or about.st_mode & 0o022:
-        raise PermissionError(f"{made} may be written by somebody else, and would be run")
-    return made
 
 
 def self_check() -> str:
@@ -144,15 +35,11 @@ def self_check() -> str:
     exact = cos.float(), sin.float()
     off = (rotate(x, *exact) - reference.promoted(x.float(), *exact)).abs().max()
     is_same = torch.equal(rotate(x, cos, sin), reference.rotate(x, cos, sin)) and off < 2**-8
-    return "" if is_same else "they give other numbers than they are defined to"
-
-
-def _call(name: str, *arguments) -> None:
-    """Tensors go by their addresses; they are contiguous."""
-    getattr(library(), name)(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
+    return "" if is_same else "they give other numbers than their references"
 
 
 def is_for(*tensors: torch.Tensor) -> bool:
+    """Whether these are bf16 on a CPU."""
     return all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors)
 
 
@@ -162,229 +49,165 @@ def is_for(*tensors: torch.Tensor) -> bool:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, longest: int, window: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T) v within documents [B, T, H, D], zero elsewhere, and the logarithms of the softmax's denominators, float32 [B, T, H].
+    """softmax(scale q k^T) v within documents [B, T, H, D], zero elsewhere, and the logarithms of the softmax's denominators, float32
+    [B, T, H].
 
     q [B, T, H, D], k and v [B, T, K, D], contiguous; documents int64 [N, 3]: row, first token, end; `longest` tokens in one of them.
     """
-    (rows, length, heads, width), shared = q.shape, k.shape[2]
-    out, log_sums = torch.zeros_like(q), torch.empty(rows, length, heads)
-    _call(
-        "attention",
-        q,
-        k,
-        v,
-        out,
-        log_sums,
-        documents,
-        len(documents),
-        longest,
-        length,
-        heads,
-        shared,
-        width,
-        window,
-        scale,
-    )
-    return out, log_sums
+    (rows, length, heads, width), kv_heads = q.shape, k.shape[2]
+    out, logsumexp = torch.zeros_like(q), torch.empty(rows, length, heads)
+    sizes = len(documents), longest, length, heads, kv_heads, width, window, scale
+    call("attention", q, k, v, out, logsumexp, documents, *sizes)
+    return out, logsumexp
 
 
 def attention_backward(
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    log_sums: torch.Tensor,
+    logsumexp: torch.Tensor,
     documents: torch.Tensor,
     longest: int,
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, from what `attention` was given and gave."""
-    made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    _call(
-        "attention_backward",
-        of_out,
-        q,
-        k,
-        v,
-        out,
-        log_sums,
-        *made,
-        documents,
-        len(documents),
-        longest,
-        *q.shape[1:3],
-        *k.shape[2:],
-        window,
-        scale,
-    )
-    return made
+    """The gradients of q, k and v, from what `attention` was given and returned."""
+    grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    sizes = len(documents), longest, *q.shape[1:3], *k.shape[2:], window, scale
+    call("attention_backward", grad_out, q, k, v, out, logsumexp, *grads, documents, *sizes)
+    return grads
 
 
 # ------------------------------------------------------------------------------------------------------------- the loss
 
 
-def losses_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
     """The cross-entropy of each row of scale * logits [N, V], float32 [N]; the logits become the gradient of their sum."""
     losses = torch.empty(len(logits))
-    _call("cross_entropy", logits, targets.contiguous(), losses, *logits.shape, scale)
+    call("cross_entropy", logits, targets.contiguous(), losses, *logits.shape, scale)
     return losses
 
 
-def head(
+class QuantizedHead(NamedTuple):
+    """A head's weights [V, H] without their mean over the vocabulary, in 8 bits."""
+
+    codes: (
+        torch.Tensor
+    )  # packed: int8 [V / HEAD_VOCAB_BLOCK, H / PANEL_COLUMNS, HEAD_VOCAB_BLOCK / 4, PANEL_COLUMNS, 4]
+    scales: torch.Tensor  # float32 [V]
+    mean: torch.Tensor  # float32 [H]
+
+
+def lm_head_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     scale: float,
     rows: int,
-    of_hidden: torch.Tensor | None,
-    rounded: Rounded | None = None,
+    grad_hidden: torch.Tensor | None,
+    quantized: QuantizedHead | None = None,
 ) -> torch.Tensor:
-    """The cross-entropy of each row of scale * (hidden [N, H] weight [V, H]^T + bias [V]), float32 [N]; of_hidden, contiguous, becomes the gradient of their sum.
+    """The cross-entropy of each row of scale * (hidden [N, H] weight [V, H]^T + bias [V]), float32 [N]; grad_hidden, contiguous,
+    becomes the gradient of their sum.
 
-    All are bf16, and H is even. `rows` share a weight that is packed. Their logits are float32 and never in memory; probabilities are bf16, and the
-    gradient is rounded once. `rounded`, of `rounded_head`: it is of those weights, and of probabilities in 8 bits.
+    All are bf16, and H is even. `rows` share a weight that is packed. Their logits are float32 and never in memory; probabilities are
+    bf16, and the gradient is rounded once. `quantized`, of `quantize_lm_head`: it is of those weights, and of probabilities in 8 bits.
     """
-    hidden, weight, bias, targets = (
-        hidden.contiguous(),
-        weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-        targets.contiguous(),
-    )
-    losses, (words, depth) = torch.empty(len(hidden)), weight.shape
-    room = torch.empty(
-        library().head_room(min(rows, len(hidden)), depth, words, of_hidden is not None), dtype=torch.uint8
-    )
-    for some in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
-        of_some = None if of_hidden is None else of_hidden[some]
-        _call(
-            "head",
-            hidden[some],
-            weight,
-            bias,
-            *(rounded or 3 * (None,)),
-            targets[some],
-            losses[some],
-            of_some,
-            room,
-            len(hidden[some]),
-            depth,
-            words,
-            scale,
-        )
+    hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    losses, (vocab, depth) = torch.empty(len(hidden)), weight.shape
+    size = call("lm_head_workspace", min(rows, len(hidden)), depth, vocab, grad_hidden is not None)
+    workspace = torch.empty(size, dtype=torch.uint8)
+    for chunk in map(slice, range(0, len(hidden), rows), range(rows, len(hidden) + rows, rows)):
+        grad = None if grad_hidden is None else grad_hidden[chunk]
+        head = weight, bias, *(quantized or 3 * (None,))
+        sizes = len(hidden[chunk]), depth, vocab, scale
+        call("lm_head_cross_entropy", hidden[chunk], *head, targets[chunk], losses[chunk], grad, workspace, *sizes)
     return losses
 
 
-Rounded = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor
-]  # of a head's weights without their mean: packed codes, and a scale for each word [V]; and that mean over the words [H]
-WORDS = 4096  # that are looked at together: their weights are float32 meanwhile
-FOUR = 4  # words whose weights an instruction reads
+VOCAB_CHUNK = 4096  # rows of a head's weights that are quantized together: they are float32 meanwhile
+PER_WORD = 4  # codes in a word of 32 bits, that an instruction reads
 
 
-def rounded_head(weight: torch.Tensor) -> Rounded | None:
-    """A head's weights [V, H] as `head` has them for a gradient in 8 bits; None where it cannot.
+def quantize_lm_head(weight: torch.Tensor) -> QuantizedHead | None:
+    """A head's weights [V, H] as `lm_head_cross_entropy` has them for a gradient in 8 bits; None where it cannot.
 
-    Codes are packed once: [V / HEAD_WORDS, H / HEAD_COLUMNS, HEAD_WORDS / FOUR, HEAD_COLUMNS, FOUR], zeros after the last word and column.
+    Codes are packed once, with zeros after the last row and column.
     """
-    if not (available("head") and is_for(weight)) or weight.shape[1] % 2:
+    if not (available("lm_head_cross_entropy") and is_for(weight)) or weight.shape[1] % 2:
         return None
-    mean = torch.stack([some.float().sum(0) for some in weight.split(WORDS)]).sum(0) / len(weight)
-    blocks, panels = -(-len(weight) // HEAD_WORDS), -(-weight.shape[1] // HEAD_COLUMNS)
-    codes, scales = (
-        torch.empty(blocks, panels, HEAD_WORDS // FOUR, HEAD_COLUMNS, FOUR, dtype=torch.int8),
-        torch.empty(len(weight)),
-    )
-    for some, of_codes, of_scales in zip(
-        weight.split(WORDS), codes.split(WORDS // HEAD_WORDS), scales.split(WORDS), strict=True
-    ):
-        made, of_some = int8_rows((some - mean).to(some.dtype), is_spread=True)
-        whole = nn.functional.pad(made, (0, -made.shape[1] % HEAD_COLUMNS, 0, -len(made) % HEAD_WORDS))
-        of_codes.copy_(whole.view(len(of_codes), HEAD_WORDS // FOUR, FOUR, panels, HEAD_COLUMNS).permute(0, 3, 1, 4, 2))
-        of_scales.copy_(of_some)
-    return codes, scales, mean
+    mean = torch.stack([chunk.float().sum(0) for chunk in weight.split(VOCAB_CHUNK)]).sum(0) / len(weight)
+    blocks, panels = -(-len(weight) // HEAD_VOCAB_BLOCK), -(-weight.shape[1] // PANEL_COLUMNS)
+    lines = HEAD_VOCAB_BLOCK // PER_WORD
+    codes = torch.empty(blocks, panels, lines, PANEL_COLUMNS, PER_WORD, dtype=torch.int8)
+    scales = torch.empty(len(weight))
+    chunks = weight.split(VOCAB_CHUNK), codes.split(VOCAB_CHUNK // HEAD_VOCAB_BLOCK), scales.split(VOCAB_CHUNK)
+    for chunk, chunk_codes, chunk_scales in zip(*chunks, strict=True):
+        rows, row_scales = quantize_int8_rows((chunk - mean).to(chunk.dtype), hadamard=True)
+        padded = nn.functional.pad(rows, (0, -rows.shape[1] % PANEL_COLUMNS, 0, -len(rows) % HEAD_VOCAB_BLOCK))
+        shape = len(chunk_codes), lines, PER_WORD, panels, PANEL_COLUMNS
+        chunk_codes.copy_(padded.view(shape).permute(0, 3, 1, 4, 2))
+        chunk_scales.copy_(row_scales)
+    return QuantizedHead(codes, scales, mean)
 
 
-# ------------------------------------------------------------------------------------------------------------- products
+# ------------------------------------------------------------------------------------------------------- matrix products
 
 
-def product(
+def frozen_matmul(
     left: torch.Tensor,
     right: torch.Tensor,
     out: torch.Tensor,
     *,
-    is_turned: bool = False,
-    is_added: bool = False,
-    of_rows: torch.Tensor | None = None,
-    of_columns: torch.Tensor | None = None,
-    is_spread: bool = False,
+    transposed: bool = False,
+    accumulate: bool = False,
+    row_scales: torch.Tensor | None = None,
+    column_scales: torch.Tensor | None = None,
+    hadamard: bool = False,
     bias: torch.Tensor | None = None,
-    narrow: tuple[torch.Tensor, torch.Tensor] | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """out [M, N] = left [M, K] right^T + m f^T + bias [N], right [N, K], f [N, R]; is_turned: right is [K, N] and f [R, N]; is_added: the products more.
+    """out [M, N] = left [M, K] right^T + hidden factor^T + bias [N], with right [N, K] and factor [N, R].
 
-    narrow: m [M, R], bf16, and f, float32. left and right are bf16, or int8 codes: then the product's rows and columns are multiplied by float32 of_rows [M] and
-    of_columns [N], and `products.spread` is_spread. All but m contiguous, K a multiple of 2, or of 4 in int8, and R of 2.
+    transposed: right is [K, N] and factor [R, N]; accumulate: out + both products. lora: hidden [M, R], bf16, whose rows may lie
+    apart, and factor, float32. left and right are bf16, or int8 codes: then the frozen product's rows and columns are multiplied by
+    float32 row_scales [M] and column_scales [N], and with `hadamard` rotated (frozen_matmul.rotated). All but hidden are contiguous;
+    K is a multiple of 2, or of 4 in int8, and R of 2.
     """
-    m, f = narrow or (None, None)
-    rank, apart = (m.shape[1], m.stride(0)) if narrow else (0, 0)
-    _call(
-        "product",
-        left,
-        right,
-        of_rows,
-        of_columns,
-        bias,
-        m,
-        f,
-        out,
-        len(left),
-        left.shape[1],
-        out.shape[1],
-        rank,
-        left.shape[1],
-        apart,
-        left.element_size(),
-        is_turned,
-        is_added,
-        is_spread,
-    )
+    hidden, factor = lora or (None, None)
+    rank, stride = (hidden.shape[1], hidden.stride(0)) if lora else (0, 0)
+    sizes = len(left), left.shape[1], out.shape[1], rank, left.shape[1], stride, left.element_size()
+    matrices = left, right, row_scales, column_scales, bias, hidden, factor, out
+    call("frozen_matmul", *matrices, *sizes, transposed, accumulate, hadamard)
 
 
-def narrow_product(
-    left: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, is_turned: bool = False
+def lora_matmul(
+    left: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, transposed: bool = False
 ) -> torch.Tensor:
-    """scales [R] * left [M, K] factor^T, bf16 [M, R], of a bf16 left with an even K and a float32 factor [R, K], is_turned: [K, R]."""
-    made = left.new_empty(len(left), len(scales))
-    _call(
-        "narrow_product",
-        left.contiguous(),
-        factor.contiguous(),
-        scales,
-        made,
-        left.shape[1],
-        len(scales),
-        *left.shape,
-        len(scales),
-        is_turned,
-    )
-    return made
+    """scales [R] * left [M, K] factor^T, bf16 [M, R], of a bf16 left with an even K and a float32 factor [R, K]; transposed: [K, R]."""
+    out = left.new_empty(len(left), len(scales))
+    sizes = left.shape[1], len(scales), *left.shape, len(scales)
+    call("lora_matmul", left.contiguous(), factor.contiguous(), scales, out, *sizes, transposed)
+    return out
 
 
-def outer_product(narrow: torch.Tensor, wide: torch.Tensor, is_turned: bool = False) -> torch.Tensor:
-    """narrow [M, R]^T wide [M, N], float32 [R, N], is_turned: [N, R], of bf16; the rows of narrow may lie apart."""
-    rank, columns = narrow.shape[1], wide.shape[1]
-    made = torch.empty(*((columns, rank) if is_turned else (rank, columns)))
-    _call("outer_product", narrow, wide.contiguous(), made, len(wide), rank, columns, narrow.stride(0), is_turned)
-    return made
+def lora_weight_grad(hidden: torch.Tensor, wide: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+    """hidden [M, R]^T wide [M, N], float32 [R, N], transposed: [N, R], of bf16; the rows of hidden may lie apart."""
+    rank, columns = hidden.shape[1], wide.shape[1]
+    out = torch.empty(*((columns, rank) if transposed else (rank, columns)))
+    call("lora_weight_grad", hidden, wide.contiguous(), out, len(wide), rank, columns, hidden.stride(0), transposed)
+    return out
 
 
-class Layer(NamedTuple):
-    """One of several layers that read one x: y = x W^T + bias + m b^T, with m = scale x a^T of an x of which some may be dropped. bf16 W [out, in] and bias [out], float32 a [R, in] and b [out, R].
+class LoraLinear(NamedTuple):
+    """One of several layers that read one x: y = x W^T + bias + hidden b^T, with hidden = scale x a^T of an x of which dropout may have
+    taken a part. bf16 W [out, in] and bias [out], float32 a [R, in] and b [out, R].
 
-    W may be `products.Int8`'s: codes int8, and float32 scales [out].
+    W may be frozen_matmul.Int8Matmul's: codes int8, and float32 scales [out].
     """
 
     weight: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -392,57 +215,45 @@ class Layer(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     scale: float
-    first: int  # of its R columns among all layers' m
+    first: int  # of its R columns among all layers' hidden ones
 
-    def packed(self, y: torch.Tensor, of_b: torch.Tensor | None = None) -> bytes:
+    def packed(self, y: torch.Tensor, grad_b: torch.Tensor | None = None) -> bytes:
+        """As the C struct of this name."""
         weight = self.weight if isinstance(self.weight, tuple) else (self.weight, None)
-        tensors = *weight, self.bias, self.a, self.b, y, of_b
-        return LAYER.pack(*(0 if x is None else x.data_ptr() for x in tensors), self.scale, *self.b.shape, self.first)
+        tensors = *weight, self.bias, self.a, self.b, y, grad_b
+        return LAYOUT.pack(*(0 if x is None else x.data_ptr() for x in tensors), self.scale, *self.b.shape, self.first)
 
 
-def linears(
-    x: torch.Tensor, dropped: torch.Tensor, layers: Sequence[Layer], shape: Sequence[int]
+def lora_linears(
+    x: torch.Tensor, dropped: torch.Tensor, layers: Sequence[LoraLinear], shape: Sequence[int]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Each layer's y [*shape, out], and their m side by side [M, the sum of their R], which are of `dropped`. All is contiguous; in, out and R are even."""
-    made, middles = (
-        [x.new_empty(*shape, layer.b.shape[0]) for layer in layers],
-        x.new_empty(x.shape[0], sum(layer.b.shape[1] for layer in layers)),
-    )
-    listed = b"".join(layer.packed(y) for layer, y in zip(layers, made, strict=True))
-    _call("linears", x, dropped, listed, middles, len(layers), *x.shape)
-    return made, middles
+    """Each layer's y [*shape, out], and their hidden of `dropped` side by side [M, the sum of their R]. All is contiguous; in, out and R
+    are even."""
+    outputs = [x.new_empty(*shape, layer.b.shape[0]) for layer in layers]
+    hidden = x.new_empty(x.shape[0], sum(layer.b.shape[1] for layer in layers))
+    structs = b"".join(layer.packed(y) for layer, y in zip(layers, outputs, strict=True))
+    call("lora_linears", x, dropped, structs, hidden, len(layers), *x.shape)
+    return outputs, hidden
 
 
-def linears_backward(
+def lora_linears_backward(
     dropped: torch.Tensor,
-    layers: Sequence[Layer],
-    middles: torch.Tensor,
-    of_outputs: Sequence[torch.Tensor],
+    layers: Sequence[LoraLinear],
+    hidden: torch.Tensor,
+    grad_outputs: Sequence[torch.Tensor],
     needs_x: bool,
     is_dropped: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, list[torch.Tensor]]:
-    """From the gradients of these layers' y [M, out], contiguous, those of x, where it needs one; of `dropped`, is_dropped, without which x's is not whole;
-    of their a, one below the other; and of each b."""
-    of_x = dropped.new_empty(dropped.shape) if needs_x else None
-    of_dropped = dropped.new_empty(dropped.shape) if needs_x and is_dropped else None
-    of_a, of_b = (
-        torch.empty(sum(layer.b.shape[1] for layer in layers), dropped.shape[1]),
-        [torch.empty(layer.b.shape) for layer in layers],
-    )
-    listed = b"".join(layer.packed(*gradients) for layer, *gradients in zip(layers, of_outputs, of_b, strict=True))
-    _call(
-        "linears_backward",
-        dropped,
-        listed,
-        middles,
-        of_a,
-        of_x,
-        of_dropped,
-        len(layers),
-        *dropped.shape,
-        middles.shape[1],
-    )
-    return of_x, of_dropped, of_a, of_b
+    """From the gradients of these layers' y [M, out], contiguous: those of x, where it needs one; of `dropped`, is_dropped, without
+    which x's is not whole; of their a, one below the other; and of each b."""
+    grad_x = dropped.new_empty(dropped.shape) if needs_x else None
+    grad_dropped = dropped.new_empty(dropped.shape) if needs_x and is_dropped else None
+    grad_a = torch.empty(sum(layer.b.shape[1] for layer in layers), dropped.shape[1])
+    grad_b = [torch.empty(layer.b.shape) for layer in layers]
+    structs = b"".join(layer.packed(*grads) for layer, *grads in zip(layers, grad_outputs, grad_b, strict=True))
+    sizes = len(layers), *dropped.shape, hidden.shape[1]
+    call("lora_linears_backward", dropped, structs, hidden, grad_a, grad_x, grad_dropped, *sizes)
+    return grad_x, grad_dropped, grad_a, grad_b
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
@@ -451,47 +262,39 @@ def linears_backward(
 def quantize_4bit(
     weight: torch.Tensor, borders: torch.Tensor, steps: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes uint8 [n / 2], scales float32 [n / 64]) of a flat weight [n] of whole blocks, float32 or bf16: `first` is the lowest value's code,
-    borders float32 [15] lie between one value and the next, and steps int32 [15] lead from the code of one to the next's. A block in which a
-    weight is not finite has a scale that is not."""
+    """(codes uint8 [n / 2], scales float32 [n / 64]) of a flat weight [n] of whole blocks, float32 or bf16: `first` is the lowest
+    value's code, borders float32 [15] lie between one value and the next, and steps int32 [15] lead from the code of one to the
+    next's. A block in which a weight is not finite has a scale that is not."""
     codes, scales = torch.empty(len(weight) // 2, dtype=torch.uint8), torch.empty(len(weight) // 64)
-    _call(
-        "quantize_4bit",
-        weight.contiguous(),
-        codes,
-        scales,
-        len(scales),
-        borders,
-        steps,
-        first,
-        weight.dtype == torch.bfloat16,
-    )
+    is_bf16 = weight.dtype == torch.bfloat16
+    call("quantize_4bit", weight.contiguous(), codes, scales, len(scales), borders, steps, first, is_bf16)
     return codes, scales
 
 
-# ---------------------------------------------------------------------------------------------------- products of int8
+# ----------------------------------------------------------------------------------------------------------- int8 codes
 
 
-def int8_rows(
-    x: torch.Tensor, columns: torch.Tensor | None = None, is_spread: bool = False
+def quantize_int8_rows(
+    x: torch.Tensor, column_scales: torch.Tensor | None = None, hadamard: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`products.coded` of bf16 x [M, K] as int8."""
+    """`frozen_matmul.quantize_rows` of bf16 x [M, K] as int8."""
     codes, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))
-    _call("int8_rows", x.contiguous(), columns, codes, scales, x.shape[1], *x.shape, is_spread)
+    call("quantize_int8_rows", x.contiguous(), column_scales, codes, scales, x.shape[1], *x.shape, hadamard)
     return codes, scales
 
 
-def int8_out(
+def dequantize_int8(
     sums: torch.Tensor,
-    of_rows: torch.Tensor,
-    of_columns: torch.Tensor | None,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor | None,
     out: torch.Tensor,
     *,
-    is_added: bool,
-    is_spread: bool = False,
+    accumulate: bool,
+    hadamard: bool = False,
 ) -> None:
-    """out [M, N] = sums * of_rows [M] * of_columns [N], `products.spread` is_spread, or that much more; sums int32, out bf16, both contiguous."""
-    _call("int8_out", sums, of_rows, of_columns, out, *sums.shape, is_added, is_spread)
+    """out [M, N] = sums * row_scales [M] * column_scales [N], with `hadamard` rotated (frozen_matmul.rotated); accumulate: out + that.
+    sums int32, out bf16, both contiguous."""
+    call("dequantize_int8", sums, row_scales, column_scales, out, *sums.shape, accumulate, hadamard)
 
 
 # ------------------------------------------------------------------------------------------------------------- modules
@@ -500,7 +303,7 @@ def int8_out(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False
 ) -> torch.Tensor:
-    """`defined.rms_norm` with the gradient of x [..., H]; where it is not for bf16, or the weight learns, the definition itself."""
+    """`reference.rms_norm` with the gradient of x [..., H]; where it is not for bf16, or the weight learns, the reference itself."""
     if not is_for(x, weight) or weight.requires_grad:
         return reference.rms_norm(x, weight, eps, offset, is_late)
     return _RmsNorm.apply(x, weight, eps, offset, is_late)
@@ -510,50 +313,38 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, is_late):
         x = x.contiguous()
-        y, scales = torch.empty_like(x), torch.empty(x.numel() // x.shape[-1])
-        _call("rms_norm", x, weight, y, scales, len(scales), x.shape[-1], eps, offset, is_late)
-        ctx.save_for_backward(x, weight, scales)
+        y, rstd = torch.empty_like(x), torch.empty(x.numel() // x.shape[-1])
+        call("rms_norm", x, weight, y, rstd, len(rstd), x.shape[-1], eps, offset, is_late)
+        ctx.save_for_backward(x, weight, rstd)
         ctx.form = offset, is_late
         return y
 
     @staticmethod
-    def backward(ctx, of_y):
-        x, weight, scales = ctx.saved_tensors
-        of_x = torch.empty_like(x)
-        _call("rms_norm_backward", of_y.contiguous(), x, weight, scales, of_x, len(scales), x.shape[-1], *ctx.form)
-        return of_x, None, None, None, None
+    def backward(ctx, grad_y):
+        x, weight, rstd = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        call("rms_norm_backward", grad_y.contiguous(), x, weight, rstd, grad_x, len(rstd), x.shape[-1], *ctx.form)
+        return grad_x, None, None, None, None
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`defined.rotate` of x [B, T, H, D] with its gradient: bit for bit by angles in x's dtype, to float32's rounding by float32 ones."""
-    return (
-        reference.Rotation.apply(x, cos, sin, _turned)
-        if is_for(x) and reference.are_read(x, cos, sin)
-        else reference.rotate(x, cos, sin)
-    )
+    """`reference.rotate` of x [B, T, H, D] with its gradient: bit for bit by angles in x's dtype, to float32's rounding by float32
+    ones."""
+    if is_for(x) and reference.is_rotatable(x, cos, sin):
+        return reference.Rotation.apply(x, cos, sin, _rotate)
+    return reference.rotate(x, cos, sin)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_backward: bool) -> torch.Tensor:
     x = x.contiguous()
     out, (batch, length, heads, width) = torch.empty_like(x), x.shape
-    _call(
-        "rotate",
-        x,
-        cos,
-        sin,
-        out,
-        batch * length,
-        heads,
-        width // 2,
-        len(cos) * length,
-        is_back,
-        cos.dtype == torch.float32,
-    )
+    sizes = batch * length, heads, width // 2, len(cos) * length
+    call("rotate", x, cos, sin, out, *sizes, is_backward, cos.dtype == torch.float32)
     return out
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`defined.swiglu` with its gradients; what is kept is gate and up alone."""
+    """`reference.swiglu` with its gradients; gate and up alone are saved."""
     return _SwiGlu.apply(gate, up) if is_for(gate, up) else reference.swiglu(gate, up)
 
 
@@ -563,12 +354,12 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
-        _call("swiglu", gate, up, out, gate.numel())
+        call("swiglu", gate, up, out, gate.numel())
         return out
 
     @staticmethod
-    def backward(ctx, of_out):
+    def backward(ctx, grad_out):
         gate, up = ctx.saved_tensors
-        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        _call("swiglu_backward", of_out.contiguous(), gate, up, of_gate, of_up, gate.numel())
-        return of_gate, of_up
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        call("swiglu_backward", grad_out.contiguous(), gate, up, grad_gate, grad_up, gate.numel())
+        return grad_gate, grad_up

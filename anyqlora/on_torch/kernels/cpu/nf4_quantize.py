@@ -19,43 +19,43 @@ CELLS = (
 
 
 def quantize_4bit(weight: torch.Tensor, kind: str, is_native: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes uint8 [n / 2, 1], scales float32 [n / 64]) of a flat weight [n], equal to `defined`, which is called for what is not
-    here: another device, a last block that is not full, weights that are not finite. is_native: by native.c."""
+    """(codes uint8 [n / 2, 1], scales float32 [n / 64]) of a flat weight [n], equal to `reference`, which is called for what is not
+    here: another device, a last block that is not full, weights that are not finite. is_native: in C."""
     if weight.device.type != "cpu" or len(weight) % BLOCK:
-        return defined(weight, kind)
+        return reference(weight, kind)
     if is_native:
         codes, scales = bindings.quantize_4bit(
             weight if weight.dtype == torch.bfloat16 else weight.float(), *_steps(kind)
         )
-        return (codes.unsqueeze(1), scales) if bool(scales.isfinite().all()) else defined(weight, kind)
+        return (codes.unsqueeze(1), scales) if bool(scales.isfinite().all()) else reference(weight, kind)
     codes, scales = torch.empty(len(weight) // 2, dtype=torch.uint8), torch.empty(len(weight) // BLOCK)
     threads = torch.get_num_threads()
     size = -(-len(weight) // threads // BLOCK) * BLOCK
     parts = list(zip(weight.split(size), codes.split(size // 2), scales.split(size // BLOCK), strict=True))
     if threads == 1 or len(weight) <= PIECE:
-        is_done = [_fill(*part, kind) for part in parts]
+        is_filled = [_fill(*part, kind) for part in parts]
     else:
         # Each thread has a part of its own. Split over threads by torch, these short operations end in waiting for one another, and
         # where other processes run that takes 10 to 50 times as long as the arithmetic.
         try:
             with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                is_done = list(pool.map(lambda part: _fill(*part, kind), parts))
+                is_filled = list(pool.map(lambda part: _fill(*part, kind), parts))
         finally:
             torch.set_num_threads(threads)
-    return (codes.unsqueeze(1), scales) if all(is_done) else defined(weight, kind)
+    return (codes.unsqueeze(1), scales) if all(is_filled) else reference(weight, kind)
 
 
 def _fill(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind: str) -> bool:
     """Put the codes and scales of a flat weight where they belong. False where a weight is not finite."""
     below, above, border = _table(kind)
-    # Room for one piece: fresh pages for every intermediate result took longer than the arithmetic.
-    room = [
+    # Of one piece: fresh pages for every intermediate result took longer than the arithmetic.
+    buffers = [
         torch.empty(min(PIECE, len(weight)), dtype=dtype)
         for dtype in (torch.float32, torch.float32, torch.int32, torch.bool, torch.uint8, torch.uint8)
     ]
     for first in range(0, len(weight), PIECE):
         piece = weight[first : first + PIECE]
-        x, y, cell, is_beyond, low, high = (held[: len(piece)] for held in room)
+        x, y, cell, is_beyond, low, high = (buffer[: len(piece)] for buffer in buffers)
         blocks = x.copy_(piece).view(-1, BLOCK)
         scale = torch.amax(
             torch.abs(x, out=y).view(-1, BLOCK), 1, out=scales[first // BLOCK : (first + len(x)) // BLOCK]
@@ -76,7 +76,7 @@ def _fill(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind:
     return True
 
 
-def defined(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """bitsandbytes' own: the nearest of 16 values, found by searching their midpoints."""
     codes, state = bnb.quantize_4bit(weight.float(), blocksize=BLOCK, quant_type=kind)
     return codes, state.absmax
@@ -92,7 +92,7 @@ def _borders(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _steps(kind: str) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What `native.quantize_4bit` needs to know of the values."""
+    """What `bindings.quantize_4bit` needs to know of the values."""
     borders, order = _borders(kind)
     return borders, order.diff().int(), int(order[0])
 

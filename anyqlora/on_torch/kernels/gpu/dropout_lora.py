@@ -10,72 +10,65 @@ import triton
 import triton.language as tl
 
 from anyqlora.on_torch.kernels import fused_lora
-from anyqlora.on_torch.kernels.frozen_matmul import Products, stacked
-from anyqlora.on_torch.kernels.fused_lora import LANES, WHOLE, Linear
+from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, stacked
+from anyqlora.on_torch.kernels.fused_lora import BUCKETS, FULL, LoraLinear
 
 EIGHT = 8  # numbers that one draw of Philox, 128 bits, decides on
 ROWS, COLUMNS = 64, 64  # of the tile that a program looks at
-RANKS = 256  # bytes of a tile's ranks at most: of the shared memory of a GPU of capability 8.6, 101,376 bytes, greater tiles take more than there is
-STRIPS = 16  # programs that share the rows of `outer`: each sums its own, and the sums are added in one order
+RANK_BYTES = 256  # of a tile's ranks at most: greater tiles take more than a GPU of capability 8.6 has of shared memory, 101,376 bytes
+STRIPS = (
+    16  # programs that share the rows of `lora_weight_grad`: each sums its own, and the sums are added in one order
+)
 
 
-def linears(
-    x: torch.Tensor, layers: Sequence[Linear], dropout: float = 0.0, products: Products = WHOLE
+def lora_linears(
+    x: torch.Tensor, layers: Sequence[LoraLinear], dropout: float = 0.0, matmul: FrozenMatmul = FULL
 ) -> tuple[torch.Tensor, ...]:
-    """lora.linears, where what is dropped is drawn again in each product from one number of torch's own generator on the CPU.
+    """fused_lora.lora_linears, where what is dropped is drawn again in each product from one number of torch's own generator on the CPU.
 
-    For backward x is kept once and [..., rank] of each layer; of what was dropped, only the seed.
+    For backward x is saved once and [..., rank] of each layer; of what was dropped, only the seed.
     """
     if not dropout:
-        return fused_lora.linears(x, layers, products=products)
+        return fused_lora.lora_linears(x, layers, matmul=matmul)
     drop = Dropout(int(torch.randint(1 << 31, ())), dropout)
     factors = [factor for layer in layers for factor in (layer.a, layer.b)]
     with torch.autocast(x.device.type, enabled=False):
-        return _Linears.apply(x, tuple(layers), drop, products, *factors)
+        return _LoraLinears.apply(x, tuple(layers), drop, matmul, *factors)
 
 
-class _Linears(torch.autograd.Function):
-    """The narrow products of all layers are one: their A lie one below the other, [R, in], R the sum of their ranks."""
+class _LoraLinears(torch.autograd.Function):
+    """The products with A are one for all layers: their A lie one below the other, [R, in], R the sum of their ranks."""
 
     @staticmethod
-    def forward(ctx, x, layers, drop, products, *factors):
+    def forward(ctx, x, layers, drop, matmul, *factors):
         flat = x.reshape(-1, x.shape[-1]).contiguous()  # [M, in]
-        middles = drop.into(flat, stacked(factors[::2]).to(x.dtype))  # [M, R]
-        read, out, ranks = products.read(x), [], [len(a) for a in factors[::2]]
-        for layer, b, middle in zip(layers, factors[1::2], middles.split(ranks, 1), strict=True):
-            out.append(products.forward(read, layer.weight(), layer.bias, (middle * (layer.scale / drop.part), b)))
-        ctx.layers, ctx.products, ctx.drop, ctx.ranks = layers, products, drop, ranks
-        ctx.save_for_backward(x, middles, *factors)
-        return tuple(out)
+        lora_hidden = drop.lora_down(flat, stacked(factors[::2]).to(x.dtype))  # [M, R]
+        prepared, outputs, ranks = matmul.prepare_input(x), [], [len(a) for a in factors[::2]]
+        for layer, b, hidden in zip(layers, factors[1::2], lora_hidden.split(ranks, 1), strict=True):
+            lora = hidden * (layer.scale / drop.keep_rate), b
+            outputs.append(matmul.forward(prepared, layer.weight(), layer.bias, lora))
+        ctx.layers, ctx.matmul, ctx.drop, ctx.ranks = layers, matmul, drop, ranks
+        ctx.save_for_backward(x, lora_hidden, *factors)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *of_outputs):
-        x, middles, *factors = ctx.saved_tensors
-        flat, kind, drop = x.reshape(-1, x.shape[-1]).contiguous(), x.dtype, ctx.drop
-        of_x, of_middles, of_b = None, [], []
-        for layer, b, middle, of_y in zip(
-            ctx.layers, factors[1::2], middles.split(ctx.ranks, 1), of_outputs, strict=True
-        ):
-            g, scale = of_y.reshape(-1, of_y.shape[-1]), layer.scale / drop.part  # [M, out]
-            of_middles.append((g @ b.to(kind)).mul_(scale))
-            of_b.append((g.T @ middle).mul_(scale).to(b.dtype))
+    def backward(ctx, *grad_outputs):
+        x, lora_hidden, *factors = ctx.saved_tensors
+        flat, dtype, drop = x.reshape(-1, x.shape[-1]).contiguous(), x.dtype, ctx.drop
+        grad_x, grad_hidden, grad_b = None, [], []
+        parts = ctx.layers, factors[1::2], lora_hidden.split(ctx.ranks, 1), grad_outputs
+        for layer, b, hidden, grad_y in zip(*parts, strict=True):
+            grad_y, scale = grad_y.reshape(-1, grad_y.shape[-1]), layer.scale / drop.keep_rate  # [M, out]
+            grad_hidden.append((grad_y @ b.to(dtype)).mul_(scale))
+            grad_b.append((grad_y.T @ hidden).mul_(scale).to(b.dtype))
             if ctx.needs_input_grad[0]:
-                of_x = ctx.products.backward(g, layer.weight(), of_x)
-        of_middle = torch.cat(of_middles, 1)  # [M, R]
-        of_a = drop.outer(of_middle, flat).split(ctx.ranks)
-        if of_x is not None:
-            of_x = drop.add_back(of_x, of_middle, stacked(factors[::2]).to(kind)).view(x.shape)
-        return (
-            of_x,
-            None,
-            None,
-            None,
-            *(
-                gradient
-                for a, one, other in zip(factors[::2], of_a, of_b, strict=True)
-                for gradient in (one.to(a.dtype), other)
-            ),
-        )
+                grad_x = ctx.matmul.backward(grad_y, layer.weight(), grad_x)
+        grad_hidden = torch.cat(grad_hidden, 1)  # [M, R]
+        grad_a = drop.lora_weight_grad(grad_hidden, flat).split(ctx.ranks)
+        if grad_x is not None:
+            grad_x = drop.add_lora_input_grad(grad_x, grad_hidden, stacked(factors[::2]).to(dtype)).view(x.shape)
+        pairs = zip(factors[::2], grad_a, grad_b, strict=True)
+        return grad_x, None, None, None, *(grad for a, of_a, of_b in pairs for grad in (of_a.to(a.dtype), of_b))
 
 
 @dataclass(frozen=True)
@@ -88,22 +81,22 @@ class Dropout:
     seed: int
     rate: float
 
-    def into(self, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    def lora_down(self, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """dropped(x) a^T, [M, R], of x [M, K] and a [R, K]."""
         (m, k), r = x.shape, len(a)
         out = torch.empty(m, r, dtype=x.dtype, device=x.device)
         rank = _tile(r, x.dtype)
-        _into[(triton.cdiv(m, ROWS), triton.cdiv(r, rank))](
+        _lora_down[(triton.cdiv(m, ROWS), triton.cdiv(r, rank))](
             x, a, out, m, k, r, self.seed, self.threshold, RANK=rank, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True
         )
         return out
 
-    def outer(self, middle: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """middle^T dropped(x), [R, K] in float32, of middle [M, R] and x [M, K]."""
-        (m, k), r = x.shape, middle.shape[1]
+    def lora_weight_grad(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """hidden^T dropped(x), [R, K] in float32, of hidden [M, R] and x [M, K]."""
+        (m, k), r = x.shape, hidden.shape[1]
         parts, rank = torch.empty(STRIPS, r, k, dtype=torch.float32, device=x.device), _tile(r, x.dtype)
-        _outer[(triton.cdiv(k, COLUMNS), STRIPS, triton.cdiv(r, rank))](
-            middle,
+        _lora_weight_grad[(triton.cdiv(k, COLUMNS), STRIPS, triton.cdiv(r, rank))](
+            hidden,
             x,
             parts,
             m,
@@ -119,39 +112,39 @@ class Dropout:
         )
         return parts.sum(0)
 
-    def add_back(self, to: torch.Tensor, middle: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """to + dropped(middle a), written over `to` [M, K], of middle [M, R] and a [R, K]."""
-        (m, k), r = to.shape, len(a)
-        _add_back[(triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))](
-            to,
-            middle,
+    def add_lora_input_grad(self, grad_x: torch.Tensor, hidden: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """grad_x + dropped(hidden a), written over grad_x [M, K], of hidden [M, R] and a [R, K]."""
+        (m, k), r = grad_x.shape, len(a)
+        _add_lora_input_grad[(triton.cdiv(m, ROWS), triton.cdiv(k, COLUMNS))](
+            grad_x,
+            hidden,
             a,
             m,
             k,
             r,
             self.seed,
             self.threshold,
-            RANK=_tile(r, to.dtype),
+            RANK=_tile(r, grad_x.dtype),
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             enable_fp_fusion=True,
         )
-        return to
+        return grad_x
 
     @property
     def threshold(self) -> int:
-        return round(self.rate * LANES)
+        return round(self.rate * BUCKETS)
 
     @property
-    def part(self) -> float:
+    def keep_rate(self) -> float:
         """Of the numbers, that stays."""
-        return 1 - self.threshold / LANES
+        return 1 - self.threshold / BUCKETS
 
-    def kept(self, m: int, k: int) -> torch.Tensor:
+    def mask(self, m: int, k: int) -> torch.Tensor:
         """What stays, bool [m, k]: the definition of what the kernels draw."""
         groups = triton.cdiv(k, EIGHT)
         words = torch.stack(philox(self.seed, torch.arange(m * groups)), 1)  # [m groups, 4]
-        halves = torch.stack([words & (LANES - 1), words >> 16], 2)  # [m groups, 4, 2]
+        halves = torch.stack([words & (BUCKETS - 1), words >> 16], 2)  # [m groups, 4, 2]
         return halves.reshape(m, groups * EIGHT)[:, :k] >= self.threshold
 
 
@@ -178,11 +171,11 @@ def _product(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _tile(rank: int, dtype: torch.dtype) -> int:
     """How many ranks a program looks at; 16 are the least that a product of tiles takes."""
-    return min(max(triton.next_power_of_2(rank), 16), RANKS // dtype.itemsize)
+    return min(max(triton.next_power_of_2(rank), 16), RANK_BYTES // dtype.itemsize)
 
 
 @triton.jit
-def _kept(rows, first, k, seed, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _mask(rows, first, k, seed, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Whether each number of a tile [ROWS, COLUMNS] stays, from `rows` and its first column."""
     groups = rows[:, None] * tl.cdiv(k, 8) + first // 8 + tl.arange(0, COLUMNS // 8)[None, :]
     a, b, c, d = tl.randint4x(seed, groups.to(tl.uint32))
@@ -194,7 +187,7 @@ def _kept(rows, first, k, seed, threshold, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _into(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _lora_down(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows, ranks = (
         tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
         tl.program_id(1) * RANK + tl.arange(0, RANK),
@@ -202,10 +195,10 @@ def _into(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.cons
     total = tl.zeros((ROWS, RANK), tl.float32)
     for first in range(0, k, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        there = columns[None, :] < k
-        values = tl.load(x + rows[:, None] * k + columns[None, :], (rows[:, None] < m) & there, other=0.0)
-        values = tl.where(_kept(rows, first, k, seed, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
-        factors = tl.load(a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & there, other=0.0)
+        mask = columns[None, :] < k
+        values = tl.load(x + rows[:, None] * k + columns[None, :], (rows[:, None] < m) & mask, other=0.0)
+        values = tl.where(_mask(rows, first, k, seed, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
+        factors = tl.load(a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & mask, other=0.0)
         total = tl.dot(values, tl.trans(factors), total, input_precision="ieee")
     tl.store(
         out + rows[:, None] * r + ranks[None, :],
@@ -215,8 +208,8 @@ def _into(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _outer(
-    middle, x, parts, m, k, r, seed, threshold, tiles, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _lora_weight_grad(
+    hidden, x, parts, m, k, r, seed, threshold, tiles, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     first, strip = tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
     columns, ranks = first + tl.arange(0, COLUMNS), tl.program_id(2) * RANK + tl.arange(0, RANK)
@@ -226,9 +219,9 @@ def _outer(
         values = tl.load(
             x + rows[:, None] * k + columns[None, :], (rows[:, None] < m) & (columns[None, :] < k), other=0.0
         )
-        values = tl.where(_kept(rows, first, k, seed, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
+        values = tl.where(_mask(rows, first, k, seed, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
         factors = tl.load(
-            middle + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0
+            hidden + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0
         )
         total = tl.dot(tl.trans(factors), values, total, input_precision="ieee")
     tl.store(
@@ -239,20 +232,22 @@ def _outer(
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _add_back(to, middle, a, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_lora_input_grad(
+    grad_x, hidden, a, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     rows, first = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS
     columns = first + tl.arange(0, COLUMNS)
-    there = (rows[:, None] < m) & (columns[None, :] < k)
+    mask = (rows[:, None] < m) & (columns[None, :] < k)
     more = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for part in range(0, r, RANK):
-        ranks = part + tl.arange(0, RANK)
+    for first_rank in range(0, r, RANK):
+        ranks = first_rank + tl.arange(0, RANK)
         left = tl.load(
-            middle + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0
+            hidden + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0
         )
         right = tl.load(
             a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & (columns[None, :] < k), other=0.0
         )
         more = tl.dot(left, right, more, input_precision="ieee")
-    more = tl.where(_kept(rows, first, k, seed, threshold, ROWS, COLUMNS), more, 0.0)
-    at = to + rows[:, None] * k + columns[None, :]
-    tl.store(at, (tl.load(at, there, other=0.0).to(tl.float32) + more).to(to.dtype.element_ty), there)
+    more = tl.where(_mask(rows, first, k, seed, threshold, ROWS, COLUMNS), more, 0.0)
+    at = grad_x + rows[:, None] * k + columns[None, :]
+    tl.store(at, (tl.load(at, mask, other=0.0).to(tl.float32) + more).to(grad_x.dtype.element_ty), mask)

@@ -12,7 +12,7 @@ STRIPS = 512  # programs that share the rows where the weight learns: each sums 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False
 ) -> torch.Tensor:
-    """`defined`, with gradients for x [..., H] and, where it wants one, weight [H]. float32 inside; rounds where the definition does."""
+    """`reference.rms_norm`, with gradients for x [..., H] and, where it wants one, weight [H]. float32 inside; rounds where the reference does."""
     return _RmsNorm.apply(x, weight, eps, offset, is_late)
 
 
@@ -22,12 +22,12 @@ class _RmsNorm(torch.autograd.Function):
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
         x = x.contiguous()
         y = torch.empty_like(x, dtype=x.dtype if is_late else torch.promote_types(x.dtype, weight.dtype))
-        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+        rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
         _forward[(rows,)](
             x,
             weight,
             y,
-            scales,
+            rstd,
             width,
             eps,
             offset,
@@ -36,23 +36,23 @@ class _RmsNorm(torch.autograd.Function):
             num_warps=_warps(width),
             enable_fp_fusion=False,
         )
-        ctx.save_for_backward(x, weight, scales)
+        ctx.save_for_backward(x, weight, rstd)
         ctx.form = offset, is_late
         return y
 
     @staticmethod
-    def backward(ctx, of_y):
-        x, weight, scales = ctx.saved_tensors
+    def backward(ctx, grad_y):
+        x, weight, rstd = ctx.saved_tensors
         (offset, is_late), learns = ctx.form, ctx.needs_input_grad[1]
-        rows, width = len(scales), x.shape[-1]
-        of_x, strips = torch.empty_like(x), min(rows, STRIPS) if learns else rows
-        parts = torch.empty(strips, width, dtype=torch.float32, device=x.device) if learns else scales
+        rows, width = len(rstd), x.shape[-1]
+        grad_x, strips = torch.empty_like(x), min(rows, STRIPS) if learns else rows
+        parts = torch.empty(strips, width, dtype=torch.float32, device=x.device) if learns else rstd
         _backward[(strips,)](
-            of_y.contiguous(),
+            grad_y.contiguous(),
             x,
             weight,
-            scales,
-            of_x,
+            rstd,
+            grad_x,
             parts,
             rows,
             width,
@@ -63,7 +63,7 @@ class _RmsNorm(torch.autograd.Function):
             num_warps=_warps(width),
             enable_fp_fusion=False,
         )
-        return of_x, parts.sum(0).to(weight.dtype) if learns else None, None, None, None
+        return grad_x, parts.sum(0).to(weight.dtype) if learns else None, None, None, None
 
 
 def _warps(width: int) -> int:
@@ -71,26 +71,26 @@ def _warps(width: int) -> int:
 
 
 @triton.jit
-def _forward(x, weight, y, scales, width, eps, offset, LATE: tl.constexpr, WIDTH: tl.constexpr):
+def _forward(x, weight, y, rstd, width, eps, offset, LATE: tl.constexpr, WIDTH: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    there = columns < width
-    values = tl.load(x + row * width + columns, there, other=0.0)
-    exact, factors = values.to(tl.float32), tl.load(weight + columns, there, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(exact * exact) / width + eps)
-    normed = exact * scale
+    mask = columns < width
+    values = tl.load(x + row * width + columns, mask, other=0.0)
+    exact, factors = values.to(tl.float32), tl.load(weight + columns, mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(exact * exact) / width + eps)
+    normed = exact * inverse
     if not LATE:
         normed = normed.to(values.dtype).to(tl.float32)
-    tl.store(y + row * width + columns, (normed * (factors + offset)).to(y.dtype.element_ty), there)
-    tl.store(scales + row, scale)
+    tl.store(y + row * width + columns, (normed * (factors + offset)).to(y.dtype.element_ty), mask)
+    tl.store(rstd + row, inverse)
 
 
 @triton.jit
 def _backward(
-    of_y,
+    grad_y,
     x,
     weight,
-    scales,
-    of_x,
+    rstd,
+    grad_x,
     parts,
     rows,
     width,
@@ -100,20 +100,20 @@ def _backward(
     WIDTH: tl.constexpr,
 ):
     strip, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    there = columns < width
-    factors = tl.load(weight + columns, there, other=0.0).to(tl.float32) + offset
+    mask = columns < width
+    factors = tl.load(weight + columns, mask, other=0.0).to(tl.float32) + offset
     part = tl.zeros((WIDTH,), tl.float32)
     for row in range(strip, rows, tl.num_programs(0)):
-        values = tl.load(x + row * width + columns, there, other=0.0)
-        outer = tl.load(of_y + row * width + columns, there, other=0.0).to(tl.float32)
-        scale = tl.load(scales + row)
-        normed = values.to(tl.float32) * scale
-        inner = outer * factors  # the gradient of `normed`
+        values = tl.load(x + row * width + columns, mask, other=0.0)
+        grad = tl.load(grad_y + row * width + columns, mask, other=0.0).to(tl.float32)
+        inverse = tl.load(rstd + row)
+        normed = values.to(tl.float32) * inverse
+        inner = grad * factors  # the gradient of `normed`
         if not LATE:
-            inner = inner.to(of_y.dtype.element_ty).to(values.dtype).to(tl.float32)
+            inner = inner.to(grad_y.dtype.element_ty).to(values.dtype).to(tl.float32)
         if LEARNS:
-            part += outer * normed if LATE else outer * normed.to(values.dtype).to(tl.float32)
-        inner = scale * (inner - normed * (tl.sum(inner * normed) / width))
-        tl.store(of_x + row * width + columns, inner.to(of_x.dtype.element_ty), there)
+            part += grad * normed if LATE else grad * normed.to(values.dtype).to(tl.float32)
+        inner = inverse * (inner - normed * (tl.sum(inner * normed) / width))
+        tl.store(grad_x + row * width + columns, inner.to(grad_x.dtype.element_ty), mask)
     if LEARNS:
-        tl.store(parts + strip * width + columns, part, there)
+        tl.store(parts + strip * width + columns, part, mask)

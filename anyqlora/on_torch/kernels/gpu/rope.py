@@ -6,21 +6,21 @@ import torch
 import triton
 import triton.language as tl
 
-from anyqlora.on_torch.kernels.reference import Rotation, are_read, promoted
-from anyqlora.on_torch.kernels.reference import rotate as defined
+from anyqlora.on_torch.kernels.reference import Rotation, is_rotatable, promoted
+from anyqlora.on_torch.kernels.reference import rotate as reference
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`defined`, bit for bit, of x [B, T, H, D] with its gradient; nothing is saved but cos and sin.
+    """`reference`, bit for bit, of x [B, T, H, D] with its gradient; nothing is saved but cos and sin.
 
     It does not write over x: that would save a tensor that is freed at once anyway, and autograd forbids it where x comes from a
     function of several outputs. Where cos and sin are of another width than x, or neither of its dtype nor float32, torch's own
     operators run, or refuse them.
     """
-    return Rotation.apply(x, cos, sin, _launched) if are_read(x, cos, sin) else defined(x, cos, sin)
+    return Rotation.apply(x, cos, sin, _launch) if is_rotatable(x, cos, sin) else reference(x, cos, sin)
 
 
-def _launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back: bool) -> torch.Tensor:
+def _launch(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_backward: bool) -> torch.Tensor:
     x = x.contiguous()
     out, (batch, length, heads, width) = torch.empty_like(x), x.shape
     _rotate[(batch * length,)](
@@ -31,11 +31,11 @@ def _launched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_back:
         heads,
         width,
         cos.shape[0] * length,
-        BACK=is_back,
+        BACKWARD=is_backward,
         HEADS=triton.next_power_of_2(heads),
         HALF=triton.next_power_of_2(width // 2),
         enable_fp_fusion=False,
-    )  # the definition rounds each product, to the dtype of cos
+    )  # the reference rounds each product, to the dtype of cos
     return out
 
 
@@ -45,19 +45,19 @@ def rotate_as_models(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 @triton.jit
-def _rotate(x, out, cos, sin, heads, width, positions, BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+def _rotate(x, out, cos, sin, heads, width, positions, BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
     token, half = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
-    there, head = half < width // 2, tl.arange(0, HEADS)
+    mask, head = half < width // 2, tl.arange(0, HEADS)
     at = (token % positions) * width + half
-    cos1, sin1 = tl.load(cos + at, there, other=0.0).to(tl.float32), tl.load(sin + at, there, other=0.0).to(tl.float32)
+    cos1, sin1 = tl.load(cos + at, mask, other=0.0).to(tl.float32), tl.load(sin + at, mask, other=0.0).to(tl.float32)
     at += width // 2
-    cos2, sin2 = tl.load(cos + at, there, other=0.0).to(tl.float32), tl.load(sin + at, there, other=0.0).to(tl.float32)
+    cos2, sin2 = tl.load(cos + at, mask, other=0.0).to(tl.float32), tl.load(sin + at, mask, other=0.0).to(tl.float32)
     at = (token * heads + head)[:, None] * width + half[None, :]  # [HEADS, HALF]
-    exists = (head < heads)[:, None] & there[None, :]
+    exists = (head < heads)[:, None] & mask[None, :]
     dtype: tl.constexpr = cos.dtype.element_ty
     x1 = tl.load(x + at, exists, other=0.0).to(tl.float32)
     x2 = tl.load(x + at + width // 2, exists, other=0.0).to(tl.float32)
-    if BACK:  # the transpose: x1 went into the second half by sin2, x2 into the first by -sin1
+    if BACKWARD:  # the transpose: x1 went into the second half by sin2, x2 into the first by -sin1
         y1 = (x1 * cos1).to(dtype).to(tl.float32) + (x2 * sin2).to(dtype).to(tl.float32)
         y2 = (x2 * cos2).to(dtype).to(tl.float32) - (x1 * sin1).to(dtype).to(tl.float32)
     else:

@@ -1,6 +1,7 @@
-/* The output head and its cross-entropy, as attention.c is attention: of some words at a time a few tokens' logits, their powers and what these add to
-   the gradient of the head's input, which never leave a core's caches. A power is taken above a reference of its token, which follows the token's largest
-   logit; sums above an older one are lowered. For processors that products.c is for, and called by native.py; every array is contiguous. */
+/* The LM head and its cross-entropy in one, as attention.c is attention: for a block of the vocabulary a few tokens'
+   logits, their powers (the softmax's numerators) and what these add to the gradient of the head's input, which never
+   leave a core's caches. A power is taken above a reference of its token, which follows the token's largest logit; sums
+   above an older one are lowered. For the processors of matmul.c. */
 
 #include "panels.h"
 
@@ -8,40 +9,45 @@
 
 #ifdef HAS_PANELS
 
-enum { WORDS = 128, WITHIN = 8, PARTS = 8, SOME = 48 };
-/* Words that are looked at together, and whose weights are packed for both products; e^WITHIN is the largest power above a reference; parts of the words, and
-   tokens that share packed weights, at least. */
+enum { BLOCK = HEAD_VOCAB_BLOCK, WITHIN = 8, MIN_TOKENS = 48 };
+/* Rows of the weight, a block of the vocabulary, that are packed for both products; e^WITHIN is the largest power above
+   a reference; tokens that share packed weights, at least. */
 
-/* Some tokens' sums over a part of the words. */
+/* A token's sums over a part of the vocabulary. */
 typedef struct {
-    float highest, total, rounded, unused[LANES - 3]; /* the reference, and the sums of the powers above it and of these in bf16 */
-    float sums[];                                     /* of the latter times the words' weights */
+    float highest, total, rounded,
+        unused[LANES - 3]; /* the reference, and the sums of the powers above it and of these in bf16 */
+    float sums[];          /* of the latter times the weight's rows */
 } Token;
 
 static inline Token *token(char *tokens, long size, long r) { return (Token *)(tokens + r * size); }
 
-/* The logits [count, WORDS] of so many tokens: panels [WORDS / PANEL] of the words' weights, and their biases. */
-static inline __attribute__((always_inline)) void logits_tile(const char *hidden, long apart, int count, const uint32_t *panels, long pairs, const float *biases, float scale, float *logits) {
-    for (long p = 0; p < WORDS / PANEL; p++) {
+/* The logits [count, BLOCK] of so many tokens: panels [BLOCK / PANEL] of the block's weights, and its biases. hidden's
+   rows lie `stride` bytes apart. */
+static inline __attribute__((always_inline)) void logits_tile(const char *hidden, long stride, int count,
+                                                              const uint32_t *panels, long pairs, const float *biases,
+                                                              float scale, float *logits) {
+    for (long p = 0; p < BLOCK / PANEL; p++) {
         __m512 y[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) y[r][0] = y[r][1] = _mm512_setzero_ps();
-        add_products(y, count, hidden, apart, panels + p * pairs * PANEL, pairs);
+        add_products(y, count, hidden, stride, panels + p * pairs * PANEL, pairs);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) {
-                long word = p * PANEL + v * LANES;
-                _mm512_store_ps(logits + r * WORDS + word, scale * (y[r][v] + _mm512_load_ps(biases + word)));
+                long column = p * PANEL + v * LANES;
+                _mm512_store_ps(logits + r * BLOCK + column, scale * (y[r][v] + _mm512_load_ps(biases + column)));
             }
     }
 }
 
-/* Puts a token's reference where so many words' logits have powers that are not too large. */
-static void refer(Token *token, const float *logits, long words, long padded) {
-    __m512 most = _mm512_set1_ps(-FLT_MAX);
-    for (long i = 0; i < words; i += LANES) most = _mm512_mask_max_ps(most, of_lanes(words - i), most, _mm512_load_ps(logits + i));
-    float highest = _mm512_reduce_max_ps(most);
+/* Moves a token's reference to where a block's logits have powers that are not too large. */
+static void move_reference(Token *token, const float *logits, long count, long padded) {
+    __m512 maxima = _mm512_set1_ps(-FLT_MAX);
+    for (long i = 0; i < count; i += LANES)
+        maxima = _mm512_mask_max_ps(maxima, lane_mask(count - i), maxima, _mm512_load_ps(logits + i));
+    float highest = _mm512_reduce_max_ps(maxima);
     if (!(highest <= token->highest + WITHIN)) {
         float lowered = exponential(token->highest - highest);
         token->total *= lowered, token->rounded *= lowered;
@@ -50,169 +56,202 @@ static void refer(Token *token, const float *logits, long words, long padded) {
     }
 }
 
-/* A token's powers of its logits of so many words, bf16 [WORDS], zeros after the last one. */
-static void powers_of(Token *token, const float *logits, long words, long padded, bf16 *powers) {
-    __m512 sum = _mm512_setzero_ps(), of_rounded = sum;
-    refer(token, logits, words, padded);
-    for (long i = 0; i < WORDS; i += PANEL) {
-        __m512 both[VECTORS];
+/* A token's powers of its `count` logits of a block, bf16 [BLOCK], zeros after the last one. */
+static void powers_of(Token *token, const float *logits, long count, long padded, bf16 *powers) {
+    __m512 sum = _mm512_setzero_ps(), rounded_sum = sum;
+    move_reference(token, logits, count, padded);
+    for (long i = 0; i < BLOCK; i += PANEL) {
+        __m512 powers_32[VECTORS];
         for (int v = 0; v < VECTORS; v++)
-            both[v] = _mm512_maskz_mov_ps(of_lanes(words - i - v * LANES), exponentials(_mm512_load_ps(logits + i + v * LANES) - token->highest));
-        __m512i narrow = rounded(both[0], both[1]);
-        sum += both[0] + both[1], of_rounded += former(narrow) + latter(narrow);
-        _mm512_store_si512(powers + i, narrow);
+            powers_32[v] = _mm512_maskz_mov_ps(lane_mask(count - i - v * LANES),
+                                               exponentials(_mm512_load_ps(logits + i + v * LANES) - token->highest));
+        __m512i rounded = round_32(powers_32[0], powers_32[1]);
+        sum += powers_32[0] + powers_32[1], rounded_sum += first_half(rounded) + second_half(rounded);
+        _mm512_store_si512(powers + i, rounded);
     }
-    token->total += _mm512_reduce_add_ps(sum), token->rounded += _mm512_reduce_add_ps(of_rounded);
+    token->total += _mm512_reduce_add_ps(sum), token->rounded += _mm512_reduce_add_ps(rounded_sum);
 }
 
-/* The same times the words' scales, as codes without a sign, [WORDS]; returns what a code of 1 stands for. `products` has room for so many floats. */
-static float codes_of(Token *token, const float *logits, long words, long padded, const float *scales, float *products, uint8_t *codes) {
-    __m512 sum = _mm512_setzero_ps(), most = sum;
-    refer(token, logits, words, padded);
-    for (long i = 0; i < WORDS; i += PANEL) {
-        __m512 both[VECTORS];
+/* The same times the rows' code scales, as codes without a sign, [BLOCK]; returns what a code of 1 stands for.
+   `products` has room for BLOCK floats. */
+static float codes_of(Token *token, const float *logits, long count, long padded, const float *scales, float *products,
+                      uint8_t *codes) {
+    __m512 sum = _mm512_setzero_ps(), maxima = sum;
+    move_reference(token, logits, count, padded);
+    for (long i = 0; i < BLOCK; i += PANEL) {
+        __m512 powers[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
-            both[v] = _mm512_maskz_mov_ps(of_lanes(words - i - v * LANES), exponentials(_mm512_load_ps(logits + i + v * LANES) - token->highest));
-            __m512 product = both[v] * _mm512_load_ps(scales + i + v * LANES);
-            most = _mm512_max_ps(most, product);
+            powers[v] = _mm512_maskz_mov_ps(lane_mask(count - i - v * LANES),
+                                            exponentials(_mm512_load_ps(logits + i + v * LANES) - token->highest));
+            __m512 product = powers[v] * _mm512_load_ps(scales + i + v * LANES);
+            maxima = _mm512_max_ps(maxima, product);
             _mm512_store_ps(products + i + v * LANES, product);
         }
-        sum += both[0] + both[1];
+        sum += powers[0] + powers[1];
     }
-    float step = _mm512_reduce_max_ps(most) / 255.0f, per_step = 1.0f / step;
-    if (!(per_step < INFINITY)) step = per_step = 0.0f; /* nothing, or what is not finite: the sum of the powers is not, either */
-    for (long i = 0; i < WORDS; i += LANES)
-        _mm_store_si128((__m128i *)(codes + i), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(_mm512_load_ps(products + i) * per_step)));
+    float step = _mm512_reduce_max_ps(maxima) / 255.0f, per_step = 1.0f / step;
+    if (!(per_step < INFINITY))
+        step = per_step = 0.0f; /* nothing, or what is not finite: the sum of the powers is not, either */
+    for (long i = 0; i < BLOCK; i += LANES)
+        _mm_store_si128((__m128i *)(codes + i),
+                        _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(_mm512_load_ps(products + i) * per_step)));
     token->total += _mm512_reduce_add_ps(sum);
     return step;
 }
 
-/* What `count` tokens' powers add to their sums: panels of the words' weights, turned. */
-static inline __attribute__((always_inline)) void sums_tile(char *tokens, long size, int count, const bf16 *powers, const uint32_t *panels, long pairs, long padded) {
+/* What `count` tokens' powers add to their sums: panels of the block's weights, transposed. */
+static inline __attribute__((always_inline)) void sums_tile(char *tokens, long size, int count, const bf16 *powers,
+                                                            const uint32_t *panels, long pairs, long padded) {
     for (long column = 0; column < padded; column += PANEL) {
         __m512 y[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; v++) y[r][v] = _mm512_load_ps(token(tokens, size, r)->sums + column + v * LANES);
-        add_products(y, count, powers, WORDS * sizeof(bf16), panels + column * pairs, pairs);
+            for (int v = 0; v < VECTORS; v++)
+                y[r][v] = _mm512_load_ps(token(tokens, size, r)->sums + column + v * LANES);
+        add_products(y, count, powers, BLOCK * sizeof(bf16), panels + column * pairs, pairs);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; v++) _mm512_store_ps(token(tokens, size, r)->sums + column + v * LANES, y[r][v]);
+            for (int v = 0; v < VECTORS; v++)
+                _mm512_store_ps(token(tokens, size, r)->sums + column + v * LANES, y[r][v]);
     }
 }
 
-/* The same of codes: a word of a panel has four words' weights. */
-static inline __attribute__((always_inline)) void codes_tile(char *tokens, long size, int count, const uint8_t *codes, const float *steps, const uint32_t *panels, long padded) {
+/* The same of codes: a word of a panel has the weights of four rows. */
+static inline __attribute__((always_inline)) void codes_tile(char *tokens, long size, int count, const uint8_t *codes,
+                                                             const float *steps, const uint32_t *panels, long padded) {
     for (long column = 0; column < padded; column += PANEL) {
         __m512i sums[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
-        add_codes(sums, count, codes, WORDS, panels + column * (WORDS / 4), WORDS / 4, 0);
+        add_codes(sums, count, codes, BLOCK, panels + column * (BLOCK / 4), BLOCK / 4, 0);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) {
-                float *to = token(tokens, size, r)->sums + column + v * LANES;
-                _mm512_store_ps(to, _mm512_load_ps(to) + _mm512_cvtepi32_ps(sums[r][v]) * steps[r]);
+                float *total = token(tokens, size, r)->sums + column + v * LANES;
+                _mm512_store_ps(total, _mm512_load_ps(total) + _mm512_cvtepi32_ps(sums[r][v]) * steps[r]);
             }
     }
 }
 
 /* Bytes of a token's sums, [depth] where its gradient is wanted. */
-static inline long size_of(long depth, int learns) { return set_apart(sizeof(Token) + learns * rounded_up(depth, PANEL) * sizeof(float)); }
-
-/* Blocks of words in a part of them. There are as many parts as keep sums below what logits of bf16 would take, whatever the threads: a token's are added in one order. */
-static inline long blocks_of(long depth, long words) { return parts(parts(words, WORDS), smaller(PARTS, larger(1, 2 * words / size_of(depth, 1)))); }
-
-/* Bytes that `head` wants. */
-long head_room(long rows, long depth, long words, int learns) {
-    return rows * (parts(parts(words, WORDS), blocks_of(depth, words)) * size_of(depth, learns) + rounded_up(set_apart(2 * depth), 64) + 64);
+static inline long size_of(long depth, int has_grad) {
+    return padded_stride(sizeof(Token) + has_grad * rounded_up(depth, PANEL) * sizeof(float));
 }
 
-/* losses [rows] of scale * (hidden [rows, depth] weight^T + bias), weight [words, depth], and unless it is NULL the gradient of their sum; bias may be NULL.
-   depth is even. Unless `codes` is NULL, the gradient is of codes: of what is left of a word's weights without their `mean` [depth] over all words, spread,
-   with a scale for each word (native.c: int8_rows), packed as native.py has them, and of a token's powers, 128 words of which share a step. */
-void head(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int8_t *codes, const float *scales, const float *mean, const int64_t *targets, float *losses, bf16 *of_hidden, char *room, long rows, long depth, long words, float scale) {
-    int learns = of_hidden != NULL, rounds = learns && codes;
-    long padded = learns * rounded_up(depth, PANEL), size = size_of(depth, learns), apart = set_apart(2 * depth), pairs = depth / 2;
-    long blocks = parts(words, WORDS), each = blocks_of(depth, words), ways = parts(blocks, each);
-    long groups = 1, most = larger(1, rows / SOME), threads = omp_get_max_threads();
-    while (ways * groups % threads && groups < most) groups++; /* of tokens, so that threads have as much to do, if it can be */
-    char *all = room, *copy = all + ways * rows * size;
-    float *chosen = (float *)(copy + rounded_up(rows * apart, 64)); /* the targets' logits */
+/* Blocks in a part of the vocabulary. There are as many parts as keep the sums below what logits of bf16 would take,
+   whatever the threads: a token's are added in one order. */
+static inline long blocks_of(long depth, long vocab) {
+    return parts(parts(vocab, BLOCK), smaller(HEAD_VOCAB_PARTS, larger(1, 2 * vocab / size_of(depth, 1))));
+}
+
+/* Bytes of workspace that `lm_head_cross_entropy` wants for so many rows. */
+long lm_head_workspace(long rows, long depth, long vocab, int has_grad) {
+    return rows * (parts(parts(vocab, BLOCK), blocks_of(depth, vocab)) * size_of(depth, has_grad) +
+                   rounded_up(padded_stride(2 * depth), 64) + 64);
+}
+
+/* losses [rows] of scale * (hidden [rows, depth] weight^T + bias), weight [vocab, depth]; grad_hidden, unless NULL,
+   becomes the gradient of their sum. bias may be NULL; depth is even. Unless `codes` is NULL, the gradient is made in 8
+   bits: of codes of the weight without its `mean` [depth] over the vocabulary, rotated, with a scale for each row
+   (quantize_int8_rows), packed as bindings.py does it, and of a token's powers, of which a block shares a step. */
+void lm_head_cross_entropy(const bf16 *hidden, const bf16 *weight, const bf16 *bias, const int8_t *codes,
+                           const float *code_scales, const float *mean, const int64_t *targets, float *losses,
+                           bf16 *grad_hidden, char *workspace, long rows, long depth, long vocab, float scale) {
+    int has_grad = grad_hidden != NULL, in_8_bits = has_grad && codes;
+    long padded = has_grad * rounded_up(depth, PANEL), size = size_of(depth, has_grad),
+         copy_stride = padded_stride(2 * depth), pairs = depth / 2;
+    long blocks = parts(vocab, BLOCK), blocks_per_part = blocks_of(depth, vocab),
+         num_parts = parts(blocks, blocks_per_part);
+    long groups = 1, max_groups = larger(1, rows / MIN_TOKENS), threads = omp_get_max_threads();
+    while (num_parts * groups % threads && groups < max_groups)
+        groups++; /* of tokens, so that all threads have as much to do, where that is possible */
+    char *all = workspace, *copy = all + num_parts * rows * size;
+    float *chosen = (float *)(copy + rounded_up(rows * copy_stride, 64)); /* the targets' logits */
 #pragma omp parallel
     {
-        uint32_t *panels = aligned_alloc(64, WORDS * pairs * 4), *turned = aligned_alloc(64, WORDS * rounded_up(depth, PANEL) * 2);
-        _Alignas(64) float logits[ROWS * WORDS], biases[WORDS];
-        _Alignas(64) bf16 powers[ROWS * WORDS];
-        _Alignas(64) float of_words[WORDS], products[WORDS], steps[ROWS];
+        uint32_t *panels = aligned_alloc(64, BLOCK * pairs * 4),
+                 *transposed_panels = aligned_alloc(64, BLOCK * rounded_up(depth, PANEL) * 2);
+        _Alignas(64) float logits[ROWS * BLOCK], biases[BLOCK];
+        _Alignas(64) bf16 powers[ROWS * BLOCK];
+        _Alignas(64) float block_scales[BLOCK], products[BLOCK], steps[ROWS];
 #pragma omp for schedule(static)
-        for (long r = 0; r < rows; r++) memcpy(copy + r * apart, hidden + r * depth, 2 * depth);
+        for (long r = 0; r < rows; r++) memcpy(copy + r * copy_stride, hidden + r * depth, 2 * depth);
 #pragma omp for schedule(static)
-        for (long task = 0; task < ways * groups; task++) {
-            long way = task / groups, group = task % groups, start = rows * group / groups, end = rows * (group + 1) / groups;
-            char *mine = all + way * rows * size;
+        for (long task = 0; task < num_parts * groups; task++) {
+            long part = task / groups, group = task % groups, start = rows * group / groups,
+                 end = rows * (group + 1) / groups;
+            char *tokens = all + part * rows * size;
             for (long r = start; r < end; r++) {
-                memset(token(mine, size, r), 0, size);
-                token(mine, size, r)->highest = -FLT_MAX; /* finite, whatever is not */
+                memset(token(tokens, size, r), 0, size);
+                token(tokens, size, r)->highest = -FLT_MAX; /* finite, whatever else is not */
             }
-            for (long block = way * each; block < smaller((way + 1) * each, blocks); block++) {
-                long first = block * WORDS, some = smaller(WORDS, words - first), lines = parts(some, 2), r = start;
-                const bf16 *from = weight + first * depth;
-                Right forward = {from, depth, 2, 0};
-                for (long i = 0; i < WORDS; i++) biases[i] = bias && i < some ? up(bias[first + i]) : 0.0f;
-                packed(panels, WORDS / PANEL, &forward, 0, some, 0, pairs);
-                for (long i = 0; i < WORDS && rounds; i++) of_words[i] = i < some ? scales[first + i] : 0.0f;
-                for (long column = 0; column < padded && !rounds; column += PANEL)
-                    for (long j = 0; j < lines; j++) /* after the last word comes what is finite: the word again */
-                        of_two(from + 2 * j * depth + column, 2 * j + 1 < some ? depth : 0, of_panel(depth - column), (__m512i *)(turned + column * lines + j * PANEL));
-#define TILES(COUNT)                                                                                       \
-    for (; r + COUNT <= end; r += COUNT) {                                                                 \
-        logits_tile(copy + r * apart, apart, COUNT, panels, pairs, biases, scale, logits);                 \
-        for (long i = 0; i < COUNT; i++) {                                                                 \
-            long target = targets[r + i] - first;                                                          \
-            if (target >= 0 && target < some) {                                                            \
-                chosen[r + i] = logits[i * WORDS + target];                                                \
-                logits[i * WORDS + target] = -FLT_MAX;                                                     \
-            }                                                                                              \
-            Token *one = token(mine, size, r + i);                                                         \
-            if (rounds)                                                                                    \
-                steps[i] = codes_of(one, logits + i * WORDS, some, padded, of_words, products, (uint8_t *)powers + i * WORDS); \
-            else                                                                                           \
-                powers_of(one, logits + i * WORDS, some, padded, powers + i * WORDS);                      \
-        }                                                                                                  \
-        if (rounds)                                                                                        \
-            codes_tile(mine + r * size, size, COUNT, (const uint8_t *)powers, steps, (const uint32_t *)(codes + first * padded), padded); \
-        else                                                                                               \
-            sums_tile(mine + r * size, size, COUNT, powers, turned, lines, padded);                        \
+            for (long block = part * blocks_per_part; block < smaller((part + 1) * blocks_per_part, blocks); block++) {
+                long first = block * BLOCK, count = smaller(BLOCK, vocab - first), lines = parts(count, 2), r = start;
+                const bf16 *block_weight = weight + first * depth;
+                Right logits_factor = {block_weight, depth, 2, 0};
+                for (long i = 0; i < BLOCK; i++) biases[i] = bias && i < count ? to_float(bias[first + i]) : 0.0f;
+                pack_panels(panels, BLOCK / PANEL, &logits_factor, 0, count, 0, pairs);
+                for (long i = 0; i < BLOCK && in_8_bits; i++)
+                    block_scales[i] = i < count ? code_scales[first + i] : 0.0f;
+                for (long column = 0; column < padded && !in_8_bits; column += PANEL)
+                    for (long j = 0; j < lines; j++) /* after the last row comes something finite: the row again */
+                        interleave_two(block_weight + 2 * j * depth + column, 2 * j + 1 < count ? depth : 0,
+                                       panel_mask(depth - column),
+                                       (__m512i *)(transposed_panels + column * lines + j * PANEL));
+#define TILES(COUNT)                                                                                    \
+    for (; r + COUNT <= end; r += COUNT) {                                                              \
+        logits_tile(copy + r * copy_stride, copy_stride, COUNT, panels, pairs, biases, scale, logits);  \
+        for (long i = 0; i < COUNT; i++) {                                                              \
+            long target = targets[r + i] - first;                                                       \
+            if (target >= 0 && target < count) {                                                        \
+                chosen[r + i] = logits[i * BLOCK + target];                                             \
+                logits[i * BLOCK + target] = -FLT_MAX;                                                  \
+            }                                                                                           \
+            Token *current = token(tokens, size, r + i);                                                \
+            if (in_8_bits)                                                                              \
+                steps[i] = codes_of(current, logits + i * BLOCK, count, padded, block_scales, products, \
+                                    (uint8_t *)powers + i * BLOCK);                                     \
+            else                                                                                        \
+                powers_of(current, logits + i * BLOCK, count, padded, powers + i * BLOCK);              \
+        }                                                                                               \
+        if (in_8_bits)                                                                                  \
+            codes_tile(tokens + r * size, size, COUNT, (const uint8_t *)powers, steps,                  \
+                       (const uint32_t *)(codes + first * padded), padded);                             \
+        else                                                                                            \
+            sums_tile(tokens + r * size, size, COUNT, powers, transposed_panels, lines, padded);        \
     }
                 TILES(12) TILES(4) TILES(1)
 #undef TILES
             }
         }
-        free(panels), free(turned);
+        free(panels), free(transposed_panels);
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
             float highest = chosen[r], others = 0.0f, rounded = 0.0f, *sums = token(all, size, r)->sums;
-            for (long way = 0; way < ways; way++) highest = fmaxf(highest, token(all, size, way * rows + r)->highest);
-            for (long way = 0; way < ways; way++) {
-                Token *other = token(all, size, way * rows + r);
+            for (long part = 0; part < num_parts; part++)
+                highest = fmaxf(highest, token(all, size, part * rows + r)->highest);
+            for (long part = 0; part < num_parts; part++) {
+                Token *other = token(all, size, part * rows + r);
                 float lowered = expf(other->highest - highest);
                 others += lowered * other->total, rounded += lowered * other->rounded;
-                for (long i = 0; i < padded; i++) sums[i] = lowered * other->sums[i] + (way ? sums[i] : 0.0f);
+                for (long i = 0; i < padded; i++) sums[i] = lowered * other->sums[i] + (part ? sums[i] : 0.0f);
             }
             float total = others + expf(chosen[r] - highest);
             losses[r] = logf(total) + highest - chosen[r];
             const bf16 *chosen_weight = weight + targets[r] * depth;
-            for (long i = 0; i + PANEL <= depth && rounds; i += PANEL) {
-                __m512 former = _mm512_load_ps(sums + i), latter = _mm512_load_ps(sums + i + LANES);
-                spread(&former, &latter);
-                _mm512_store_ps(sums + i, former), _mm512_store_ps(sums + i + LANES, latter);
+            for (long i = 0; i + PANEL <= depth && in_8_bits; i += PANEL) {
+                __m512 first_16 = _mm512_load_ps(sums + i), second_16 = _mm512_load_ps(sums + i + LANES);
+                rotate_32(&first_16, &second_16);
+                _mm512_store_ps(sums + i, first_16), _mm512_store_ps(sums + i + LANES, second_16);
             }
-            for (long i = 0; i < depth && rounds; i++) of_hidden[r * depth + i] = down(scale / total * (sums[i] + others * (mean[i] - up(chosen_weight[i]))));
-            for (long i = 0; i < depth && learns && !rounds; i++) of_hidden[r * depth + i] = down(scale / total * (sums[i] - rounded * up(chosen_weight[i])));
+            for (long i = 0; i < depth && in_8_bits; i++)
+                grad_hidden[r * depth + i] =
+                    to_bf16(scale / total * (sums[i] + others * (mean[i] - to_float(chosen_weight[i]))));
+            for (long i = 0; i < depth && has_grad && !in_8_bits; i++)
+                grad_hidden[r * depth + i] = to_bf16(scale / total * (sums[i] - rounded * to_float(chosen_weight[i])));
         }
     }
 }

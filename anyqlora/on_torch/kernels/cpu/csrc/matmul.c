@@ -1,40 +1,44 @@
-/* Products with a frozen weight on a processor with AVX512-BF16 and AVX512-VNNI (on one with AMX oneDNN's are several times as fast, and taken): of bf16, or of
-   int8 codes with a scale for each row. A panel of the weight's columns is packed just before it is used, so that the weight lies in memory once for
-   both directions; what LoRA adds is summed in the same registers and rounded with the rest, once. And LoRA's own narrow products, whose learned factors
-   and their gradients are float32. Called by native.py; every array is contiguous but LoRA's narrow one, whose rows may lie apart. Each number is summed
-   by one thread, in one order. */
+/* Matrix products with a frozen weight, for AVX512-BF16 and AVX512-VNNI (with AMX oneDNN's are several times as fast,
+   and taken): of bf16, or of int8 codes with a scale for each row. A panel of the weight's columns is packed just
+   before it is used, so that the weight lies in memory once for both directions; what LoRA adds is summed in the same
+   registers and rounded with the rest, once. And LoRA's own low-rank products, whose learned factors and their
+   gradients are float32. Each number is summed by one thread, in one order. */
 
 #include "panels.h"
 
 #ifdef HAS_PANELS
 
-enum { BLOCK = 1032, SOME = 96, CHUNK = 1024, TOGETHER = 4, SUMS = 24, MOST = 3, PAIRS = 128 };
-/* Rows that share packed panels, at most and at least; words of the depth that are summed over at a time; panels that are packed together. Of a narrow product,
-   registers of sums, and those of its columns at most; of a factor's gradient, pairs of rows that are looked at together and stay in a core's first cache. */
+enum { MAX_BLOCK = 1032, MIN_BLOCK = 96, CHUNK = 1024, PANELS_TOGETHER = 4, SUMS = 24, MAX_VECTORS = 3, PAIRS = 128 };
+/* Rows that share packed panels, at most and at least; words of the depth that are summed over at a time; panels that
+   are packed together. Of a low-rank product, registers of sums, and those of its columns at most; of a factor's
+   gradient, pairs of rows that are read together and stay in a core's L1. */
 
-/* What `product` computes, and for how many words of the depth at a time; left's rows lie so many bytes apart. */
+/* What `frozen_matmul` computes, and over how many words of the depth at a time; left_stride in bytes. */
 typedef struct {
     const char *left;
-    Right right, narrow_right;
-    const float *of_rows, *of_columns; /* int8: scales */
-    const bf16 *bias, *narrow;
+    Right right, lora_factor;
+    const float *row_scales, *column_scales; /* int8: scales */
+    const bf16 *bias, *hidden;
     bf16 *out;
-    long columns, rank, left_stride, narrow_stride, words, chunk;
-    int added, spreads;
-} Product;
+    long columns, rank, left_stride, hidden_stride, words, chunk;
+    int accumulate, hadamard;
+} Matmul;
 
 /* A thread's own memory. */
 typedef struct {
-    uint32_t *panels, *narrow_panels; /* [TOGETHER] of a chunk of the depth, and of the rank */
-    char *copy;                       /* of a block's rows, where those lie badly; else NULL */
-    float *sums;                      /* of a block's panels, [panels, rows, PANEL], over the depth so far; NULL where it is one chunk */
-    int32_t minus[BLOCK];             /* int8: what a row's sums have too much */
-} Room;
+    uint32_t *panels, *lora_panels; /* [PANELS_TOGETHER] of a chunk of the depth, and of the rank */
+    char *copy;                     /* of a block's rows, where their stride is a bad one; else NULL */
+    float *sums; /* of a block's panels, [panels, rows, PANEL], over the depth so far; NULL where it is one chunk */
+    int32_t correction[MAX_BLOCK]; /* int8: correction of a row's sums for the flipped sign bits */
+} Scratch;
 
-/* `count` rows from `row` on of a panel of the output at `column`. left: their chunk of the depth, so many words, `apart` bytes apart. Sums are added to those of the
-   chunks before unless that is NULL, and go to `after` unless this is the last one; both [count, PANEL], int32 in int8. */
-static inline __attribute__((always_inline)) void tile(const Product *of, long row, long column, int count, int is_int8, const char *left, long apart, const int32_t *minus,
-                                                       const uint32_t *panel, long words, const uint32_t *narrow_panel, const float *before, float *after) {
+/* `count` rows from `row` on of a panel of the output at `column`. left: their chunk of the depth, `words` of them,
+   `stride` bytes apart. They are added to the sums `before`, unless NULL, and go to `after`, unless NULL (the last
+   chunk): both [count, PANEL], int32 in int8. */
+static inline __attribute__((always_inline)) void tile(const Matmul *op, long row, long column, int count, int is_int8,
+                                                       const char *left, long stride, const int32_t *correction,
+                                                       const uint32_t *panel, long words, const uint32_t *lora_panel,
+                                                       const float *before, float *after) {
     __m512 y[ROWS][VECTORS];
     if (is_int8) {
         __m512i sums[ROWS][VECTORS];
@@ -43,9 +47,9 @@ static inline __attribute__((always_inline)) void tile(const Product *of, long r
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) {
                 __m512i sum = before ? _mm512_load_si512(before + r * PANEL + v * LANES) : _mm512_setzero_si512();
-                sums[r][v] = _mm512_add_epi32(sum, _mm512_set1_epi32(minus[r]));
+                sums[r][v] = _mm512_add_epi32(sum, _mm512_set1_epi32(correction[r]));
             }
-        add_codes(sums, count, left, apart, panel, words, 1);
+        add_codes(sums, count, left, stride, panel, words, 1);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
@@ -53,68 +57,77 @@ static inline __attribute__((always_inline)) void tile(const Product *of, long r
                 if (after)
                     _mm512_store_si512(after + r * PANEL + v * LANES, sums[r][v]);
                 else
-                    y[r][v] = _mm512_cvtepi32_ps(sums[r][v]) * of->of_rows[row + r];
+                    y[r][v] = _mm512_cvtepi32_ps(sums[r][v]) * op->row_scales[row + r];
             }
     } else {
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; v++) y[r][v] = before ? _mm512_load_ps(before + r * PANEL + v * LANES) : _mm512_setzero_ps();
-        add_products(y, count, left, apart, panel, words);
+            for (int v = 0; v < VECTORS; v++)
+                y[r][v] = before ? _mm512_load_ps(before + r * PANEL + v * LANES) : _mm512_setzero_ps();
+        add_products(y, count, left, stride, panel, words);
 #pragma GCC unroll 12
         for (int r = 0; r < count && after; r++)
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) _mm512_store_ps(after + r * PANEL + v * LANES, y[r][v]);
     }
     if (after) return;
-    if (is_int8 && of->of_columns) {
+    if (is_int8 && op->column_scales) {
         __m512 scales[VECTORS];
-        for (int v = 0; v < VECTORS; v++) scales[v] = _mm512_maskz_loadu_ps(of_lanes(of->columns - column - v * LANES), of->of_columns + column + v * LANES);
+        for (int v = 0; v < VECTORS; v++)
+            scales[v] = _mm512_maskz_loadu_ps(lane_mask(op->columns - column - v * LANES),
+                                              op->column_scales + column + v * LANES);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) y[r][0] *= scales[0], y[r][1] *= scales[1];
     }
-    if (is_int8 && of->spreads && column + PANEL <= of->columns) {
+    if (is_int8 && op->hadamard && column + PANEL <= op->columns) {
 #pragma GCC unroll 12
-        for (int r = 0; r < count; r++) spread(&y[r][0], &y[r][1]);
+        for (int r = 0; r < count; r++) rotate_32(&y[r][0], &y[r][1]);
     }
-    add_products(y, count, of->narrow + row * of->narrow_stride, of->narrow_stride * sizeof(bf16), narrow_panel, of->rank / 2);
-    __mmask32 some = of_panel(of->columns - column);
-    const bf16 *more = of->added ? of->out + row * of->columns + column : of->bias ? of->bias + column : NULL;
-    long more_stride = of->added ? of->columns : 0;
+    add_products(y, count, op->hidden + row * op->hidden_stride, op->hidden_stride * sizeof(bf16), lora_panel,
+                 op->rank / 2);
+    __mmask32 mask = panel_mask(op->columns - column);
+    const bf16 *more = op->accumulate ? op->out + row * op->columns + column : op->bias ? op->bias + column : NULL;
+    long more_stride = op->accumulate ? op->columns : 0;
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++) {
         if (more) {
-            __m512i x = _mm512_maskz_loadu_epi16(some, more + r * more_stride);
-            y[r][0] += former(x), y[r][1] += latter(x);
+            __m512i x = _mm512_maskz_loadu_epi16(mask, more + r * more_stride);
+            y[r][0] += first_half(x), y[r][1] += second_half(x);
         }
-        _mm512_mask_storeu_epi16(of->out + (row + r) * of->columns + column, some, rounded(y[r][0], y[r][1]));
+        _mm512_mask_storeu_epi16(op->out + (row + r) * op->columns + column, mask, round_32(y[r][0], y[r][1]));
     }
 }
 
-/* Of a block of `count` rows from `row` on the panels [first, end) of the output. */
-static void panels_of_block(const Product *of, long row, long count, long first, long end, Room *room) {
-    long size = of->right.size, stride = of->left_stride, apart = room->copy ? set_apart(4 * of->chunk) : stride, start = 0;
+/* The panels [first, end) of the output, for a block of `count` rows from `row` on. */
+static void panels_of_block(const Matmul *op, long row, long count, long first, long end, Scratch *scratch) {
+    long size = op->right.size, stride = op->left_stride,
+         left_stride = scratch->copy ? padded_stride(4 * op->chunk) : stride, start = 0;
     do {
-        long words = smaller(of->chunk, of->words - start), is_last = start + words == of->words;
-        const char *lefts = of->left + row * stride + 4 * start;
+        long words = smaller(op->chunk, op->words - start), is_last = start + words == op->words;
+        const char *left = op->left + row * stride + 4 * start;
         for (long r = 0; size == 1 && r < count; r++) {
             int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-            for (long k = 0; k < 4 * words; k++) sum += ((const int8_t *)lefts)[r * stride + k];
-            room->minus[r] = -128 * sum;
+            for (long k = 0; k < 4 * words; k++) sum += ((const int8_t *)left)[r * stride + k];
+            scratch->correction[r] = -128 * sum;
         }
-        for (long r = 0; room->copy && r < count; r++) memcpy(room->copy + r * apart, lefts + r * stride, 4 * words);
-        if (room->copy) lefts = room->copy;
-        for (long panel = first; panel < end; panel += TOGETHER) {
-            long together = smaller(TOGETHER, end - panel), r = 0;
-            packed(room->panels, together, &of->right, panel * PANEL, of->columns, start, words);
-            if (is_last) packed(room->narrow_panels, together, &of->narrow_right, panel * PANEL, of->columns, 0, of->rank / 2);
-#define TILES(COUNT, IS_INT8)                                                                                                                             \
-    for (; r + COUNT <= count; r += COUNT)                                                                                                                \
-        for (long p = 0; p < together; p++) {                                                                                                             \
-            float *sums = room->sums ? room->sums + ((panel - first + p) * count + r) * PANEL : NULL;                                                     \
-            tile(of, row + r, (panel + p) * PANEL, COUNT, IS_INT8, lefts + r * apart, apart, room->minus + r, room->panels + p * words * PANEL, words,    \
-                 room->narrow_panels + p * (of->rank / 2) * PANEL, start ? sums : NULL, is_last ? NULL : sums);                                           \
+        for (long r = 0; scratch->copy && r < count; r++)
+            memcpy(scratch->copy + r * left_stride, left + r * stride, 4 * words);
+        if (scratch->copy) left = scratch->copy;
+        for (long panel = first; panel < end; panel += PANELS_TOGETHER) {
+            long together = smaller(PANELS_TOGETHER, end - panel), r = 0;
+            pack_panels(scratch->panels, together, &op->right, panel * PANEL, op->columns, start, words);
+            if (is_last)
+                pack_panels(scratch->lora_panels, together, &op->lora_factor, panel * PANEL, op->columns, 0,
+                            op->rank / 2);
+#define TILES(COUNT, IS_INT8)                                                                                    \
+    for (; r + COUNT <= count; r += COUNT)                                                                       \
+        for (long p = 0; p < together; p++) {                                                                    \
+            float *sums = scratch->sums ? scratch->sums + ((panel - first + p) * count + r) * PANEL : NULL;      \
+            tile(op, row + r, (panel + p) * PANEL, COUNT, IS_INT8, left + r * left_stride, left_stride,          \
+                 scratch->correction + r, scratch->panels + p * words * PANEL, words,                            \
+                 scratch->lora_panels + p * (op->rank / 2) * PANEL, start ? sums : NULL, is_last ? NULL : sums); \
         }
             if (size == 1) {
                 TILES(ROWS, 1) TILES(4, 1) TILES(1, 1)
@@ -124,58 +137,88 @@ static void panels_of_block(const Product *of, long row, long count, long first,
 #undef TILES
         }
         start += words;
-    } while (start < of->words);
+    } while (start < op->words);
 }
 
-/* out [rows, columns] = left [rows, depth] right + narrow [rows, rank] narrow_right + bias, or added: out + the products. int8: the product's rows
-   times `of_rows`, its columns times `of_columns` where there are such, and spread where so said. narrow_right is turned where right is. left's
-   rows lie left_stride numbers apart; depth is a multiple of 4 in int8, and of 2 in bf16, as rank is. */
-void product(const void *left, const void *right, const float *of_rows, const float *of_columns, const bf16 *bias, const bf16 *narrow,
-             const float *narrow_right, bf16 *out, long rows, long depth, long columns, long rank, long left_stride, long narrow_stride, int size, int turned, int added, int spreads) {
+/* out [rows, columns] = left [rows, depth] right + lora_hidden [rows, rank] lora_factor + bias; accumulate: out + both
+   products. int8: the frozen product's rows times `row_scales`, its columns times `column_scales` unless NULL, and with
+   hadamard rotated. right is [columns, depth], lora_factor [columns, rank]; transposed: both the other way round. depth
+   is a multiple of 4 in int8, and of 2 in bf16, as rank is. */
+void frozen_matmul(const void *left, const void *right, const float *row_scales, const float *column_scales,
+                   const bf16 *bias, const bf16 *lora_hidden, const float *lora_factor, bf16 *out, long rows,
+                   long depth, long columns, long rank, long left_stride, long hidden_stride, int size, int transposed,
+                   int accumulate, int hadamard) {
     if (!rows) return;
-    bf16 *narrow_rounded = aligned_alloc(64, rounded_up(2 * rank * columns, 64) + 64);
+    bf16 *factor_bf16 = aligned_alloc(64, rounded_up(2 * rank * columns, 64) + 64);
     for (long i = 0; i < rank * columns; i += LANES) {
-        __mmask16 some = of_lanes(rank * columns - i);
-        _mm256_mask_storeu_epi16(narrow_rounded + i, some, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, narrow_right + i)));
+        __mmask16 mask = lane_mask(rank * columns - i);
+        _mm256_mask_storeu_epi16(factor_bf16 + i, mask,
+                                 (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, lora_factor + i)));
     }
-    long words = depth * size / 4, chunk = rounded_up(parts(words, larger(1, parts(words, CHUNK))), LANES); /* of one size, nearly */
-    Product of = {left, {right, depth, size, turned}, {narrow_rounded, rank, 2, turned}, of_rows, of_columns, bias, narrow, out, columns, rank, left_stride * size, narrow_stride, words, chunk, added, spreads};
-    long panels = parts(columns, PANEL), is_copied = of.left_stride != set_apart(of.left_stride);
-    long blocks = larger(parts(rows, BLOCK), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, SOME)));
+    long words = depth * size / 4,
+         chunk = rounded_up(parts(words, larger(1, parts(words, CHUNK))), LANES); /* of one size, nearly */
+    Matmul op = {left,
+                 {right, depth, size, transposed},
+                 {factor_bf16, rank, 2, transposed},
+                 row_scales,
+                 column_scales,
+                 bias,
+                 lora_hidden,
+                 out,
+                 columns,
+                 rank,
+                 left_stride * size,
+                 hidden_stride,
+                 words,
+                 chunk,
+                 accumulate,
+                 hadamard};
+    long panels = parts(columns, PANEL), is_copied = op.left_stride != padded_stride(op.left_stride);
+    long blocks =
+        larger(parts(rows, MAX_BLOCK), smaller(parts(4 * omp_get_max_threads(), panels), parts(rows, MIN_BLOCK)));
     long block = rounded_up(parts(rows, blocks), ROWS); /* of one size, so that each thread has as much to do */
     blocks = parts(rows, block);
 #pragma omp parallel
     {
-        long threads = omp_get_num_threads(), me = omp_get_thread_num(), task = blocks * panels * me / threads, end = blocks * panels * (me + 1) / threads;
-        Room room = {aligned_alloc(64, TOGETHER * chunk * PANEL * 4), aligned_alloc(64, TOGETHER * (rank / 2) * PANEL * 4),
-                     is_copied ? aligned_alloc(64, rounded_up(block * set_apart(4 * chunk), 64)) : NULL,
-                     chunk < words ? aligned_alloc(64, smaller(panels, end - task) * block * PANEL * sizeof(float)) : NULL};
+        long threads = omp_get_num_threads(), me = omp_get_thread_num(), task = blocks * panels * me / threads,
+             end = blocks * panels * (me + 1) / threads;
+        Scratch scratch = {
+            aligned_alloc(64, PANELS_TOGETHER * chunk * PANEL * 4),
+            aligned_alloc(64, PANELS_TOGETHER * (rank / 2) * PANEL * 4),
+            is_copied ? aligned_alloc(64, rounded_up(block * padded_stride(4 * chunk), 64)) : NULL,
+            chunk < words ? aligned_alloc(64, smaller(panels, end - task) * block * PANEL * sizeof(float)) : NULL};
         while (task < end) { /* a panel of a block; all of them that are a thread's own in one go */
-            long row = task / panels * block, first = task % panels, some = smaller(panels - first, end - task);
-            panels_of_block(&of, row, smaller(block, rows - row), first, first + some, &room);
-            task += some;
+            long row = task / panels * block, first = task % panels, own = smaller(panels - first, end - task);
+            panels_of_block(&op, row, smaller(block, rows - row), first, first + own, &scratch);
+            task += own;
         }
-        free(room.panels), free(room.narrow_panels), free(room.copy), free(room.sums);
+        free(scratch.panels), free(scratch.lora_panels), free(scratch.copy), free(scratch.sums);
     }
-    free(narrow_rounded);
+    free(factor_bf16);
 }
 
-/* A factor [rank, depth], or turned: [depth, rank], as words [depth / 2, width] of two numbers each, zeros after the rank. */
-static void paired(uint32_t *words, const float *factor, long rank, long depth, long width, int turned) {
+/* A factor [rank, depth], or transposed: [depth, rank], as words [depth / 2, width] of two numbers each, zeros after
+   the rank. */
+static void paired(uint32_t *words, const float *factor, long rank, long depth, long width, int transposed) {
     for (long c = 0; c < width; c += LANES) {
-        __mmask16 some = of_lanes(rank - c);
-        for (long j = 0; j < depth / 2 && turned; j++) {
+        __mmask16 mask = lane_mask(rank - c);
+        for (long j = 0; j < depth / 2 && transposed; j++) {
             const float *row = factor + 2 * j * rank + c;
-            __m256i one = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, row)), other = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, row + rank));
-            _mm512_storeu_si512(words + j * width + c, _mm512_or_si512(_mm512_cvtepu16_epi32(one), _mm512_slli_epi32(_mm512_cvtepu16_epi32(other), 16)));
+            __m256i one = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, row)),
+                    next = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, row + rank));
+            _mm512_storeu_si512(
+                words + j * width + c,
+                _mm512_or_si512(_mm512_cvtepu16_epi32(one), _mm512_slli_epi32(_mm512_cvtepu16_epi32(next), 16)));
         }
-        for (long j = 0; j < depth / 2 && !turned; j += LANES) {
+        for (long j = 0; j < depth / 2 && !transposed; j += LANES) {
             __m512i block[LANES];
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) {
                 const float *row = factor + (c + i) * depth + 2 * j;
-                block[i] = some >> i & 1 ? rounded(_mm512_maskz_loadu_ps(of_lanes(depth - 2 * j), row), _mm512_maskz_loadu_ps(of_lanes(depth - 2 * j - LANES), row + LANES))
-                                         : _mm512_setzero_si512();
+                block[i] = mask >> i & 1
+                               ? round_32(_mm512_maskz_loadu_ps(lane_mask(depth - 2 * j), row),
+                                          _mm512_maskz_loadu_ps(lane_mask(depth - 2 * j - LANES), row + LANES))
+                               : _mm512_setzero_si512();
             }
             transpose(block);
 #pragma GCC unroll 16
@@ -185,19 +228,21 @@ static void paired(uint32_t *words, const float *factor, long rank, long depth, 
     }
 }
 
-/* `count` rows of `vectors` registers of columns. */
-static inline __attribute__((always_inline)) void narrow_tile(const char *left, long apart, int count, int vectors, const uint32_t *words, long pairs, long width,
-                                                              const float *scales, bf16 *out, long out_stride, long columns) {
+/* `count` rows of `vectors` registers of columns of a low-rank product; left's rows lie `stride` bytes apart. */
+static inline __attribute__((always_inline)) void lora_tile(const char *left, long stride, int count, int vectors,
+                                                            const uint32_t *words, long pairs, long width,
+                                                            const float *scales, bf16 *out, long out_stride,
+                                                            long columns) {
     __m512 y[SUMS];
 #pragma GCC unroll 24
     for (int i = 0; i < count * vectors; i++) y[i] = _mm512_setzero_ps();
     for (long j = 0; j < pairs; j++) {
-        __m512bh right[MOST];
+        __m512bh right[MAX_VECTORS];
 #pragma GCC unroll 3
         for (int v = 0; v < vectors; v++) right[v] = (__m512bh)_mm512_loadu_si512(words + j * width + v * LANES);
 #pragma GCC unroll 24
         for (int r = 0; r < count; r++) {
-            __m512bh one = (__m512bh)_mm512_set1_epi32(((const int32_t *)(left + r * apart))[j]);
+            __m512bh one = (__m512bh)_mm512_set1_epi32(((const Word *)(left + r * stride))[j]);
 #pragma GCC unroll 3
             for (int v = 0; v < vectors; v++) y[r * vectors + v] = _mm512_dpbf16_ps(y[r * vectors + v], one, right[v]);
         }
@@ -206,32 +251,34 @@ static inline __attribute__((always_inline)) void narrow_tile(const char *left, 
     for (int r = 0; r < count; r++)
 #pragma GCC unroll 3
         for (int v = 0; v < vectors; v++) {
-            __mmask16 some = of_lanes(columns - v * LANES);
-            __m512 scaled = y[r * vectors + v] * _mm512_maskz_loadu_ps(some, scales + v * LANES);
-            _mm256_mask_storeu_epi16(out + r * out_stride + v * LANES, some, (__m256i)_mm512_cvtneps_pbh(scaled));
+            __mmask16 mask = lane_mask(columns - v * LANES);
+            __m512 scaled = y[r * vectors + v] * _mm512_maskz_loadu_ps(mask, scales + v * LANES);
+            _mm256_mask_storeu_epi16(out + r * out_stride + v * LANES, mask, (__m256i)_mm512_cvtneps_pbh(scaled));
         }
 }
 
-/* out [rows, rank] = left [rows, depth] factor, its columns times `scales`; the factor [rank, depth] is turned around for that, or is turned already: [depth, rank].
-   depth is even; left's rows lie left_stride numbers apart, and out's out_stride. */
-void narrow_product(const bf16 *left, const float *factor, const float *scales, bf16 *out, long left_stride, long out_stride, long rows, long depth, long rank, int turned) {
-    long width = rounded_up(rank, LANES), stride = 2 * left_stride, apart = set_apart(stride);
+/* out [rows, rank] = left [rows, depth] factor^T, its columns times `scales`: factor [rank, depth] or, transposed,
+   [depth, rank]. depth is even. */
+void lora_matmul(const bf16 *left, const float *factor, const float *scales, bf16 *out, long left_stride,
+                 long out_stride, long rows, long depth, long rank, int transposed) {
+    long width = rounded_up(rank, LANES), stride = 2 * left_stride, copy_stride = padded_stride(stride);
     uint32_t *words = aligned_alloc(64, rounded_up(depth / 2 * width * 4, 64));
-    paired(words, factor, rank, depth, width, turned);
+    paired(words, factor, rank, depth, width, transposed);
 #pragma omp parallel
     {
-        char *copy = apart == stride ? NULL : aligned_alloc(64, SUMS * apart);
+        char *copy = copy_stride == stride ? NULL : aligned_alloc(64, SUMS * copy_stride);
 #pragma omp for schedule(static)
         for (long first = 0; first < rows; first += SUMS) {
             const char *from = (const char *)left + first * stride;
             long count = smaller(SUMS, rows - first);
-            for (long r = 0; copy && r < count; r++) memcpy(copy + r * apart, from + r * stride, 2 * depth);
+            for (long r = 0; copy && r < count; r++) memcpy(copy + r * copy_stride, from + r * stride, 2 * depth);
             if (copy) from = copy;
-            for (long c = 0; c < width; c += MOST * LANES) {
-                long vectors = smaller(MOST, (width - c) / LANES), r = 0;
-#define TILES(COUNT, VECTORS)                                                                                                                    \
-    for (; r + COUNT <= count; r += COUNT)                                                                                                       \
-        narrow_tile(from + r * apart, apart, COUNT, VECTORS, words + c, depth / 2, width, scales + c, out + (first + r) * out_stride + c, out_stride, rank - c);
+            for (long c = 0; c < width; c += MAX_VECTORS * LANES) {
+                long vectors = smaller(MAX_VECTORS, (width - c) / LANES), r = 0;
+#define TILES(COUNT, VECTORS)                                                                                   \
+    for (; r + COUNT <= count; r += COUNT)                                                                      \
+        lora_tile(from + r * copy_stride, copy_stride, COUNT, VECTORS, words + c, depth / 2, width, scales + c, \
+                  out + (first + r) * out_stride + c, out_stride, rank - c);
                 if (vectors == 1) {
                     TILES(24, 1) TILES(8, 1) TILES(1, 1)
                 } else if (vectors == 2) {
@@ -247,8 +294,10 @@ void narrow_product(const bf16 *left, const float *factor, const float *scales, 
     free(words);
 }
 
-/* `count` rows of a panel of a factor's gradient: what is there, and what so many pairs of tokens add. */
-static inline __attribute__((always_inline)) void outer_tile(const uint32_t *words, long rank, int count, const __m512i (*panel)[VECTORS], long pairs, float *sums) {
+/* `count` rows of a panel of a factor's gradient: sums += what so many pairs of tokens add. */
+static inline __attribute__((always_inline)) void weight_grad_tile(const uint32_t *words, long rank, int count,
+                                                                   const __m512i (*panel)[VECTORS], long pairs,
+                                                                   float *sums) {
     __m512 y[ROWS][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++)
@@ -269,32 +318,39 @@ static inline __attribute__((always_inline)) void outer_tile(const uint32_t *wor
         for (int v = 0; v < VECTORS; v++) _mm512_store_ps(sums + r * PANEL + v * LANES, y[r][v]);
 }
 
-/* out [rank, columns], or turned: [columns, rank], = narrow [rows, rank]^T wide [rows, columns]: a factor's gradient. */
-void outer_product(const bf16 *narrow, const bf16 *wide, float *out, long rows, long rank, long columns, long narrow_stride, int turned) {
+/* out [rank, columns], or transposed [columns, rank], = hidden [rows, rank]^T wide [rows, columns]: a factor's
+   gradient. */
+void lora_weight_grad(const bf16 *hidden, const bf16 *wide, float *out, long rows, long rank, long columns,
+                      long hidden_stride, int transposed) {
     long pairs = parts(rows, 2);
-    uint32_t *words = aligned_alloc(64, rounded_up(pairs * rank * 4, 64)); /* [pairs, rank], of two tokens each, a zero after the last one */
+    uint32_t *words = aligned_alloc(
+        64, rounded_up(pairs * rank * 4, 64)); /* [pairs, rank], of two tokens each, a zero after the last one */
 #pragma omp parallel
     {
-        __m512i panels[AT_ONCE][PAIRS][VECTORS];
-        float *sums = aligned_alloc(64, AT_ONCE * rank * PANEL * sizeof(float));
+        __m512i panels[PANELS_AT_ONCE][PAIRS][VECTORS];
+        float *sums = aligned_alloc(64, PANELS_AT_ONCE * rank * PANEL * sizeof(float));
 #pragma omp for schedule(static)
         for (long t = 0; t < pairs; t++) {
-            const bf16 *one = narrow + 2 * t * narrow_stride;
-            for (long r = 0; r < rank; r++) words[t * rank + r] = one[r] | (2 * t + 1 < rows ? (uint32_t)one[narrow_stride + r] << 16 : 0);
+            const bf16 *one = hidden + 2 * t * hidden_stride;
+            for (long r = 0; r < rank; r++)
+                words[t * rank + r] = one[r] | (2 * t + 1 < rows ? (uint32_t)one[hidden_stride + r] << 16 : 0);
         }
-        long panel = parts(columns, PANEL) * omp_get_thread_num() / omp_get_num_threads(), end = parts(columns, PANEL) * (omp_get_thread_num() + 1) / omp_get_num_threads();
-        for (; panel < end; panel += AT_ONCE) {
-            long column = panel * PANEL, together = smaller(AT_ONCE, end - panel);
-            memset(sums, 0, AT_ONCE * rank * PANEL * sizeof(float));
+        long panel = parts(columns, PANEL) * omp_get_thread_num() / omp_get_num_threads(),
+             end = parts(columns, PANEL) * (omp_get_thread_num() + 1) / omp_get_num_threads();
+        for (; panel < end; panel += PANELS_AT_ONCE) {
+            long column = panel * PANEL, together = smaller(PANELS_AT_ONCE, end - panel);
+            memset(sums, 0, PANELS_AT_ONCE * rank * PANEL * sizeof(float));
             for (long first = 0; first < pairs; first += PAIRS) {
-                long some = smaller(PAIRS, pairs - first);
-                for (long t = 0; t < some; t++) { /* after the last row comes what is finite: a row again */
-                    long row = 2 * (first + t), apart = row + 1 < rows ? columns : 0;
-                    for (long p = 0, c = column; p < together; p++, c += PANEL) of_two(wide + row * columns + c, apart, of_panel(columns - c), panels[p][t]);
+                long count = smaller(PAIRS, pairs - first);
+                for (long t = 0; t < count; t++) { /* after the last row comes something finite: the row again */
+                    long row = 2 * (first + t), stride = row + 1 < rows ? columns : 0;
+                    for (long p = 0, c = column; p < together; p++, c += PANEL)
+                        interleave_two(wide + row * columns + c, stride, panel_mask(columns - c), panels[p][t]);
                 }
                 for (long p = 0, r = 0; p < together; p++, r = 0) {
-#define TILES(COUNT) \
-    for (; r + COUNT <= rank; r += COUNT) outer_tile(words + first * rank + r, rank, COUNT, panels[p], some, sums + (p * rank + r) * PANEL);
+#define TILES(COUNT)                      \
+    for (; r + COUNT <= rank; r += COUNT) \
+        weight_grad_tile(words + first * rank + r, rank, COUNT, panels[p], count, sums + (p * rank + r) * PANEL);
                     if (rank % 12 == 0) TILES(12)
                     TILES(8) TILES(4) TILES(1)
 #undef TILES
@@ -302,30 +358,19 @@ void outer_product(const bf16 *narrow, const bf16 *wide, float *out, long rows, 
             }
             for (long p = 0, from = column; p < together; p++, from += PANEL)
                 for (long r = 0; r < rank; r++)
-                    for (long c = 0; c < smaller(PANEL, columns - from); c++) out[turned ? (from + c) * rank + r : r * columns + from + c] = sums[(p * rank + r) * PANEL + c];
+                    for (long c = 0; c < smaller(PANEL, columns - from); c++)
+                        out[transposed ? (from + c) * rank + r : r * columns + from + c] =
+                            sums[(p * rank + r) * PANEL + c];
         }
         free(sums);
     }
     free(words);
 }
 
-/* A layer of several that read one input: y = x weight^T + bias + scale (x a^T) b^T, weight [columns, depth], a [rank, depth] and b [columns, rank]. Backward
-   y is its gradient, and of_b that of b. int8: the weight's codes, spread, and each column's scale; bf16 has none. */
-typedef struct {
-    const void *weight;
-    const float *of_columns;
-    const bf16 *bias;
-    const float *a, *b;
-    bf16 *y;
-    float *of_b;
-    double scale;
-    long columns, rank, middle; /* the first of its columns among all layers' middles */
-} Layer;
-
 /* All layers' a, one below the other, and each row's scale: [R, depth] and, after them, [R]. */
-static float *stacked(const Layer *layers, long count, long depth, long ranks) {
+static float *stacked(const LoraLinear *layers, long count, long depth, long ranks) {
     float *factor = malloc((ranks * depth + ranks) * sizeof(float)), *a = factor, *scale = factor + ranks * depth;
-    for (const Layer *layer = layers; layer < layers + count; layer++) {
+    for (const LoraLinear *layer = layers; layer < layers + count; layer++) {
         memcpy(a, layer->a, layer->rank * depth * sizeof(float));
         a += layer->rank * depth;
         for (long r = 0; r < layer->rank; r++) *scale++ = (float)layer->scale;
@@ -333,70 +378,79 @@ static float *stacked(const Layer *layers, long count, long depth, long ranks) {
     return factor;
 }
 
-static long ranks_of(const Layer *layers, long count) {
+static long ranks_of(const LoraLinear *layers, long count) {
     long sum = 0;
     for (long i = 0; i < count; i++) sum += layers[i].rank;
     return sum;
 }
 
-void int8_rows(const bf16 *x, const float *columns, int8_t *codes, float *scales, long codes_stride, long rows, long width, int spreads); /* native.c */
-
-/* Room for rows of int8 codes that lie well, after a scale for each row; NULL where layers are bf16. */
-static float *room_for_codes(const Layer *layers, long count, long rows, long depth) {
+/* Memory for a scale for each row and, after them, rows of int8 codes of a good stride; NULL where layers are bf16. */
+static float *allocated_codes(const LoraLinear *layers, long count, long rows, long depth) {
     long widest = depth;
     for (long i = 0; i < count; i++) widest = larger(widest, layers[i].columns);
-    return layers->of_columns ? malloc(rows * (sizeof(float) + widest + 64)) : NULL;
+    return layers->column_scales ? malloc(rows * (sizeof(float) + widest + 64)) : NULL;
 }
 
-/* The rows of x for several products, copied once, so that they lie well; NULL where they do, and where there is one. */
+/* The rows of x for several products, copied once to a good stride; NULL where it is one, and where there is one
+   product. */
 static bf16 *copied(const bf16 *x, long rows, long depth, long products) {
-    long stride = set_apart(2 * depth);
+    long stride = padded_stride(2 * depth);
     char *copy = products > 1 && stride != 2 * depth ? malloc(rows * stride) : NULL;
 #pragma omp parallel for schedule(static)
     for (long r = 0; r < (copy ? rows : 0); r++) memcpy(copy + r * stride, x + r * depth, 2 * depth);
     return (bf16 *)copy;
 }
 
-/* Each layer's y of x [rows, depth], and of `dropped`, which may be x, the middles scale x a^T, side by side: [rows, R]. Layers are all bf16 or all int8. */
-void linears(const bf16 *x, const bf16 *dropped, const Layer *layers, bf16 *middles, long count, long rows, long depth) {
+/* Each layer's y of x [rows, depth], and of `dropped`, which may be x, their hidden scale x a^T side by side: [rows,
+   R]. Layers are all bf16 or all int8. */
+void lora_linears(const bf16 *x, const bf16 *dropped, const LoraLinear *layers, bf16 *hidden, long count, long rows,
+                  long depth) {
     long ranks = ranks_of(layers, count), stride = depth;
-    float *below = stacked(layers, count, depth, ranks), *of_rows = room_for_codes(layers, 0, rows, depth);
-    bf16 *copy = of_rows ? NULL : copied(x, rows, depth, count);
+    float *stacked_a = stacked(layers, count, depth, ranks), *row_scales = allocated_codes(layers, 0, rows, depth);
+    bf16 *copy = row_scales ? NULL : copied(x, rows, depth, count);
     const void *left = x;
-    narrow_product(dropped, below, below + ranks * depth, middles, depth, ranks, rows, depth, ranks, 0);
-    if (of_rows) {
-        left = of_rows + rows, stride = set_apart(depth);
-        int8_rows(x, NULL, (int8_t *)left, of_rows, stride, rows, depth, 1);
+    lora_matmul(dropped, stacked_a, stacked_a + ranks * depth, hidden, depth, ranks, rows, depth, ranks, 0);
+    if (row_scales) {
+        left = row_scales + rows, stride = padded_stride(depth);
+        quantize_int8_rows(x, NULL, (int8_t *)left, row_scales, stride, rows, depth, 1);
     } else if (copy)
-        left = copy, stride = set_apart(2 * depth) / 2;
-    for (const Layer *layer = layers; layer < layers + count; layer++)
-        product(left, layer->weight, of_rows, layer->of_columns, layer->bias, middles + layer->middle, layer->b, layer->y, rows, depth, layer->columns, layer->rank,
-                stride, ranks, of_rows ? 1 : 2, 0, 0, 0);
-    free(below), free(of_rows), free(copy);
+        left = copy, stride = padded_stride(2 * depth) / 2;
+    for (const LoraLinear *layer = layers; layer < layers + count; layer++)
+        frozen_matmul(left, layer->weight, row_scales, layer->column_scales, layer->bias, hidden + layer->first,
+                      layer->b, layer->y, rows, depth, layer->columns, layer->rank, stride, ranks, row_scales ? 1 : 2,
+                      0, 0, 0);
+    free(stacked_a), free(row_scales), free(copy);
 }
 
-/* The gradients of each b, of all a [R, depth] and, unless they are NULL, of x and of `dropped`, else of both in x's, of those layers whose y was used; the
-   middles are those of all, `stride` numbers a row. */
-void linears_backward(const bf16 *dropped, const Layer *layers, const bf16 *middles, float *of_a, bf16 *of_x, bf16 *of_dropped, long count, long rows, long depth,
-                      long stride) {
+/* The gradients of each b, of all a [R, depth], of x and of `dropped` (either may be NULL; where only the latter is,
+   both are in grad_x), of those layers whose y was used. hidden has the columns of all layers. */
+void lora_linears_backward(const bf16 *dropped, const LoraLinear *layers, const bf16 *hidden, float *grad_a,
+                           bf16 *grad_x, bf16 *grad_dropped, long count, long rows, long depth, long hidden_stride) {
     long ranks = ranks_of(layers, count), column = 0;
-    float *below = stacked(layers, count, depth, ranks);
-    bf16 *of_middles = malloc(rows * ranks * sizeof(bf16));
-    for (const Layer *layer = layers; layer < layers + count; column += layer++->rank) {
-        narrow_product(layer->y, layer->b, below + ranks * depth + column, of_middles + column, layer->columns, ranks, rows, layer->columns, layer->rank, 1);
-        outer_product(middles + layer->middle, layer->y, layer->of_b, rows, layer->rank, layer->columns, stride, 1);
+    float *stacked_a = stacked(layers, count, depth, ranks);
+    bf16 *grad_hidden = malloc(rows * ranks * sizeof(bf16));
+    for (const LoraLinear *layer = layers; layer < layers + count; column += layer++->rank) {
+        lora_matmul(layer->y, layer->b, stacked_a + ranks * depth + column, grad_hidden + column, layer->columns, ranks,
+                    rows, layer->columns, layer->rank, 1);
+        lora_weight_grad(hidden + layer->first, layer->y, layer->grad_b, rows, layer->rank, layer->columns,
+                         hidden_stride, 1);
     }
-    outer_product(of_middles, dropped, of_a, rows, ranks, depth, ranks, 0);
-    float *of_rows = of_x ? room_for_codes(layers, count, rows, 0) : NULL;
-    int8_t *codes = (int8_t *)(of_rows + rows);
-    for (const Layer *layer = layers; of_x && layer < layers + count; layer++) {
-        long narrow = layer + 1 == layers + count && !of_dropped ? ranks : 0, apart = of_rows ? set_apart(layer->columns) : layer->columns;
-        if (of_rows) int8_rows(layer->y, layer->of_columns, codes, of_rows, apart, rows, layer->columns, 0);
-        product(of_rows ? (void *)codes : (void *)layer->y, layer->weight, of_rows, NULL, NULL, of_middles, below, of_x, rows, layer->columns, depth, narrow, apart,
-                ranks, of_rows ? 1 : 2, 1, layer > layers, of_rows != NULL);
+    lora_weight_grad(grad_hidden, dropped, grad_a, rows, ranks, depth, ranks, 0);
+    float *row_scales = grad_x ? allocated_codes(layers, count, rows, 0) : NULL;
+    int8_t *codes = row_scales ? (int8_t *)(row_scales + rows) : NULL;
+    for (const LoraLinear *layer = layers; grad_x && layer < layers + count; layer++) {
+        long rank = layer + 1 == layers + count && !grad_dropped ? ranks : 0,
+             stride = row_scales ? padded_stride(layer->columns) : layer->columns;
+        if (row_scales)
+            quantize_int8_rows(layer->y, layer->column_scales, codes, row_scales, stride, rows, layer->columns, 0);
+        frozen_matmul(row_scales ? (void *)codes : (void *)layer->y, layer->weight, row_scales, NULL, NULL, grad_hidden,
+                      stacked_a, grad_x, rows, layer->columns, depth, rank, stride, ranks, row_scales ? 1 : 2, 1,
+                      layer > layers, row_scales != NULL);
     }
-    if (of_dropped) product(of_middles, below, NULL, NULL, NULL, of_middles, below, of_dropped, rows, 0, depth, ranks, 0, ranks, 2, 1, 0, 0);
-    free(below), free(of_middles), free(of_rows);
+    if (grad_dropped)
+        frozen_matmul(grad_hidden, stacked_a, NULL, NULL, NULL, grad_hidden, stacked_a, grad_dropped, rows, 0, depth,
+                      ranks, 0, ranks, 2, 1, 0, 0);
+    free(stacked_a), free(grad_hidden), free(row_scales);
 }
 
 #endif
