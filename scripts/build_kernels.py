@@ -53,7 +53,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=native_kernels.PREBUILT, metavar="FOLDER")
     stated = parser.parse_args()
     if [platform.system(), platform.machine()] != ["Linux", "x86_64"]:
-        print("build_kernels.py: compiled kernels are for Linux on x86_64; elsewhere wheels go without", file=sys.stderr)
+        print(
+            "build_kernels.py: compiled kernels are for Linux on x86_64; elsewhere wheels go without", file=sys.stderr
+        )
         return 2
     manifest = build(stated.compiler, stated.out)
     for name, entry in manifest["objects"].items():

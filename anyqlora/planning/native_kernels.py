@@ -134,7 +134,9 @@ def _checked(folder: Path, level: Level, entry: Mapping) -> Path:
     except (OSError, KeyError, TypeError) as error:
         raise UnusableObject(f"{folder / MANIFEST}: the object for {level.name} cannot be read: {error!r}") from None
     if options != list(level.options):
-        raise UnusableObject(f"{path} was compiled with {' '.join(map(str, options))}, not with {' '.join(level.options)}")
+        raise UnusableObject(
+            f"{path} was compiled with {' '.join(map(str, options))}, not with {' '.join(level.options)}"
+        )
     if digest != actual:
         raise UnusableObject(f"{path} is damaged: its sha256 is not the manifest's")
     return path

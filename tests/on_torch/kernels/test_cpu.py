@@ -311,7 +311,9 @@ def test_losses_alone_are_those_with_a_gradient():
 @pytest.mark.parametrize("vocab", [500, 4000, 49152, 128256])
 def test_the_plan_counts_what_the_head_asks_for(vocab, width, learns):
     shapes = replace(architectures.llama_of(8), hidden=width, vocab=vocab)
-    config = resolve({"model_name": "demo", "precision": "bf16", "kernels": "native", "fused_linear_cross_entropy": True}, environ={})
+    config = resolve(
+        {"model_name": "demo", "precision": "bf16", "kernels": "native", "fused_linear_cross_entropy": True}, environ={}
+    )
     room = bindings.library().lm_head_workspace(512, width, vocab, learns)
     packed = 2 * 2 * native_kernels.constants()["HEAD_VOCAB_BLOCK"] * width  # of one thread
     assert memory.head_room(shapes, config, 512, learns) - packed == pytest.approx(room, rel=0.03, abs=512 * 192)
