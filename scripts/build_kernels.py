@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Compile the C kernels for a wheel: an object for each kind of processor, and a manifest by which they are verified.
 
-    python scripts/build_kernels.py [--compiler CC] [--out FOLDER]
+python scripts/build_kernels.py [--compiler CC] [--out FOLDER]
 
-Needs Python and a C compiler, no package. Without --out they are put where the package looks first and setuptools takes them into the
-wheel, anyqlora/on_torch/kernels/cpu/prebuilt, which git ignores. Objects link the C library alone: built in manylinux_2_28 (glibc
-2.28) they run on everything that is newer. Each is compiled for a level of instruction sets and not for the machine that compiles; at
-run time the best one is taken that the processor has, after sources, options and sha256 have been compared (planning/native_kernels.py).
+Needs Python and a C compiler, no package. Without --out they are put where the package looks first and setuptools takes
+them into the wheel, anyqlora/on_torch/kernels/cpu/prebuilt, which git ignores. Objects link the C library alone: built
+in manylinux_2_28 (glibc 2.28) they run on everything that is newer. Each is compiled for a level of instruction sets
+and not for the machine that compiles; at run time the best one is taken that the processor has, after sources, options
+and sha256 have been compared (planning/native_kernels.py).
 """
 
 from __future__ import annotations

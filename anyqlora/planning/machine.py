@@ -28,7 +28,9 @@ MLX_BUILDS = (
     "mlx-cuda",
     "mlx-cpu",
 )  # mlx's device code is in packages of its own
-LOOKS = 4  # at what others keep busy: the first one after a start finds up to 1.4 cores in use where nothing runs (Linux 6, a virtual machine)
+# At what others keep busy: the first look after a start finds up to 1.4 cores in use where nothing runs (Linux 6, a
+# virtual machine).
+LOOKS = 4
 FEATURES_VARIABLE = "ANYQLORA_CPU_FEATURES"
 CPU_FEATURES = {  # instruction sets that matter here, by Linux's names, and what a processor with them has as well
     "avx2": (),
@@ -184,11 +186,12 @@ def _import_torch():
 
 
 def _waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """How torch's threads shall wait for each other, as OpenMP reads it when torch is imported; nothing where somebody has said.
+    """How torch's threads shall wait for each other, as OpenMP reads it when torch is imported; nothing where somebody
+    has said.
 
-    Asleep, and where nothing else wants the processor, by one of LOOKS looks at it, only after trying 5,000 times (0.1 ms). A thread that
-    sleeps wakes in 0.07 ms, of which a step has thousands; one that stays awake takes the core that another process needs, and that
-    process delays the next wait. docs/performance.md has what either costs.
+    Asleep, and where nothing else wants the processor, by one of LOOKS looks at it, only after trying 5,000 times (0.1
+    ms). A thread that sleeps wakes in 0.07 ms, of which a step has thousands; one that stays awake takes the core that
+    another process needs, and that process delays the next wait. docs/performance.md has what either costs.
     """
     if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
         return {}
@@ -262,8 +265,9 @@ def _xpu_device(properties) -> Device:
 def free_memory(module, count: int, environ: Mapping[str, str] = os.environ) -> list[int | None]:
     """Bytes free on each of the `count` devices of torch.cuda or torch.xpu; None where it is not known.
 
-    Asking starts a context, which takes half a gigabyte and may keep others off. So a process asks for the device that it will use. One that
-    may only start others, and the first of several, whose plan is that of all, have a short-lived process ask for all.
+    Asking starts a context, which takes half a gigabyte and may keep others off. So a process asks for the device that
+    it will use. One that may only start others, and the first of several, whose plan is that of all, have a short-lived
+    process ask for all.
     """
     rank = local_rank(environ)
     if not rank and count > 1:
@@ -348,7 +352,9 @@ def _mlx() -> dict:
 
 
 def compiler() -> str:
-    """The C compiler's path; "" where there is none, and elsewhere than on Linux, where torch's threads are not GNU OpenMP's."""
+    """The C compiler's path; "" where there is none, and elsewhere than on Linux, where torch's threads are not GNU
+    OpenMP's.
+    """
     return shutil.which(os.environ.get("CC", "cc")) or "" if platform.system() == "Linux" else ""
 
 
@@ -430,10 +436,11 @@ def cpu_flags() -> frozenset[str]:
 def cpu_features(flags: Iterable[str] | None = None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """What this processor has of CPU_FEATURES and ANYQLORA_CPU_FEATURES allows, sorted: the one place that decides it.
 
-    `flags` are the processor's, `cpu_flags()` unless given. The variable names instruction sets, with commas or spaces between
-    them, each with those below it; `none` allows none. It takes away and never adds, with one exception: AMX may be named on a
-    processor that has AVX512-BF16 and AVX512-VNNI but not AMX. Nothing here uses its instructions: AMX only takes our own
-    products and the fused head away, since the framework's are faster by it. Raises UsageError for other names.
+    `flags` are the processor's, `cpu_flags()` unless given. The variable names instruction sets, with commas or spaces
+    between them, each with those below it; `none` allows none. It takes away and never adds, with one exception: AMX
+    may be named on a processor that has AVX512-BF16 and AVX512-VNNI but not AMX. Nothing here uses its instructions:
+    AMX only takes our own products and the fused head away, since the framework's are faster by it. Raises UsageError
+    for other names.
     """
     features = CPU_FEATURES.keys() & (cpu_flags() if flags is None else set(flags))
     stated = environ.get(FEATURES_VARIABLE, "").replace(",", " ").split()

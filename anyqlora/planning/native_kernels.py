@@ -1,4 +1,6 @@
-"""Where the C kernels (kernels native) come from: objects that a wheel carries, or sources for the machine's compiler."""
+"""Where the C kernels (kernels native) come from: objects that a wheel carries, or sources for the
+machine's compiler.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ WITHOUT = {  # what the compiler leaves out where the processor has it and ANYQL
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of processor that objects are compiled for. `flags` are all that it must have, by Linux's names; `features` those
-    of them that ANYQLORA_CPU_FEATURES can take away."""
+    """A kind of processor that objects are compiled for. `flags` are all that it must have, by Linux's names;
+    `features` those of them that ANYQLORA_CPU_FEATURES can take away.
+    """
 
     name: str
     features: tuple[str, ...]
@@ -71,7 +74,9 @@ def command(compiler: str, target: Iterable[str], output: Path) -> list[str]:
 def native_target(
     flags: Collection[str], features: Collection[str], environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """The options for this processor: all that it has (`flags`) but what may not be used, which is not in `features`."""
+    """The options for this processor: all that it has (`flags`) but what may not be used, which is
+    not in `features`.
+    """
     without = [option for name, option in WITHOUT.items() if name in flags and name not in features]
     return ["-march=native", *without, *environ.get(FLAGS_VARIABLE, "").split()]
 
@@ -103,9 +108,9 @@ def prebuilt(
 ) -> tuple[Level, Path] | None:
     """The object in `folder` (the package's own unless given) for this processor, of `flags` and allowed `features`.
 
-    None where there are no objects, where none has all that it could have on this processor, and where the environment states
-    options of its own.
-    Raises UnusableObject for objects of other sources, options or bytes than the manifest has to say.
+    None where there are no objects, where none has all that it could have on this processor, and where the environment
+    states options of its own. Raises UnusableObject for objects of other sources, options or bytes than the manifest
+    has to say.
     """
     folder = folder or PREBUILT
     if environ.get(FLAGS_VARIABLE) or not (folder / MANIFEST).exists():

@@ -62,8 +62,8 @@ def _torch_gpu(
         why = machine.triton.get("error", "triton was not looked for")
         lacks |= dict.fromkeys(("exact", "triton"), why)
         slow["kernels"] = (
-            f"{why}, so portable kernels run: 4-bit weights are unpacked and positions rotated in several launches instead of "
-            "one each, at a price that nobody has measured here: pip install triton"
+            f"{why}, so portable kernels run: 4-bit weights are unpacked and positions rotated in several launches "
+            "instead of one each, at a price that nobody has measured here: pip install triton"
         )
     products = row.products
     if "fp8" in products and tuple(map(int, first.capability.split("."))) < FLOAT8_FROM:
@@ -145,7 +145,9 @@ def _mlx(row, machine):
 
 
 def _metal_memory(machine) -> int:
-    """Bytes that stay resident for a Mac's GPU: what Metal recommends, or two thirds of the memory, which is the least that it does."""
+    """Bytes that stay resident for a Mac's GPU: what Metal recommends, or two thirds of the memory, which is the least
+    that it does.
+    """
     return machine.mps.get("memory_total") or machine.memory_total * 2 // 3
 
 
@@ -192,14 +194,16 @@ def _cpu(row, machine):
 
 
 def _native_kernels(machine: Machine, allowed: str) -> tuple[str, str]:
-    """(why the C kernels cannot be had; "" where they can, what that costs and how it is mended; "" where nothing mends it)."""
+    """(why the C kernels cannot be had; "" where they can, what that costs and how it is mended; "" where nothing mends
+    it).
+    """
     if machine.system != "Linux":
         return "the C kernels are for Linux", ""
     if "avx512_bf16" not in machine.cpu_features:
         return (
             f"this processor has no AVX512-BF16{allowed}",
-            f"portable kernels run; where it is there (AMD from Zen 4 on, Intel Sapphire Rapids and later) bf16 steps run on C "
-            f"kernels, and portable ones take {PORTABLE_PRICE} times as long",
+            "portable kernels run; where it is there (AMD from Zen 4 on, Intel Sapphire Rapids and later) bf16 steps run "
+            f"on C kernels, and portable ones take {PORTABLE_PRICE} times as long",
         )
     if machine.compiler or machine.prebuilt.get("level"):
         return "", ""

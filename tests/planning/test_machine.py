@@ -43,7 +43,9 @@ def test_the_variable_takes_instruction_sets_away(flags, stated, expected):
 
 @pytest.mark.parametrize("flags", [ZEN_3, ZEN_4, SAPPHIRE_RAPIDS, GRAVITON_3, set()], ids=str)
 def test_nothing_that_it_names_adds_an_instruction_that_would_be_used(flags):
-    """AMX alone may be named without being there, since only the framework uses it; and only where AVX512-BF16 and VNNI are."""
+    """AMX alone may be named without being there, since only the framework uses it; and only where AVX512-BF16 and VNNI
+    are.
+    """
     for names in chain.from_iterable(combinations(CPU_FEATURES, count) for count in range(1, len(CPU_FEATURES) + 1)):
         added = features(flags, ",".join(names)) - flags
         assert added <= AMX and (not added or {"avx512_bf16", "avx512_vnni"} <= flags)

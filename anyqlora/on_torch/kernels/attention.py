@@ -1,4 +1,6 @@
-"""Causal attention within documents: each by itself, with no mask of [T, T]; in bf16 on a CPU a block of queries at a time, or all in C."""
+"""Causal attention within documents: each by itself, with no mask of [T, T]; in bf16 on a CPU a block of queries at a
+time, or all in C.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ def attention(
 ) -> torch.Tensor:
     """softmax(scale q k^T) v under a causal mask, [B, T, H, D]; equal to `reference`.
 
-    q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents int [B, T]: tokens see tokens of their own document
-    only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's own among them. is_native: in C,
-    where heads are of a width that it takes.
+    q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents int [B, T]: tokens see tokens of their
+    own document only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's
+    own among them. is_native: in C, where heads are of a width that it takes.
     """
     if is_native and bindings.is_for(q, k, v) and q.shape[3] % bindings.LANES == 0:
         return _Native.apply(
@@ -70,7 +72,9 @@ def reference(
 
 
 def _spans(documents: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(row, first token, end) of each document [B, T]. Cached on the tensor: all layers ask for the same, and a device is waited for."""
+    """(row, first token, end) of each document [B, T]. Cached on the tensor: all layers ask for the same, and a device
+    is waited for.
+    """
     if not hasattr(documents, "spans"):
         documents.spans = list(_iterate_spans(documents))
     return documents.spans
@@ -94,7 +98,9 @@ class _Table(NamedTuple):
 
 
 def _table(q: torch.Tensor, documents: torch.Tensor | None) -> _Table:
-    """The documents [B, T] of q [B, H, T, D]; each row is one where there are none. Cached on the tensor: all layers ask for the same."""
+    """The documents [B, T] of q [B, H, T, D]; each row is one where there are none. Cached on the tensor: all layers
+    ask for the same.
+    """
     cached = getattr(documents, "table", None)
     if cached is None:
         spans = [(row, 0, q.shape[2]) for row in range(len(q))] if documents is None else _spans(documents)
@@ -107,7 +113,9 @@ def _table(q: torch.Tensor, documents: torch.Tensor | None) -> _Table:
 
 
 class _Native(torch.autograd.Function):
-    """By bindings.attention, of q [B, T, H, D], k and v [B, T, K, D]. Saved for backward: these, the output, and a number for each query."""
+    """By bindings.attention, of q [B, T, H, D], k and v [B, T, K, D]. Saved for backward: these, the output, and a
+    number for each query.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, table, window, scale):
@@ -135,7 +143,8 @@ def _one_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: floa
 
 
 class _Blocks(torch.autograd.Function):
-    """Products in bf16, softmax in float32. For backward only q, k and v are saved: the probabilities are computed again.
+    """Products in bf16, softmax in float32. For backward only q, k and v are saved: the probabilities are computed
+    again.
 
     torch's own kernel for CPUs reaches a sixth of the product rate of a CPU with AVX512-BF16 at 64 numbers per head.
     """
@@ -194,7 +203,9 @@ def _blocks(x: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[int, slice, int,
 
 
 def _softmax(scores: torch.Tensor, first: int, end: int, scale: float) -> torch.Tensor:
-    """softmax(scale * scores [K', G n, end]) in float32, of n queries that begin at key `first`, each over the keys up to its own."""
+    """softmax(scale * scores [K', G n, end]) in float32, of n queries that begin at key `first`, each over the keys up
+    to its own.
+    """
     scores, queries = scores.float().mul_(scale), end - first
     later = torch.full((queries, queries), MASKED).triu_(1)
     scores.view(len(scores), -1, queries, end)[..., first:].add_(later)

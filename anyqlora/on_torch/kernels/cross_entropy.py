@@ -1,4 +1,6 @@
-"""The output head and the cross-entropy in one: a few rows of logits at a time, and their gradient while they are there."""
+"""The output head and the cross-entropy in one: a few rows of logits at a time, and their gradient while they are
+there.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,12 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Sum of -log softmax(transform(hidden W^T + bias))[target], float32, a scalar with gradient; equal to `reference`.
 
-    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. `rows` of the N are looked at together, so that of the logits
-    and their gradient [rows, V] are in memory and not [N, V]. The gradient is computed in the forward pass, where the logits are:
-    backward only multiplies it by what the loss is multiplied by (Hsu et al. 2024, Liger kernel) - that of a weight in place, so
-    that a second backward of the same graph is an error. is_native: rows of bf16 in C, in the place of the
-    logits; is_fused: by bindings.lm_head_cross_entropy, which needs no memory for them, where weight and bias do not learn; `quantized`:
-    with a gradient in 8 bits.
+    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. `rows` of the N are looked at together, so that
+    of the logits and their gradient [rows, V] are in memory and not [N, V]. The gradient is computed in the forward
+    pass, where the logits are: backward only multiplies it by what the loss is multiplied by (Hsu et al. 2024, Liger
+    kernel) - that of a weight in place, so that a second backward of the same graph is an error. is_native: rows of
+    bf16 in C, in the place of the logits; is_fused: by bindings.lm_head_cross_entropy, which needs no memory for them,
+    where weight and bias do not learn; `quantized`: with a gradient in 8 bits.
     """
     dtype = (
         torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
@@ -114,7 +116,9 @@ def _by_logits(
     in_place: bool,
     lift: float,
 ) -> torch.Tensor:
-    """The loss of each row [N]; what it gives, `lift` times as much, is put into the gradients of hidden [N, H], weight [V, H] and bias [V]; None is not wanted."""
+    """The loss of each row [N]; what it gives, `lift` times as much, is put into the gradients of hidden [N, H], weight
+    [V, H] and bias [V]; None is not wanted.
+    """
     exact = torch.promote_types(weight.dtype, torch.float32)
     losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
     buffer = weight.new_empty(

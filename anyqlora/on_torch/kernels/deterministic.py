@@ -1,7 +1,8 @@
 """Attention with a deterministic backward on NVIDIA's and AMD's GPUs.
 
-torch's flash and memory-efficient kernels have one, and take it only where torch may refuse what has none (attention_backward.cu asks for
-warn_only=False); a whole run is not to end at some operation that has none. So torch may refuse while attention's backward runs, and warns else.
+torch's flash and memory-efficient kernels have one, and take it only where torch may refuse what has none
+(attention_backward.cu asks for warn_only=False); a whole run is not to end at some operation that has none. So torch
+may refuse while attention's backward runs, and warns else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ WARN, REFUSE = 1, 2  # torch.set_deterministic_debug_mode
 
 
 def deterministic(attend: Callable) -> Callable:
-    """transformers' attention interface `attend` as it is, with such a backward where deterministic algorithms are asked for."""
+    """transformers' attention interface `attend` as it is, with such a backward where deterministic algorithms are
+    asked for.
+    """
 
     @functools.wraps(attend)
     def wrapped(module, query, key, value, *masks, **options):

@@ -1,11 +1,11 @@
 """Products with a frozen weight: y = x W^T and the gradient of x, in x's dtype or with both factors rounded to 8 bits.
 
-In 8 bits a token's numbers share a scale, and so do the weights of an output: y = (codes of x) (codes of W)^T, times both scales. The
-gradient of x sums over outputs, whose scales therefore go into the gradient of y before that is rounded, a token at a time: the same
-codes of W serve both ways. Sums are exact (int32) or float32.
+In 8 bits a token's numbers share a scale, and so do the weights of an output: y = (codes of x) (codes of W)^T, times
+both scales. The gradient of x sums over outputs, whose scales therefore go into the gradient of y before that is
+rounded, a token at a time: the same codes of W serve both ways. Sums are exact (int32) or float32.
 
-A number that stands out makes its token's steps wide for all others. int8 therefore codes x and W rotated, each 32 inputs times a
-Hadamard matrix (QuaRot, arXiv 2404.00456): x H (W H)^T is x W^T, and the gradient of x is rotated back.
+A number that stands out makes its token's steps wide for all others. int8 therefore codes x and W rotated, each 32
+inputs times a Hadamard matrix (QuaRot, arXiv 2404.00456): x H (W H)^T is x W^T, and the gradient of x is rotated back.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LoraTerm = tuple[torch.Tensor, torch.Tensor]
 
 
 class FrozenMatmul(Protocol):
-    """How a group of linears that read one x [..., in] multiplies by its frozen weights. What `prepare_weight` makes of W [out, in], and
-    `prepare_input` of x, is its own affair.
+    """How a group of linears that read one x [..., in] multiplies by its frozen weights. What `prepare_weight` makes of
+    W [out, in], and `prepare_input` of x, is its own affair.
 
     LoRA's factors are a [R, in] and b [out, R], and its hidden activations [M, R] = scale x a^T, of M tokens.
     """
@@ -66,8 +66,9 @@ class FrozenMatmul(Protocol):
         """A factor's gradient: hidden^T x [R, N] of x [M, N]; transposed: [N, R]. In x's dtype or a wider one."""
 
     def fusable(self, x: torch.Tensor, layers: Sequence, keep_rate: float) -> tuple | None:
-        """`layers` (fused_lora.LoraLinear) of x [..., in] as `forward_fused` and `backward_fused` take them, None where they do not;
-        keep_rate: the part that dropout leaves."""
+        """`layers` (fused_lora.LoraLinear) of x [..., in] as `forward_fused` and `backward_fused` take them, None where
+        they do not; keep_rate: the part that dropout leaves.
+        """
 
     def forward_fused(
         self, x: torch.Tensor, dropped: torch.Tensor, layers: Sequence, shape: Sequence[int]
@@ -83,8 +84,9 @@ class FrozenMatmul(Protocol):
         needs_x: bool,
         is_dropped: bool,
     ):
-        """The gradients of x where it needs one and, is_dropped, of what was dropped from apart from it, else None; of these layers' a,
-        one below the other; and of each b."""
+        """The gradients of x where it needs one and, is_dropped, of what was dropped from apart from it, else None; of
+        these layers' a, one below the other; and of each b.
+        """
 
 
 class FullMatmul:
@@ -133,12 +135,12 @@ class FullMatmul:
 
     @staticmethod
     def _put_lora(y, lora, transposed=False, accumulate=False) -> int:
-        """Puts LoRA's part into y [M, N], accumulate: adds it to what is there. Returns 1 if y holds something, to which the frozen part
-        is to be added.
+        """Puts LoRA's part into y [M, N], accumulate: adds it to what is there. Returns 1 if y holds something, to
+        which the frozen part is to be added.
 
-        In this order both are summed in float32 (a bias is not, nor what is accumulated). The other way round LoRA's is lost where it is
-        less than half a step of a frozen part that is rounded, as much of it is in the first steps of a run: in bf16 their losses are 0.6
-        to 0.9 % higher.
+        In this order both are summed in float32 (a bias is not, nor what is accumulated). The other way round LoRA's is
+        lost where it is less than half a step of a frozen part that is rounded, as much of it is in the first steps of
+        a run: in bf16 their losses are 0.6 to 0.9 % higher.
         """
         if lora is not None:
             add_lora(y, lora, transposed, accumulate)
@@ -146,7 +148,9 @@ class FullMatmul:
 
 
 def add_lora(y: torch.Tensor, lora: LoraTerm | None, transposed: bool = False, accumulate: bool = True) -> torch.Tensor:
-    """y [..., N] with LoRA's part, hidden b^T or, transposed, hidden a, added to it; not accumulate: in place of what it holds."""
+    """y [..., N] with LoRA's part, hidden b^T or, transposed, hidden a, added to it; not accumulate: in place of what
+    it holds.
+    """
     if lora is not None:
         hidden, factor = lora[0], lora[1].to(y.dtype)
         y.view(-1, y.shape[-1]).addmm_(hidden, factor if transposed else factor.T, beta=int(accumulate))
@@ -167,7 +171,9 @@ def _column_scales(scales: tuple[float, ...], ranks: tuple[int, ...]) -> torch.T
 
 
 class CpuFullMatmul(FullMatmul):
-    """The same in C, bf16 on a CPU: LoRA's part is summed in the same registers, and its factors' gradients are float32."""
+    """The same in C, bf16 on a CPU: LoRA's part is summed in the same registers, and its factors' gradients are
+    float32.
+    """
 
     def lora_down(self, x, factors, scales):
         if not _fits_lora_matmul(x, factors):
@@ -380,8 +386,8 @@ def _fits_lora_matmul(x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
 class Fp8Matmul(FullMatmul):
     """Products of float8 codes (e4m3): twice bf16's rate on NVIDIA GPUs of compute capability 8.9 and later.
 
-    Sums are those of the tensor cores, a little short of float32 (`use_fast_accum`): with a scale for each row, torch is fast in no other
-    way.
+    Sums are those of the tensor cores, a little short of float32 (`use_fast_accum`): with a scale for each row, torch
+    is fast in no other way.
     """
 
     def __init__(self, is_triton: bool = False):
@@ -442,8 +448,8 @@ class _Float8Weight:
 def quantize_rows(
     x: torch.Tensor, dtype: torch.dtype, column_scales: torch.Tensor | None = None, hadamard: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (`dtype`: int8 or a float8, [M, K]) of x * column_scales, with `hadamard` of that `rotated`, the largest code for the largest
-    magnitude of a row; and what a code of 1 stands for in each row (float32 [M]).
+    """Codes (`dtype`: int8 or a float8, [M, K]) of x * column_scales, with `hadamard` of that `rotated`, the largest
+    code for the largest magnitude of a row; and what a code of 1 stands for in each row (float32 [M]).
 
     A row that is not all finite has codes of 0 and a scale of NaN, so that its products are NaN, too.
     """
@@ -457,7 +463,9 @@ def quantize_rows(
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """x [M, K] with each 32 columns times the orthonormal Hadamard matrix of that size, its own inverse; those after the last 32 stay."""
+    """x [M, K] with each 32 columns times the orthonormal Hadamard matrix of that size, its own inverse; those after
+    the last 32 stay.
+    """
     whole = x.shape[1] // HADAMARD * HADAMARD
     blocks = x[:, :whole].unflatten(1, (-1, HADAMARD)) @ _hadamard().to(x)
     return torch.cat([blocks.flatten(1), x[:, whole:]], 1)

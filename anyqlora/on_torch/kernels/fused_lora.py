@@ -1,4 +1,6 @@
-"""LoRA together with its frozen weight: linear layers that read one input, as one function with a backward written by hand."""
+"""LoRA together with its frozen weight: linear layers that read one input, as one function with a backward written by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, FullMatmul, st
 
 FULL = FullMatmul()
 BUCKETS = 1 << 16  # random numbers of 16 bits decide what dropout drops
-WITHOUT_INT64 = (
-    "mps",
-)  # devices on which torch draws no numbers of 64 bits ("random_mps_ currently does not handle the lowest() -> max() range")
+# Devices on which torch draws no numbers of 64 bits ("random_mps_ currently does not handle the lowest() -> max()
+# range").
+WITHOUT_INT64 = ("mps",)
 
 
 class LoraLinear(NamedTuple):
@@ -36,9 +38,9 @@ def lora_linears(
 ) -> tuple[torch.Tensor, ...]:
     """Each layer's [..., out] of x [..., in], in x's dtype; equal to `reference` where nothing is dropped.
 
-    For backward x is saved once, each layer's hidden activations [..., rank], and a byte for each value of x where there is dropout:
-    layers of one input drop the same values. Everything is computed in x's dtype; W is asked for in forward and again in backward, and
-    not saved.
+    For backward x is saved once, each layer's hidden activations [..., rank], and a byte for each value of x where
+    there is dropout: layers of one input drop the same values. Everything is computed in x's dtype; W is asked for in
+    forward and again in backward, and not saved.
     """
     factors = [factor for layer in layers for factor in (layer.a, layer.b)]
     with torch.autocast(x.device.type, enabled=False):
@@ -57,7 +59,9 @@ def reference(x: torch.Tensor, layers: Sequence[LoraLinear]) -> tuple[torch.Tens
 
 
 class _LoraLinears(torch.autograd.Function):
-    """The products with A are one for all layers: their A lie one below the other, [R, in], R the sum of their ranks."""
+    """The products with A are one for all layers: their A lie one below the other, [R, in], R the
+    sum of their ranks.
+    """
 
     @staticmethod
     def forward(ctx, x, layers, dropout, matmul, *factors):
@@ -103,7 +107,9 @@ class _LoraLinears(torch.autograd.Function):
 
 
 class _FusedLoraLinears(torch.autograd.Function):
-    """The same numbers by `forward_fused` and `backward_fused`: where tokens are few, calls take as long as what they compute."""
+    """The same numbers by `forward_fused` and `backward_fused`: where tokens are few, calls take as long as what they
+    compute.
+    """
 
     @staticmethod
     def forward(ctx, x, layers, fused, dropout, matmul, *factors):

@@ -1,4 +1,6 @@
-"""What kernels compute, in torch's own operators: each kernel is compared with it, and it with a model's own module before that is replaced."""
+"""What kernels compute, in torch's own operators: each kernel is compared with it, and it with a model's own module
+before that is replaced.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last axis (Zhang and Sennrich 2019).
 
-    The quotient is rounded to x's dtype before the product (Llama), or the product after (`is_late`: Gemma, with offset 1; OLMo 2).
+    The quotient is rounded to x's dtype before the product (Llama), or the product after (`is_late`: Gemma, with offset
+    1; OLMo 2).
     """
     exact = x.float()
     normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
@@ -32,7 +35,9 @@ def promoted(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def is_rotatable(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether kernels, which go by x's width, can read cos and sin: they rotate all of each head, and are of x's dtype or float32."""
+    """Whether kernels, which go by x's width, can read cos and sin: they rotate all of each head, and are of x's dtype
+    or float32.
+    """
     return (
         cos.shape[-1] == sin.shape[-1] == x.shape[-1]
         and cos.dtype == sin.dtype
@@ -43,7 +48,9 @@ def is_rotatable(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
 
 
 class Rotation(torch.autograd.Function):
-    """`rotate` by `kernel(x, cos, sin, is_backward=)`, which computes it or its transpose; nothing is saved but cos and sin."""
+    """`rotate` by `kernel(x, cos, sin, is_backward=)`, which computes it or its transpose; nothing is saved but cos and
+    sin.
+    """
 
     @staticmethod
     def forward(ctx, x, cos, sin, kernel):

@@ -8,8 +8,9 @@ from anyqlora.on_torch.kernels.cpu import bindings
 
 
 def failure(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why `kernels` (settings.kernels) cannot be used on `device`; "" where they can. A small one is compiled and run, and compared with
-    its reference."""
+    """Why `kernels` (settings.kernels) cannot be used on `device`; "" where they can. A small one is compiled and run,
+    and compared with its reference.
+    """
     if kernels == "native":
         return bindings.self_check()
     x = torch.linspace(-1, 1, 2 * 3 * 2 * 8, device=device, dtype=dtype).view(2, 3, 2, 8)

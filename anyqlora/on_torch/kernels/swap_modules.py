@@ -46,7 +46,9 @@ def kernel_set(name: str) -> KernelSet:
 
 
 class FastModule(nn.Module):
-    """A module that has all that another has - the same weights, children, hooks and settings, not copies - and another forward."""
+    """A module that has all that another has - the same weights, children, hooks and settings, not copies - and another
+    forward.
+    """
 
     @classmethod
     def of(cls, module: nn.Module):
@@ -76,7 +78,8 @@ class FastGatedMLP(FastModule):
 
 
 class FastAttention(FastModule):
-    """Attention with rotary positions, q and k normed per head where the module has such norms; the product itself stays transformers'.
+    """Attention with rotary positions, q and k normed per head where the module has such norms; the product itself
+    stays transformers'.
 
     `attend_options` is what else the module asks of the product, such as its window; `rotate` rotates queries and keys.
     """
@@ -111,14 +114,16 @@ class FastAttention(FastModule):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
 
-# --------------------------------------------------------------------------------------------------- which modules they replace
+# ------------------------------------------------------------------------------------------- which modules they replace
 
 
 def install(model: nn.Module, kernels: str) -> list[str]:
-    """Put ours in the place of the modules that compute the same: attention for `exact`, norms and gates too for `triton` and `native`.
+    """Put ours in the place of the modules that compute the same: attention for `exact`, norms and gates too for
+    `triton` and `native`.
 
-    Each module is asked, not its name: it and ours compute something small, and only where the same comes out is it replaced. The model
-    has to be evaluating. Returns a line for each kind that looks like one of them and is left as it is.
+    Each module is asked, not its name: it and ours compute something small, and only where the same comes out is it
+    replaced. The model has to be evaluating. Returns a line for each kind that looks like one of them and is left as it
+    is.
     """
     if kernels == "portable":
         return []
@@ -207,10 +212,11 @@ def _attention(module: nn.Module, sample, ours: KernelSet) -> tuple[FastAttentio
 
 
 def _note_angles(module: nn.Module, sample) -> bool:
-    """Let a rotary module that gives cosines and sines in 16 bits note them in float32, too: as their `exact`, by which attention of ours turns.
+    """Let a rotary module that gives cosines and sines in 16 bits note them in float32, too: as their `exact`, by which
+    attention of ours turns.
 
-    Rounded to bf16 they are off by up to 0.4 %, at each step alike, and what a token sees depends on where a text begins (Wang et al. 2024, arXiv
-    2411.13476). False where what it gives is anything but rounded.
+    Rounded to bf16 they are off by up to 0.4 %, at each step alike, and what a token sees depends on where a text
+    begins (Wang et al. 2024, arXiv 2411.13476). False where what it gives is anything but rounded.
     """
     x, layer_types = sample(1, 4, 1), sorted({*(getattr(getattr(module, "config", None), "layer_types", None) or ())})
     positions, pairs = torch.arange(4, device=x.device)[None], []
@@ -259,8 +265,9 @@ class ColumnPicker(nn.Module):
 
 @contextlib.contextmanager
 def _picking(module: nn.Module, linears: tuple[str, ...]) -> Iterator[None]:
-    """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in question, and reading
-    all quantized weights two or three times takes longer than all else here."""
+    """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in
+    question, and reading all quantized weights two or three times takes longer than all else here.
+    """
     originals = {name: module._modules[name] for name in linears}
     module._modules.update({name: ColumnPicker(linear, seed) for seed, (name, linear) in enumerate(originals.items())})
     try:

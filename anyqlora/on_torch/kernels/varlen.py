@@ -1,4 +1,6 @@
-"""Causal attention within documents by torch's flash attention of variable lengths: one launch for all documents (16 bits, CUDA)."""
+"""Causal attention within documents by torch's flash attention of variable lengths: one launch for all documents (16
+bits, CUDA).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def attention(
     documents: torch.Tensor,
     window: int | None = None,
 ) -> torch.Tensor:
-    """attention.reference within rounding: [B, T, H, D] of q [B, H, T, D], k and v [B, K, T, D], documents int [B, T]; see there."""
+    """attention.reference within rounding: [B, T, H, D] of q [B, H, T, D], k and v [B, K, T, D], documents int [B, T];
+    see there.
+    """
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 or newer, with a flash attention in it
 
     starts, longest = bounds(documents)
@@ -37,7 +41,8 @@ def attention(
 def bounds(documents: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(first tokens of all documents and the number of all tokens, int32 [N + 1]; tokens of the longest one).
 
-    Padding counts as a document. The answer is kept on the tensor: all layers ask for the same, and it takes the device's whole attention.
+    Padding counts as a document. The answer is kept on the tensor: all layers ask for the same, and it takes the
+    device's whole attention.
     """
     cached = getattr(documents, "bounds", None)
     if cached is None:

@@ -1,4 +1,6 @@
-"""Every call of a C kernel in these tests is compared with kernels.h first: as many arguments, each of the type that it declares."""
+"""Every call of a C kernel in these tests is compared with kernels.h first: as many arguments, each of the type that it
+declares.
+"""
 
 import pytest
 import torch

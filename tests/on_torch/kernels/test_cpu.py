@@ -239,7 +239,9 @@ HEADS = {  # tokens, hidden size, vocabulary
 
 
 def head_and_exact(tokens, width, vocab, scale=1.0, rows=25, grow=0.0, has_bias=False):
-    """(the losses and gradient in C, the same in float64); grow: by how much logits grow from the first token of the vocabulary to the last."""
+    """(the losses and gradient in C, the same in float64); grow: by how much logits grow from the first token of the
+    vocabulary to the last.
+    """
     hidden, weight, targets = drawn(tokens, width), drawn(vocab, width, seed=1), torch.arange(tokens) * 37 % vocab
     hidden[:, 0] = 1.0
     weight[:, 0] = torch.linspace(0, grow, vocab)
@@ -457,7 +459,9 @@ def test_they_are_planned_where_they_are_of_use():
 
 
 def test_modules_are_asked_what_they_do_without_their_weights():
-    """Reading all weights of a model at each start takes longer than training a step of it; and they are back afterwards."""
+    """Reading all weights of a model at each start takes longer than training a step of it; and they are back
+    afterwards.
+    """
     model = (
         LlamaForCausalLM(
             LlamaConfig(

@@ -1,4 +1,6 @@
-"""Products of frozen weights in 8 bits: against float64 on the same codes, against whole products, and in whole runs."""
+"""Products of frozen weights in 8 bits: against float64 on the same codes, against whole products,
+and in whole runs.
+"""
 
 import contextlib
 import io
@@ -187,7 +189,9 @@ CASES = [
 
 
 def multiplied(case, kind, transposed, accumulate):
-    """(out of C, the same in float64): of what C is given, codes and scales among it; LoRA's narrow factor is a part of a wider tensor."""
+    """(out of C, the same in float64): of what C is given, codes and scales among it; LoRA's narrow factor is a part of
+    a wider tensor.
+    """
     rows, depth, columns, rank = case
     x, w, before = drawn(rows, depth), drawn(columns, depth, seed=1), drawn(rows, columns, seed=2)
     bias = None if accumulate else drawn(columns, seed=5)
@@ -242,7 +246,9 @@ NARROW = [
 
 
 def narrowed(case, transposed):
-    """[(out of C, float64's)]: LoRA's products into a factor's rank, and the gradient of a factor by a part of a wider tensor."""
+    """[(out of C, float64's)]: LoRA's products into a factor's rank, and the gradient of a factor by a part of a wider
+    tensor.
+    """
     rows, columns, rank = case
     x, m, factor = (
         drawn(rows, columns),
@@ -295,7 +301,9 @@ def test_products_in_c_have_the_same_bits_on_any_number_of_threads(kind):
     ids=["all by C", "an odd rank", "odd rows"],
 )
 def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypatch):
-    """Outputs and all gradients, with a bias and dropout and without; what C does not take goes torch's way. Of the products one is dropout's."""
+    """Outputs and all gradients, with a bias and dropout and without; what C does not take goes torch's way. Of the
+    products one is dropout's.
+    """
     names, calls = ("frozen_matmul", "lora_matmul", "lora_weight_grad"), []
     for name in names:
         monkeypatch.setattr(
@@ -414,7 +422,9 @@ def test_sums_of_the_largest_codes_do_not_saturate():
     ],
 )
 def test_what_lora_adds_is_not_lost_where_it_is_less_than_a_step_of_the_frozen_part(products, is_biased):
-    """In the mean of many outputs it is all there. Added to the frozen part's rounded outputs, four fifths of it would be lost, as in a run's first steps."""
+    """In the mean of many outputs it is all there. Added to the frozen part's rounded outputs, four fifths of it would
+    be lost, as in a run's first steps.
+    """
     x, w, small = drawn(300, 512), drawn(384, 512, seed=1, scale=512**-0.5), 2.0**-11
     bias = drawn(384, seed=2) if is_biased else None
     narrow = torch.full((300, 16), small).bfloat16(), torch.full((384, 16), 1 / 16)
@@ -425,7 +435,9 @@ def test_what_lora_adds_is_not_lost_where_it_is_less_than_a_step_of_the_frozen_p
 
 @pytest.mark.parametrize(("products", "kind"), WAYS)
 def test_fused_linears_round_the_frozen_part_alone(products, kind):
-    """What the factors learn from is not rounded: given one gradient of the outputs, theirs are those of whole products."""
+    """What the factors learn from is not rounded: given one gradient of the outputs, theirs are those of whole
+    products.
+    """
     generator = torch.Generator().manual_seed(5)
     weights = [drawn(size, 48, seed=size, scale=0.2) for size in (32, 16)]
     factors = [
@@ -639,7 +651,9 @@ def test_layers_where_a_number_stands_out_keep_whole_products(tmp_path):
 
 @needs_int8
 def test_codes_that_are_kept_are_made_once_and_not_among_what_is_passing(tmp_path, monkeypatch):
-    """One layer's after another, while freed memory leaves the process: made in a step they lie in a heap full of holes."""
+    """One layer's after another, while freed memory leaves the process: made in a step they lie in a heap full of
+    holes.
+    """
     model, losses = started(tmp_path, dequantized_layers=1)
     coded, products = [], Int8Matmul()
     before, weight = malloc._now, products.prepare_weight

@@ -26,7 +26,7 @@ needs_native = pytest.mark.skipif(
 )
 
 
-# -------------------------------------------------------------------------------------------------------------- kernels.h
+# ------------------------------------------------------------------------------------------------------------ kernels.h
 
 
 def described(parameter) -> tuple:
@@ -58,7 +58,9 @@ def test_a_c_parser_reads_the_header_as_the_binding_does():
 
 
 def test_the_header_is_read_whole():
-    """Independently of both parsers: each opening bracket of a prototype is a function, each semicolon in the struct a member."""
+    """Independently of both parsers: each opening bracket of a prototype is a function, each semicolon in the struct a
+    member.
+    """
     code = re.sub(r"/\*.*?\*/", "", TEXT, flags=re.DOTALL)
     assert len(header.functions(TEXT)) == code.count("(")
     assert len(header.members(TEXT, "LoraLinear")) == re.search(r"\{(.*?)\}", code, re.DOTALL)[1].count(";")
@@ -128,7 +130,7 @@ def test_the_plan_counts_with_the_librarys_tiles():
     assert set(native_kernels.constants()) == {"HEAD_VOCAB_BLOCK", "HEAD_VOCAB_PARTS", "PANEL_COLUMNS"}
 
 
-# ----------------------------------------------------------------------------------------------------- compiled at first use
+# ------------------------------------------------------------------------------------------------ compiled at first use
 
 
 @needs_compiler
@@ -163,7 +165,9 @@ def test_the_library_is_made_once_and_by_whoever_needs_it(tmp_path, monkeypatch)
     ],
 )
 def test_what_the_library_has_follows_from_what_may_be_used(stated, expected):
-    """In a process of its own, since a library is loaded once. By AMX the framework's products are preferred, and the head's."""
+    """In a process of its own, since a library is loaded once. By AMX the framework's products are preferred, and the
+    head's.
+    """
     code = """
 from anyqlora.on_torch.kernels.cpu.library import available, preferred
 for function in (available, preferred):
@@ -227,7 +231,7 @@ def test_a_compiler_that_does_not_work_is_said(tmp_path):
     )
 
 
-# ------------------------------------------------------------------------------------------------------ objects of a wheel
+# --------------------------------------------------------------------------------------------------- objects of a wheel
 
 V3 = set(native_kernels.LEVELS[1].flags)
 ZEN_4 = set(native_kernels.LEVELS[0].flags)
@@ -383,7 +387,9 @@ KERNEL_TESTS = [f"tests/on_torch/kernels/test_{name}.py" for name in ("cpu", "fr
 @pytest.mark.slow
 @pytest.mark.skipif("avx512_vnni" not in cpu_features(), reason="no AVX512-VNNI is here")
 def test_the_kernels_of_a_wheel_pass_their_tests(installed):
-    """All of them, by the objects and without a compiler: explicit options may make other code than -march=native does."""
+    """All of them, by the objects and without a compiler: explicit options may make other code than
+    -march=native does.
+    """
     shutil.copytree(ROOT / "tests", installed / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "configs", "train.py", "backend_manager.py"):
         source = ROOT / name
@@ -394,7 +400,7 @@ def test_the_kernels_of_a_wheel_pass_their_tests(installed):
     assert not list((installed / "cache").rglob("*.so"))
 
 
-# -------------------------------------------------------------------------------------------------------------- sanitizers
+# ----------------------------------------------------------------------------------------------------------- sanitizers
 
 SANITIZED = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
@@ -414,7 +420,9 @@ def sanitized() -> dict[str, str]:
 @needs_native
 @pytest.mark.slow
 def test_the_kernels_read_and_write_what_is_theirs_and_compute_nothing_undefined():
-    """The tests of all kernels, instrumented: gcc's address and undefined-behaviour sanitizers end the process at the first finding."""
+    """The tests of all kernels, instrumented: gcc's address and undefined-behaviour sanitizers end the process at the
+    first finding.
+    """
     command = [
         sys.executable,
         "-m",

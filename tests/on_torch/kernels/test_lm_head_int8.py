@@ -1,4 +1,6 @@
-"""The output head's gradient in 8 bits (kernels/head.c): against its definition on the same codes, against float64, and in whole runs."""
+"""The output head's gradient in 8 bits (kernels/head.c): against its definition on the same codes, against float64, and
+in whole runs.
+"""
 
 import itertools
 
@@ -54,7 +56,9 @@ def whole(hidden, weight, targets, bias=None, scale=1.0):
 
 
 def reference(hidden, weight, targets, bias=None, scale=1.0):
-    """Its gradient, in float64: of the codes of the weights without their mean, and of those of the other tokens' probabilities times the scales of their rows."""
+    """Its gradient, in float64: of the codes of the weights without their mean, and of those of the other tokens'
+    probabilities times the scales of their rows.
+    """
     packed, scales, mean = (x.double() for x in bindings.quantize_lm_head(weight))
     codes = packed.permute(0, 2, 4, 1, 3).reshape(-1, packed.shape[1] * packed.shape[3])[
         : len(weight), : weight.shape[1]
@@ -111,7 +115,9 @@ def test_it_is_near_the_whole_gradient(kind):
 
 
 def test_what_is_too_small_for_a_code_still_leads_away_from_the_target():
-    """Half of the probability is a word's, and most of the rest is its neighbours', each of which has less than half of a step."""
+    """Half of the probability is a word's, and most of the rest is its neighbours', each of which has less than half of
+    a step.
+    """
     hidden, weight, targets = drawn(9, 64, scale=0.01), drawn(512, 64, seed=1), torch.full((9,), 300)
     bias = torch.full((512,), -9.0).bfloat16()
     bias[:128], bias[0] = -6.3, 0.0

@@ -84,7 +84,7 @@ def test_no_gradient_is_made_without_one():
         assert not cross_entropy(hidden, weight, None, torch.zeros(4, dtype=torch.long), rows=2).requires_grad
 
 
-# ------------------------------------------------------------------------------------------------ through the model's own forward
+# -------------------------------------------------------------------------------------- through the model's own forward
 
 
 CHANGED = {"cohere": {"logit_scale": 0.0625, "pad_token_id": 0}, "gemma": {"head_dim": 16}}
@@ -100,7 +100,9 @@ def started(request, tmp_path_factory):
 
 
 def test_the_loss_on_trained_tokens_is_the_loss(started):
-    """Every architecture, whatever it does after its head; the reference makes all logits by the model's own forward."""
+    """Every architecture, whatever it does after its head; the reference makes all logits by the
+    model's own forward.
+    """
     assert isinstance(started.runtime.loss, losses.TrainedTokenLoss) and not any(
         "logits" in note for note in started.built.notes
     )
@@ -207,7 +209,9 @@ def test_float64_is_made_in_host_memory_only():
 
 
 def test_no_more_logits_than_asked_for_are_made(tmp_path):
-    """Not by the head in training, and not by anything else: the largest tensor of the vocabulary's width has `logits_chunk_tokens` rows."""
+    """Not by the head in training, and not by anything else: the largest tensor of the vocabulary's width has
+    `logits_chunk_tokens` rows.
+    """
     started = tiny_models.Started(
         tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", logits_chunk_tokens=8
     )
@@ -248,7 +252,7 @@ def test_full_fine_tuning_learns_a_tied_head_as_by_the_definition(tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
 
-# ------------------------------------------------------------------------------------------------------------- fused LoRA
+# ----------------------------------------------------------------------------------------------------------- fused LoRA
 
 
 def layers(generator, inputs, outputs, rank=4, dtype=torch.float64, bias=True):
@@ -324,7 +328,9 @@ def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate, narrow
 
 
 def step_of(directory, tmp_path, dtype=None, **settings):
-    """(what was started, loss, {name: gradient}) of one batch, all in `dtype` if it is given, with factors that are not zero."""
+    """(what was started, loss, {name: gradient}) of one batch, all in `dtype` if it is given, with factors that are not
+    zero.
+    """
     started = tiny_models.Started(tmp_path, directory, **settings)
     started.model.to(dtype)
     generator = torch.Generator().manual_seed(6)
@@ -420,7 +426,7 @@ def test_without_its_adapter_a_fused_model_is_the_base(tmp_path):
         )
 
 
-# ---------------------------------------------------------------------------------------------- documents, and attention in them
+# ------------------------------------------------------------------------------------- documents, and attention in them
 
 
 DOCUMENTS = {
@@ -502,8 +508,9 @@ def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, quer
     ],
 )
 def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, tmp_path):
-    """Every row by itself is the reference: lengths differ, two of four are packed, windows are shorter than rows (Qwen2-MoE's layers
-    tell theirs only to the mask)."""
+    """Every row by itself is the reference: lengths differ, two of four are packed, windows are shorter than rows
+    (Qwen2-MoE's layers tell theirs only to the mask).
+    """
     own = (
         {"use_sliding_window": True, "sliding_window": tiny_models.WINDOW, "max_window_layers": 0}
         if architecture == "qwen2_moe"
@@ -534,7 +541,9 @@ def test_flat_rows_compute_nothing_for_padding(tmp_path):
 
 
 def test_a_batch_asks_nothing_of_the_device(tmp_path):
-    """What is trained is found in the host's numbers, and where documents lie is asked for once, not in every layer: a GPU would be waited for."""
+    """What is trained is found in the host's numbers, and where documents lie is asked for once, not in every layer: a
+    GPU would be waited for.
+    """
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
     rows = started.run.data.train
     batch = stream.collate([rows[:2], rows[2:3]], 0)
@@ -597,7 +606,9 @@ def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(se
     ],
 )
 def test_attention_that_flat_rows_would_change_keeps_its_padding(architecture, own, why, tmp_path):
-    """A window that layers do not know of, longer than what the model is shown in a dozen tokens, and dropout, which evaluation does not show."""
+    """A window that layers do not know of, longer than what the model is shown in a dozen tokens, and dropout, which
+    evaluation does not show.
+    """
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
     assert started.runtime.loss.inputs is unpadded.padded and any(
         "rows are padded" in note and why in note for note in started.built.notes
@@ -637,7 +648,9 @@ def warned():
 
 
 def test_torch_refuses_in_the_backward_of_attention_and_nowhere_else(warned):
-    """On a GPU its attention is deterministic where it may refuse, and only there; other operations shall end no run."""
+    """On a GPU its attention is deterministic where it may refuse, and only there; other operations
+    shall end no run.
+    """
     before, inside, after, x = [], [], [], torch.ones(3, requires_grad=True)
     q, k, v = refuse_until(*(Asked.apply(part * x, before) for part in (1, 2, 3)))
     out = Asked.apply(refuse_from(Asked.apply(q * k + v, inside)), after)

@@ -1,4 +1,5 @@
-"""Triton kernels against their definitions and against the modules and libraries whose place they take, in Triton's interpreter.
+"""Triton kernels against their definitions and against the modules and libraries whose place they take, in Triton's
+interpreter.
 
 On a machine with an NVIDIA GPU (benchmarks/gpu.sh) the same tests run the compiled kernels.
 """
@@ -54,8 +55,9 @@ ROUNDING = {
 
 @pytest.fixture(autouse=True)
 def arithmetic(monkeypatch):
-    """Triton's interpreter cuts bfloat16 off where every GPU rounds it to the nearest, and multiplies the bits of bfloat16 tiles as integers;
-    float8 that is rounded up to a power of two becomes the one below it."""
+    """Triton's interpreter cuts bfloat16 off where every GPU rounds it to the nearest, and multiplies the bits of
+    bfloat16 tiles as integers; float8 that is rounded up to a power of two becomes the one below it.
+    """
     if GPU:
         return
     builder = interpreter.interpreter_builder
@@ -100,7 +102,9 @@ def test_the_interpreter_still_gets_bfloat16_and_float8_wrong(monkeypatch):
 @pytest.mark.skipif(GPU, reason="there they run")
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here(capability, tmp_path):
-    """The interpreter runs what a compiler refuses; and exact kernels may not fuse a product with a sum, which would round once."""
+    """The interpreter runs what a compiler refuses; and exact kernels may not fuse a product with a sum, which would
+    round once.
+    """
     environ = {**os.environ, "PYTHONPATH": str(Path(str(ROOT / "train.py")).parent), "TRITON_CACHE_DIR": str(tmp_path)}
     environ.pop("TRITON_INTERPRET")
     out = subprocess.run(
@@ -131,7 +135,7 @@ def near(ours, theirs, roundings=2):
     assert ((ours.float() - theirs.float()).abs() <= roundings * ROUNDING[theirs.dtype] * size).all()
 
 
-# ------------------------------------------------------------------------------------------------------------------ float8
+# --------------------------------------------------------------------------------------------------------------- float8
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -147,7 +151,7 @@ def test_float8_codes_are_those_of_the_definition(dtype, width):
         )
 
 
-# ---------------------------------------------------------------------------------------------------------- dequantization
+# ------------------------------------------------------------------------------------------------------- dequantization
 
 
 SHAPES = {
@@ -182,7 +186,7 @@ def test_a_buffer_that_does_not_fit_is_refused():
             dequantizing.dequantize(codes, state, wrong.to(DEVICE))
 
 
-# ------------------------------------------------------------------------------------------------------- norms, gates, rotation
+# ----------------------------------------------------------------------------------------------- norms, gates, rotation
 
 
 @pytest.mark.parametrize("width", [8, 64, 96, 1000])
@@ -258,7 +262,9 @@ def test_rotation_is_its_definition_bit_for_bit(exact, rows, dtype, heads, width
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_exact_rotation_by_float32_angles_has_the_bits_of_a_models_own(dtype):
-    """A model in float32 under autocast has such, and its own formula, as transformers writes it, rounds what comes back part by part."""
+    """A model in float32 under autocast has such, and its own formula, as transformers writes it, rounds what comes
+    back part by part.
+    """
     cos, sin, weight = (some(1, 5, 12, seed=seed) for seed in (1, 2, 4))
     found = []
     for rotation in (
@@ -285,7 +291,7 @@ def test_a_kernel_that_turns_wrongly_by_either_angles_is_not_used(wrong, monkeyp
     assert "other numbers" in failure("triton", torch.device(DEVICE), torch.bfloat16)
 
 
-# -------------------------------------------------------------------------------------------------------- dropout in LoRA's products
+# ------------------------------------------------------------------------------------------- dropout in LoRA's products
 
 
 def test_philox_is_the_published_one():
@@ -337,7 +343,9 @@ def test_as_much_is_dropped_as_asked_and_another_seed_drops_others():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_lora_with_dropout_and_its_gradients(dtype):
-    """q, k and v of different widths and ranks; the reference is autograd in float64 with the mask that the seed stands for."""
+    """q, k and v of different widths and ranks; the reference is autograd in float64 with the mask that the seed stands
+    for.
+    """
     torch.manual_seed(11)
     seed = int(torch.randint(1 << 31, ()))
     x, ranks, widths = some(2, 35, 48, dtype=dtype), (3, 4, 3), (32, 16, 17)
@@ -375,7 +383,7 @@ def test_without_dropout_fused_lora_is_the_portable_one():
     assert torch.equal(*dropping.lora_linears(x, [layer]), *fused_lora.lora_linears(x, [layer]))
 
 
-# ------------------------------------------------------------------------------------------------------------ documents in one launch
+# ---------------------------------------------------------------------------------------------- documents in one launch
 
 
 def test_bounds_of_documents():
@@ -422,7 +430,7 @@ def test_without_it_documents_run_one_by_one_and_that_is_said(tmp_path):
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------ whole runs
+# ----------------------------------------------------------------------------------------------------------- whole runs
 
 
 TINY = {

@@ -49,10 +49,11 @@ def is_for(*tensors: torch.Tensor) -> bool:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor, longest: int, window: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T) v within documents [B, T, H, D], zero elsewhere, and the logarithms of the softmax's denominators, float32
-    [B, T, H].
+    """softmax(scale q k^T) v within documents [B, T, H, D], zero elsewhere, and the logarithms of the softmax's
+    denominators, float32 [B, T, H].
 
-    q [B, T, H, D], k and v [B, T, K, D], contiguous; documents int64 [N, 3]: row, first token, end; `longest` tokens in one of them.
+    q [B, T, H, D], k and v [B, T, K, D], contiguous; documents int64 [N, 3]: row, first token, end; `longest` tokens in
+    one of them.
     """
     (rows, length, heads, width), kv_heads = q.shape, k.shape[2]
     out, logsumexp = torch.zeros_like(q), torch.empty(rows, length, heads)
@@ -84,7 +85,9 @@ def attention_backward(
 
 
 def cross_entropy_(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
-    """The cross-entropy of each row of scale * logits [N, V], float32 [N]; the logits become the gradient of their sum."""
+    """The cross-entropy of each row of scale * logits [N, V], float32 [N]; the logits become the
+    gradient of their sum.
+    """
     losses = torch.empty(len(logits))
     call("cross_entropy", logits, targets.contiguous(), losses, *logits.shape, scale)
     return losses
@@ -110,11 +113,12 @@ def lm_head_cross_entropy(
     grad_hidden: torch.Tensor | None,
     quantized: QuantizedHead | None = None,
 ) -> torch.Tensor:
-    """The cross-entropy of each row of scale * (hidden [N, H] weight [V, H]^T + bias [V]), float32 [N]; grad_hidden, contiguous,
-    becomes the gradient of their sum.
+    """The cross-entropy of each row of scale * (hidden [N, H] weight [V, H]^T + bias [V]), float32 [N]; grad_hidden,
+    contiguous, becomes the gradient of their sum.
 
-    All are bf16, and H is even. `rows` share a weight that is packed. Their logits are float32 and never in memory; probabilities are
-    bf16, and the gradient is rounded once. `quantized`, of `quantize_lm_head`: it is of those weights, and of probabilities in 8 bits.
+    All are bf16, and H is even. `rows` share a weight that is packed. Their logits are float32 and never in memory;
+    probabilities are bf16, and the gradient is rounded once. `quantized`, of `quantize_lm_head`: it is of those
+    weights, and of probabilities in 8 bits.
     """
     hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -155,7 +159,7 @@ def quantize_lm_head(weight: torch.Tensor) -> QuantizedHead | None:
     return QuantizedHead(codes, scales, mean)
 
 
-# ------------------------------------------------------------------------------------------------------- matrix products
+# ------------------------------------------------------------------------------------------------------ matrix products
 
 
 def frozen_matmul(
@@ -173,10 +177,10 @@ def frozen_matmul(
 ) -> None:
     """out [M, N] = left [M, K] right^T + hidden factor^T + bias [N], with right [N, K] and factor [N, R].
 
-    transposed: right is [K, N] and factor [R, N]; accumulate: out + both products. lora: hidden [M, R], bf16, whose rows may lie
-    apart, and factor, float32. left and right are bf16, or int8 codes: then the frozen product's rows and columns are multiplied by
-    float32 row_scales [M] and column_scales [N], and with `hadamard` rotated (frozen_matmul.rotated). All but hidden are contiguous;
-    K is a multiple of 2, or of 4 in int8, and R of 2.
+    transposed: right is [K, N] and factor [R, N]; accumulate: out + both products. lora: hidden [M, R], bf16, whose
+    rows may lie apart, and factor, float32. left and right are bf16, or int8 codes: then the frozen product's rows and
+    columns are multiplied by float32 row_scales [M] and column_scales [N], and with `hadamard` rotated
+    (frozen_matmul.rotated). All but hidden are contiguous; K is a multiple of 2, or of 4 in int8, and R of 2.
     """
     hidden, factor = lora or (None, None)
     rank, stride = (hidden.shape[1], hidden.stride(0)) if lora else (0, 0)
@@ -188,7 +192,9 @@ def frozen_matmul(
 def lora_matmul(
     left: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, transposed: bool = False
 ) -> torch.Tensor:
-    """scales [R] * left [M, K] factor^T, bf16 [M, R], of a bf16 left with an even K and a float32 factor [R, K]; transposed: [K, R]."""
+    """scales [R] * left [M, K] factor^T, bf16 [M, R], of a bf16 left with an even K and a float32 factor [R, K];
+    transposed: [K, R].
+    """
     out = left.new_empty(len(left), len(scales))
     sizes = left.shape[1], len(scales), *left.shape, len(scales)
     call("lora_matmul", left.contiguous(), factor.contiguous(), scales, out, *sizes, transposed)
@@ -204,8 +210,8 @@ def lora_weight_grad(hidden: torch.Tensor, wide: torch.Tensor, transposed: bool 
 
 
 class LoraLinear(NamedTuple):
-    """One of several layers that read one x: y = x W^T + bias + hidden b^T, with hidden = scale x a^T of an x of which dropout may have
-    taken a part. bf16 W [out, in] and bias [out], float32 a [R, in] and b [out, R].
+    """One of several layers that read one x: y = x W^T + bias + hidden b^T, with hidden = scale x a^T of an x of which
+    dropout may have taken a part. bf16 W [out, in] and bias [out], float32 a [R, in] and b [out, R].
 
     W may be frozen_matmul.Int8Matmul's: codes int8, and float32 scales [out].
     """
@@ -227,8 +233,9 @@ class LoraLinear(NamedTuple):
 def lora_linears(
     x: torch.Tensor, dropped: torch.Tensor, layers: Sequence[LoraLinear], shape: Sequence[int]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Each layer's y [*shape, out], and their hidden of `dropped` side by side [M, the sum of their R]. All is contiguous; in, out and R
-    are even."""
+    """Each layer's y [*shape, out], and their hidden of `dropped` side by side [M, the sum of their R]. All is
+    contiguous; in, out and R are even.
+    """
     outputs = [x.new_empty(*shape, layer.b.shape[0]) for layer in layers]
     hidden = x.new_empty(x.shape[0], sum(layer.b.shape[1] for layer in layers))
     structs = b"".join(layer.packed(y) for layer, y in zip(layers, outputs, strict=True))
@@ -244,8 +251,9 @@ def lora_linears_backward(
     needs_x: bool,
     is_dropped: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, list[torch.Tensor]]:
-    """From the gradients of these layers' y [M, out], contiguous: those of x, where it needs one; of `dropped`, is_dropped, without
-    which x's is not whole; of their a, one below the other; and of each b."""
+    """From the gradients of these layers' y [M, out], contiguous: those of x, where it needs one; of `dropped`,
+    is_dropped, without which x's is not whole; of their a, one below the other; and of each b.
+    """
     grad_x = dropped.new_empty(dropped.shape) if needs_x else None
     grad_dropped = dropped.new_empty(dropped.shape) if needs_x and is_dropped else None
     grad_a = torch.empty(sum(layer.b.shape[1] for layer in layers), dropped.shape[1])
@@ -262,9 +270,10 @@ def lora_linears_backward(
 def quantize_4bit(
     weight: torch.Tensor, borders: torch.Tensor, steps: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes uint8 [n / 2], scales float32 [n / 64]) of a flat weight [n] of whole blocks, float32 or bf16: `first` is the lowest
-    value's code, borders float32 [15] lie between one value and the next, and steps int32 [15] lead from the code of one to the
-    next's. A block in which a weight is not finite has a scale that is not."""
+    """(codes uint8 [n / 2], scales float32 [n / 64]) of a flat weight [n] of whole blocks, float32 or bf16: `first` is
+    the lowest value's code, borders float32 [15] lie between one value and the next, and steps int32 [15] lead from the
+    code of one to the next's. A block in which a weight is not finite has a scale that is not.
+    """
     codes, scales = torch.empty(len(weight) // 2, dtype=torch.uint8), torch.empty(len(weight) // 64)
     is_bf16 = weight.dtype == torch.bfloat16
     call("quantize_4bit", weight.contiguous(), codes, scales, len(scales), borders, steps, first, is_bf16)
@@ -292,18 +301,21 @@ def dequantize_int8(
     accumulate: bool,
     hadamard: bool = False,
 ) -> None:
-    """out [M, N] = sums * row_scales [M] * column_scales [N], with `hadamard` rotated (frozen_matmul.rotated); accumulate: out + that.
-    sums int32, out bf16, both contiguous."""
+    """out [M, N] = sums * row_scales [M] * column_scales [N], with `hadamard` rotated (frozen_matmul.rotated);
+    accumulate: out + that. sums int32, out bf16, both contiguous.
+    """
     call("dequantize_int8", sums, row_scales, column_scales, out, *sums.shape, accumulate, hadamard)
 
 
-# ------------------------------------------------------------------------------------------------------------- modules
+# -------------------------------------------------------------------------------------------------------------- modules
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False
 ) -> torch.Tensor:
-    """`reference.rms_norm` with the gradient of x [..., H]; where it is not for bf16, or the weight learns, the reference itself."""
+    """`reference.rms_norm` with the gradient of x [..., H]; where it is not for bf16, or the weight learns, the
+    reference itself.
+    """
     if not is_for(x, weight) or weight.requires_grad:
         return reference.rms_norm(x, weight, eps, offset, is_late)
     return _RmsNorm.apply(x, weight, eps, offset, is_late)
@@ -328,8 +340,9 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`reference.rotate` of x [B, T, H, D] with its gradient: bit for bit by angles in x's dtype, to float32's rounding by float32
-    ones."""
+    """`reference.rotate` of x [B, T, H, D] with its gradient: bit for bit by angles in x's dtype, to float32's rounding
+    by float32 ones.
+    """
     if is_for(x) and reference.is_rotatable(x, cos, sin):
         return reference.Rotation.apply(x, cos, sin, _rotate)
     return reference.rotate(x, cos, sin)

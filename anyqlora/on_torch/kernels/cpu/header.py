@@ -1,4 +1,6 @@
-"""What csrc/kernels.h declares, read as text: the one statement of every C prototype, from which the binding's types are made."""
+"""What csrc/kernels.h declares, read as text: the one statement of every C prototype, from which the binding's types
+are made.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ CODES = {"int": "i", "long": "l", "float": "f", "double": "d"}  # struct's
 
 
 class Parameter(NamedTuple):
-    """A parameter of a function or a member of a struct: `type` is its C type without const and *, as in `const bf16 *x`."""
+    """A parameter of a function or a member of a struct: `type` is its C type without const and *, as in `const bf16
+    *x`.
+    """
 
     name: str
     type: str
@@ -29,7 +33,9 @@ class Function(NamedTuple):
 
 
 def functions(text: str) -> dict[str, Function]:
-    """{name: prototype} of all that a header declares. Raises ValueError for a declaration that is no such prototype."""
+    """{name: prototype} of all that a header declares. Raises ValueError for a declaration that is
+    no such prototype.
+    """
     plain = re.sub(r"typedef struct \{.*?\} \w+;|typedef [^;{]*;", "", _code(text), flags=re.DOTALL)
     declared = {}
     for declaration in filter(None, map(str.strip, plain.split(";"))):

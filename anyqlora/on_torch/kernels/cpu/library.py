@@ -1,4 +1,6 @@
-"""The library of csrc/: an object that the wheel carries, else compiled by the machine's own compiler when first needed."""
+"""The library of csrc/: an object that the wheel carries, else compiled by the machine's own compiler when first
+needed.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ MATMUL = {  # that the framework has, too
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Its functions, without those for which the processor has no instructions. Raises OSError or subprocess.SubprocessError where
-    none can be had."""
+    """Its functions, without those for which the processor has no instructions. Raises OSError or
+    subprocess.SubprocessError where none can be had.
+    """
     loaded = ctypes.CDLL(str(library_file()), mode=os.RTLD_NOW)  # later, a name that is missing would end the process
     for name, function in header.functions(native_kernels.HEADER.read_text(encoding="utf-8")).items():
         if hasattr(loaded, name):
@@ -52,7 +55,9 @@ def available(name: str) -> bool:
 
 @functools.cache
 def preferred(name: str) -> bool:
-    """Whether a function is available and to be taken: by AMX the framework's own products are several times as fast."""
+    """Whether a function is available and to be taken: by AMX the framework's own products are
+    several times as fast.
+    """
     return available(name) and not (name in MATMUL and AMX & set(cpu_features()))
 
 
@@ -74,7 +79,9 @@ def library_file() -> Path:
 
 
 def build_library() -> Path:
-    """The library's file in the user's cache, made unless it is there. Its name tells source, compiler, options and processor apart."""
+    """The library's file in the user's cache, made unless it is there. Its name tells source, compiler, options and
+    processor apart.
+    """
     cc, target = compiler(), native_kernels.native_target(cpu_flags(), cpu_features())
     if not cc:
         raise FileNotFoundError("no C compiler is here")

@@ -1,4 +1,6 @@
-"""bitsandbytes' 4-bit codes on a CPU, the same bits: in C a fortieth of its time, and by a table, which needs no compiler, a quarter."""
+"""bitsandbytes' 4-bit codes on a CPU, the same bits: in C a fortieth of its time, and by a table, which needs no
+compiler, a quarter.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ CELLS = (
 
 
 def quantize_4bit(weight: torch.Tensor, kind: str, is_native: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes uint8 [n / 2, 1], scales float32 [n / 64]) of a flat weight [n], equal to `reference`, which is called for what is not
-    here: another device, a last block that is not full, weights that are not finite. is_native: in C."""
+    """(codes uint8 [n / 2, 1], scales float32 [n / 64]) of a flat weight [n], equal to `reference`, which is called for
+    what is not here: another device, a last block that is not full, weights that are not finite. is_native: in C.
+    """
     if weight.device.type != "cpu" or len(weight) % BLOCK:
         return reference(weight, kind)
     if is_native:
@@ -35,8 +38,8 @@ def quantize_4bit(weight: torch.Tensor, kind: str, is_native: bool = False) -> t
     if threads == 1 or len(weight) <= PIECE:
         is_filled = [_fill(*part, kind) for part in parts]
     else:
-        # Each thread has a part of its own. Split over threads by torch, these short operations end in waiting for one another, and
-        # where other processes run that takes 10 to 50 times as long as the arithmetic.
+        # Each thread has a part of its own. Split over threads by torch, these short operations end in waiting for one
+        # another, and where other processes run that takes 10 to 50 times as long as the arithmetic.
         try:
             with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 is_filled = list(pool.map(lambda part: _fill(*part, kind), parts))
@@ -99,7 +102,9 @@ def _steps(kind: str) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 @functools.cache
 def _table(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each cell of [-1, 1] the code up to the border that lies in it, the code beyond it, and the border (infinity: there is none)."""
+    """For each cell of [-1, 1] the code up to the border that lies in it, the code beyond it, and the border (infinity:
+    there is none).
+    """
     borders, order = _borders(kind)
     cells = (
         (borders * CELLS).add_(CELLS).to(torch.int32)

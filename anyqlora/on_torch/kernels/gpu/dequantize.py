@@ -15,9 +15,11 @@ TILE = 64  # blocks of weights that a program takes: 64 x 64 weights are 2 KiB o
 
 
 def dequantize(codes: torch.Tensor, state: QuantState, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The weight of `codes` (uint8 [n / 2, 1], high nibble first), of state.shape, in state.dtype or that of `out`, which is written to.
+    """The weight of `codes` (uint8 [n / 2, 1], high nibble first), of state.shape, in state.dtype or that of `out`,
+    which is written to.
 
-    Bit-equal to `reference`: a product and, for double-quantized scales, a product and a sum before it, each rounded to float32.
+    Bit-equal to `reference`: a product and, for double-quantized scales, a product and a sum before it, each rounded to
+    float32.
     """
     out = torch.empty(state.shape, dtype=state.dtype, device=codes.device) if out is None else out
     if out.numel() != state.shape.numel() or not out.is_contiguous():

@@ -15,7 +15,8 @@ from anyqlora.on_torch.kernels.fused_lora import BUCKETS, FULL, LoraLinear
 
 EIGHT = 8  # numbers that one draw of Philox, 128 bits, decides on
 ROWS, COLUMNS = 64, 64  # of the tile that a program looks at
-RANK_BYTES = 256  # of a tile's ranks at most: greater tiles take more than a GPU of capability 8.6 has of shared memory, 101,376 bytes
+# Of a tile's ranks at most: greater tiles take more than a GPU of capability 8.6 has of shared memory, 101,376 bytes.
+RANK_BYTES = 256
 STRIPS = (
     16  # programs that share the rows of `lora_weight_grad`: each sums its own, and the sums are added in one order
 )
@@ -24,7 +25,8 @@ STRIPS = (
 def lora_linears(
     x: torch.Tensor, layers: Sequence[LoraLinear], dropout: float = 0.0, matmul: FrozenMatmul = FULL
 ) -> tuple[torch.Tensor, ...]:
-    """fused_lora.lora_linears, where what is dropped is drawn again in each product from one number of torch's own generator on the CPU.
+    """fused_lora.lora_linears, where what is dropped is drawn again in each product from one number of torch's own
+    generator on the CPU.
 
     For backward x is saved once and [..., rank] of each layer; of what was dropped, only the seed.
     """
@@ -37,7 +39,9 @@ def lora_linears(
 
 
 class _LoraLinears(torch.autograd.Function):
-    """The products with A are one for all layers: their A lie one below the other, [R, in], R the sum of their ranks."""
+    """The products with A are one for all layers: their A lie one below the other, [R, in], R the
+    sum of their ranks.
+    """
 
     @staticmethod
     def forward(ctx, x, layers, drop, matmul, *factors):
@@ -149,7 +153,9 @@ class Dropout:
 
 
 def philox(seed: int, counters: torch.Tensor) -> list[torch.Tensor]:
-    """Philox 4x32-10 (Salmon et al. 2011): four words of 32 bits, as int64 [N], of each counter (N, 0, 0, 0) under the key (seed, 0)."""
+    """Philox 4x32-10 (Salmon et al. 2011): four words of 32 bits, as int64 [N], of each counter (N, 0, 0, 0) under the
+    key (seed, 0).
+    """
     word, c, key = (
         (1 << 32) - 1,
         [counters & ((1 << 32) - 1), *(torch.zeros_like(counters) for _ in range(3))],

@@ -1,4 +1,6 @@
-"""Rows as float8 codes and their scales, in one launch (Triton): a row is read twice, the second time from the caches."""
+"""Rows as float8 codes and their scales, in one launch (Triton): a row is read twice, the second
+time from the caches.
+"""
 
 from __future__ import annotations
 

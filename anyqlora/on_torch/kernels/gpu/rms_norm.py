@@ -12,7 +12,9 @@ STRIPS = 512  # programs that share the rows where the weight learns: each sums 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, is_late: bool = False
 ) -> torch.Tensor:
-    """`reference.rms_norm`, with gradients for x [..., H] and, where it wants one, weight [H]. float32 inside; rounds where the reference does."""
+    """`reference.rms_norm`, with gradients for x [..., H] and, where it wants one, weight [H]. float32 inside; rounds
+    where the reference does.
+    """
     return _RmsNorm.apply(x, weight, eps, offset, is_late)
 
 

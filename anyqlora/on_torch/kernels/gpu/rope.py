@@ -13,9 +13,9 @@ from anyqlora.on_torch.kernels.reference import rotate as reference
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`reference`, bit for bit, of x [B, T, H, D] with its gradient; nothing is saved but cos and sin.
 
-    It does not write over x: that would save a tensor that is freed at once anyway, and autograd forbids it where x comes from a
-    function of several outputs. Where cos and sin are of another width than x, or neither of its dtype nor float32, torch's own
-    operators run, or refuse them.
+    It does not write over x: that would save a tensor that is freed at once anyway, and autograd forbids it where x
+    comes from a function of several outputs. Where cos and sin are of another width than x, or neither of its dtype nor
+    float32, torch's own operators run, or refuse them.
     """
     return Rotation.apply(x, cos, sin, _launch) if is_rotatable(x, cos, sin) else reference(x, cos, sin)
 

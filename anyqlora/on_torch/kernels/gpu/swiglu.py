@@ -10,7 +10,9 @@ BLOCK = 1024
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`reference.swiglu` with its gradients; gate and up alone are saved. float32 inside; rounds where the reference does."""
+    """`reference.swiglu` with its gradients; gate and up alone are saved. float32 inside; rounds where the reference
+    does.
+    """
     return _SwiGlu.apply(gate, up)
 
 
