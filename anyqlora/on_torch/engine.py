@@ -58,7 +58,7 @@ class TorchEngine:
 
     def evaluator(self, session: TrainingSession) -> Callable[[], dict]:
         model = self.runtime.unwrap_model(self.model)
-        return self.hooks.evaluation(evaluator(session, model, self.runtime))
+        return self.hooks.evaluation(evaluator(session, model, self.built.loss, self.runtime))
 
     def gradients(self, batches: Sequence[Batch], seed: int, trained_tokens: int) -> float | None:
         runtime = self.runtime
@@ -69,7 +69,7 @@ class TorchEngine:
                 is_final = number == len(batches)
                 with runtime.micro_batch(is_final):
                     with self.hooks.phase("forward"), runtime.forward():
-                        loss = runtime.loss(self.model, batch, runtime.device)
+                        loss = self.built.loss(self.model, batch, runtime.device)
                     with self.hooks.phase("backward", is_final):
                         runtime.backward(loss / trained_tokens)  # every token of the step weighs the same
                 total += loss.detach()

@@ -8,16 +8,17 @@ from torch import nn
 
 from anyqlora.on_torch.device import is_out_of_memory
 from anyqlora.on_torch.generate import answers, evaluating, room_for_tokens
+from anyqlora.on_torch.loss import Loss
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.training import evaluation
 
 
-def evaluator(run, model: nn.Module, runtime: Runtime):
+def evaluator(run, model: nn.Module, loss: Loss, runtime: Runtime):
     """() -> the evaluation of `run`'s held-out rows, as its settings say."""
 
-    def total_loss(found: Iterable) -> float:
+    def total_loss(batches: Iterable) -> float:
         with evaluating(model), runtime.autocast():
-            return sum(float(runtime.loss(model, batch, runtime.device)) for batch in found)
+            return sum(float(loss(model, batch, runtime.device)) for batch in batches)
 
     def answered(prompts: list, **options) -> list[str]:
         with runtime.autocast():

@@ -16,6 +16,7 @@ from anyqlora.on_torch.assembly.build import build
 from anyqlora.on_torch.device import set_deterministic
 from anyqlora.on_torch.evaluate import evaluator
 from anyqlora.on_torch.generate import answers, room_for_tokens
+from anyqlora.on_torch.loss import Loss
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.planning.planner import RunPlan
 from anyqlora.runs.finished import EvalContext, FinishedRun
@@ -26,9 +27,9 @@ from anyqlora.training.evaluation import learned_ends
 class TorchModel(FineTunedModel):
     """See FineTunedModel; `model` is the module that computes, with its adapter on it."""
 
-    def __init__(self, run: FinishedRun, plan: RunPlan, tokenizer: Any, model: nn.Module, runtime: Runtime):
+    def __init__(self, run: FinishedRun, plan: RunPlan, tokenizer: Any, model: nn.Module, loss: Loss, runtime: Runtime):
         super().__init__(run, plan, tokenizer)
-        self.model, self.runtime = model, runtime
+        self.model, self.loss, self.runtime = model, loss, runtime
 
     def _room(self, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
         return room_for_tokens(self.model, max_new_tokens)
@@ -50,7 +51,7 @@ class TorchModel(FineTunedModel):
             )
 
     def _evaluator(self, context: EvalContext) -> Callable[[], dict[str, Any]]:
-        return evaluator(context, self.model, self.runtime)
+        return evaluator(context, self.model, self.loss, self.runtime)
 
 
 def load_finetuned(run: FinishedRun, plan: RunPlan) -> TorchModel:
@@ -75,4 +76,4 @@ def load_finetuned(run: FinishedRun, plan: RunPlan) -> TorchModel:
         runtime.strategy.load_trainable(
             {name: saved[name][tuple(map(slice, p.shape))] for name, p in built.trainable.items()}
         )
-    return TorchModel(run, plan, words, model, runtime)
+    return TorchModel(run, plan, words, model, built.loss, runtime)

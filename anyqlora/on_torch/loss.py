@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anyqlora.core.errors import RunError
 from anyqlora.data.stream import Batch
 from anyqlora.on_torch.generate import evaluating
-from anyqlora.on_torch.kernels.cpu.bindings import QuantizedHead
+from anyqlora.on_torch.kernels.cpu.bindings import QuantizedHead, quantize_lm_head
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy
 from anyqlora.on_torch.linears import blocks
-from anyqlora.on_torch.unpadded import TOKENS, padded, trained_positions
+from anyqlora.on_torch.unpadded import TOKENS, flat_batch, padded, trained_positions
 
 PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
 NARROWED = 0.9  # part of the tokens that are trained, from which on picking them costs what it saves
@@ -25,67 +27,105 @@ def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Te
     """Sum over trained tokens of -log p(next token), float32, a scalar with gradient."""
     inputs, targets = padded(batch, device)
     logits = model(**inputs, use_cache=False).logits  # [B, T, V]
-    kept = trained_positions(targets)  # [N]: only these rows need float32
-    logits = logits.flatten(0, 1).index_select(0, kept).float()  # [N, V]
-    return F.cross_entropy(logits, targets[kept], reduction="sum")
+    trained = trained_positions(targets)  # [N]: only these rows need float32
+    logits = logits.flatten(0, 1).index_select(0, trained).float()  # [N, V]
+    return F.cross_entropy(logits, targets[trained], reduction="sum")
 
 
-class TrainedTokenLoss:
-    """`token_loss`, with the output head on trained tokens only and `rows` of them at a time.
+@dataclass(frozen=True)
+class LossSpec:
+    """How a run computes its loss: decided once, from the plan and from what the model turned out to be. `make_loss` builds it.
 
-    A hook takes the head's input and gives it none, so that the model's own forward makes no logits; what the model does to logits
-    after its head is `after`. `inputs` says what the model is given for a batch: flat.padded or flat.flat. `last_mlp`, where it is set,
-    runs on trained tokens only, too: no other token's output of it reaches the loss. `quantized_head`, where it is set: the head's weights, for a gradient in 8 bits.
+    The value is `token_loss`'s in every case, within rounding.
     """
 
-    def __init__(
-        self, head: nn.Linear, after: LogitTransform, rows: int, is_native: bool = False, is_fused: bool = False
-    ):
-        self.head, self.after, self.rows, self.is_native, self.is_fused, self.inputs = (
-            head,
-            after,
-            rows,
-            is_native,
-            is_fused,
-            padded,
-        )
-        self.last_mlp: nn.Module | None = None
-        self.quantized_head: QuantizedHead | None = None
+    chunk_tokens: int = (
+        0  # tokens whose logits are in memory at a time; 0: those of all tokens, by the model's own forward
+    )
+    transform: LogitTransform = LogitTransform()  # what the model does to its head's product
+    is_native: bool = False  # the logits of a chunk become losses by a C kernel
+    is_fused: bool = False  # head and cross-entropy are one C kernel, which needs no memory for logits
+    is_unpadded: bool = False  # all documents of a batch lie in one row
+    few_lengths: bool = True  # unpadded rows have one of few lengths, since oneDNN compiles its products for each
+    narrows_last_mlp: bool = False  # the last block's MLP runs on trained tokens only
+    int8_gradient: bool = False  # the gradient of the head's input comes from weights in 8 bits
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedTokenLoss:
+    """`token_loss`, with the output head on trained tokens only and `spec.chunk_tokens` of them at a time.
+
+    A hook takes the head's input and gives it none, so that the model's own forward makes no logits. `last_mlp`, where there is one, runs on
+    trained tokens only, too: no other token's output of it reaches the loss. `quantized_head`: the head's weights for a gradient in 8 bits.
+    """
+
+    spec: LossSpec
+    head: nn.Linear
+    last_mlp: nn.Module | None = None
+    quantized_head: QuantizedHead | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-        return self.of(*self.seen(model, batch, device))
+        return self.from_hidden(*self.hidden(model, batch, device))
 
-    def seen(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the head sees of the trained tokens, [N, H], and their targets [N]."""
-        inputs, targets = self.inputs(batch, device)
-        kept = trained_positions(targets)  # [N]
-        pays = self.last_mlp is not None and 0 < len(kept) < NARROWED * len(targets)
+    def prepare(self, batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """(what the model is given, targets int64 [M]) of a batch."""
+        if self.spec.is_unpadded:
+            return flat_batch(batch, device, self.spec.few_lengths)
+        return padded(batch, device)
+
+    def hidden(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The head's input of the trained tokens, [N, H], and their targets [N]."""
+        inputs, targets = self.prepare(batch, device)
+        trained = trained_positions(targets)  # [N]
+        pays = self.last_mlp is not None and 0 < len(trained) < NARROWED * len(targets)
         with (
-            HeadInputCapture(self.head) as watched,
-            without_padding_rows(self.last_mlp, kept) if pays else contextlib.nullcontext(),
+            HeadInputCapture(self.head) as capture,
+            only_tokens(self.last_mlp, trained) if pays else contextlib.nullcontext(),
         ):
             model(**inputs, use_cache=False)
-        return watched.hidden.flatten(0, 1).index_select(0, kept), targets[kept]
+        return capture.hidden.flatten(0, 1).index_select(0, trained), targets[trained]
 
-    def of(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def from_hidden(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of targets [N] by the head's input [N, H]."""
         return cross_entropy(
             hidden,
             self.head.weight,
             self.head.bias,
             targets,
-            transform=self.after,
-            rows=self.rows,
-            is_native=self.is_native,
-            is_fused=self.is_fused,
+            transform=self.spec.transform,
+            rows=self.spec.chunk_tokens,
+            is_native=self.spec.is_native,
+            is_fused=self.spec.is_fused,
             quantized=self.quantized_head,
         )
+
+
+Loss = Callable[[nn.Module, Batch, torch.device], torch.Tensor]  # sum over trained tokens: token_loss's contract
+
+
+def make_loss(spec: LossSpec, model: nn.Module, quantized_head: QuantizedHead | None = None) -> Loss:
+    """The loss that `spec` describes, of `model`'s own head and last MLP. `quantized_head`: the head's weights in 8 bits, if they are at hand;
+    they are packed here otherwise, where `spec` wants them."""
+    if not spec.chunk_tokens:
+        return token_loss
+    head = model.get_output_embeddings()
+    if spec.int8_gradient and quantized_head is None:
+        quantized_head = quantize_lm_head(head.weight.detach())
+        if quantized_head is None:
+            raise RunError("the output head's weights cannot be packed in 8 bits here")
+    return TrainedTokenLoss(
+        spec,
+        head,
+        last_mlp(model) if spec.narrows_last_mlp else None,
+        quantized_head if spec.int8_gradient else None,
+    )
 
 
 class HeadInputCapture:
     """While it lasts, a head's input [B, T, H] is kept as `hidden`, and its output is `instead`, or that of no token at all."""
 
     def __init__(self, head: nn.Linear, instead: torch.Tensor | None = None):
-        self.head, self.instead, self.hidden, self.given, self.calls = head, instead, None, None, 0
+        self.head, self.instead, self.hidden, self.output, self.calls = head, instead, None, None, 0
 
     def __enter__(self) -> HeadInputCapture:
         self.handles = [self.head.register_forward_pre_hook(self._take), self.head.register_forward_hook(self._give)]
@@ -100,23 +140,23 @@ class HeadInputCapture:
         return arguments[0][:, :0], *arguments[1:]
 
     def _give(self, head, arguments, output):
-        self.given = output if self.instead is None else self.instead.to(output.dtype)
-        return self.given
+        self.output = output if self.instead is None else self.instead.to(output.dtype)
+        return self.output
 
 
 @contextlib.contextmanager
-def without_padding_rows(module: nn.Module, kept: torch.Tensor) -> Iterator[None]:
-    """While it lasts, of the tokens [B, T, H] that come to `module` it sees those with the numbers `kept` [N] in B * T; the others get zeros."""
+def only_tokens(module: nn.Module, positions: torch.Tensor) -> Iterator[None]:
+    """While it lasts, `module` sees those of its tokens [B, T, H] that lie at `positions` [N] of B * T; the others' output is zero."""
     shapes = []
 
     def pick(module, arguments):
         x, *others = arguments
         shapes.append(x.shape)
-        return x.flatten(0, 1).index_select(0, kept)[None], *others
+        return x.flatten(0, 1).index_select(0, positions)[None], *others
 
     def put_back(module, arguments, output):
         shape = shapes.pop()
-        return output.new_zeros(shape.numel() // shape[-1], shape[-1]).index_copy(0, kept, output[0]).view(shape)
+        return output.new_zeros(shape.numel() // shape[-1], shape[-1]).index_copy(0, positions, output[0]).view(shape)
 
     handles = [module.register_forward_pre_hook(pick), module.register_forward_hook(put_back)]
     try:
@@ -126,49 +166,49 @@ def without_padding_rows(module: nn.Module, kept: torch.Tensor) -> Iterator[None
             handle.remove()
 
 
-def last_mlp_chunked(model: nn.Module, head: nn.Linear) -> nn.Module | None:
-    """The MLP of the last block, where what it makes of one token reaches no other token's logits; None where it is not known to be so.
-
-    The model's own forward is run with that MLP on some of the tokens, and their inputs of the head are compared. A block that is
-    recomputed is left as it is, since its second run has to be its first; so is one with dropout, or a plan's choice to recompute would
-    change what each token draws.
-    """
+def last_mlp(model: nn.Module) -> nn.Module | None:
+    """The MLP of the last block, where it is known by that name."""
     *_, last = blocks(model) or [None]
     mlp = getattr(last, "mlp", None)
-    if not isinstance(mlp, nn.Module) or any(isinstance(part, nn.Dropout) and part.p for part in mlp.modules()):
-        return None
-    if model.is_gradient_checkpointing and last.gradient_checkpointing:
-        return None
-    ids, kept = (
-        torch.arange(TOKENS, device=head.weight.device)[None],
-        torch.tensor([1, 4, 5], device=head.weight.device),
-    )
-    with evaluating(model), HeadInputCapture(head) as watched:
+    return mlp if isinstance(mlp, nn.Module) else None
+
+
+def can_narrow_last_mlp(model: nn.Module) -> bool:
+    """Whether what the last block's MLP makes of one token is known to reach no other token's logits.
+
+    The model's own forward is run with that MLP on some of the tokens, and their inputs of the head are compared. Not for a block that is
+    recomputed, since its second run has to be its first; nor for one with dropout, or a plan's choice to recompute would change what each
+    token draws.
+    """
+    mlp, head = last_mlp(model), model.get_output_embeddings()
+    if mlp is None or any(isinstance(part, nn.Dropout) and part.p for part in mlp.modules()):
+        return False
+    if model.is_gradient_checkpointing and blocks(model)[-1].gradient_checkpointing:
+        return False
+    device = head.weight.device
+    ids, positions = torch.arange(TOKENS, device=device)[None], torch.tensor([1, 4, 5], device=device)
+    with evaluating(model), HeadInputCapture(head) as capture:
         try:
             model(input_ids=ids, use_cache=False)
-            whole = watched.hidden[0, kept]
-            with without_padding_rows(mlp, kept):
+            whole = capture.hidden[0, positions]
+            with only_tokens(mlp, positions):
                 model(input_ids=ids, use_cache=False)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            return None
-    return mlp if _near(watched.hidden[0, kept], whole) else None
+            return False
+    return _near(capture.hidden[0, positions], whole)
 
 
-def loss_from_model(model: nn.Module, rows: int) -> tuple[Callable, str]:
-    """(the loss, why it is not the fast one or ""). Each architecture's own forward is asked what it does around its head."""
+def logit_transform(model: nn.Module) -> tuple[LogitTransform | None, str]:
+    """(what `model` does to its head's product, ""), or (None, why the head cannot be used by itself)."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        return token_loss, f"its output head is {type(head).__name__}, not a plain linear layer"
+        return None, f"its output head is {type(head).__name__}, not a plain linear layer"
     with evaluating(model):
         try:
-            after = what_follows(model, head)
+            transform = what_follows(model, head)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            return token_loss, f"it cannot run without logits: {error}"
-    return (
-        (TrainedTokenLoss(head, after, rows), "")
-        if after
-        else (token_loss, "what it does to logits after its head is not known here")
-    )
+            return None, f"it cannot run without logits: {error}"
+    return transform, "" if transform else "what it does to logits after its head is not known here"
 
 
 def what_follows(model: nn.Module, head: nn.Linear) -> LogitTransform | None:
@@ -179,19 +219,20 @@ def what_follows(model: nn.Module, head: nn.Linear) -> LogitTransform | None:
     device = head.weight.device
     ids = torch.arange(TOKENS, device=device)[None]  # [1, TOKENS]
     known = torch.linspace(-PROBE, PROBE, head.out_features, device=device).expand(1, TOKENS, -1)
-    with HeadInputCapture(head, known) as watched:
-        made = model(input_ids=ids, use_cache=False).logits
-    if watched.calls != 1 or made.shape != known.shape or watched.hidden.shape[:2] != ids.shape:
+    with HeadInputCapture(head, known) as capture:
+        logits = model(input_ids=ids, use_cache=False).logits
+    if capture.calls != 1 or logits.shape != known.shape or capture.hidden.shape[:2] != ids.shape:
         return None
-    given = watched.given.to(made.dtype)
-    return next((after for after in _candidates(model, given, made) if _near(after(given), made)), None)
+    product = capture.output.to(logits.dtype)
+    candidates = _candidates(model, product, logits)
+    return next((transform for transform in candidates if _near(transform(product), logits)), None)
 
 
-def _candidates(model: nn.Module, given: torch.Tensor, made: torch.Tensor) -> list[LogitTransform]:
-    """What may follow: a cap that the model's configuration states, or the factor between what was given and what was made."""
+def _candidates(model: nn.Module, product: torch.Tensor, logits: torch.Tensor) -> list[LogitTransform]:
+    """What may follow: a cap that the model's configuration states, or the factor between the head's product and the logits."""
     text = model.config.get_text_config()
     cap = getattr(text, "final_logit_softcapping", None)
-    scale = float(made[0, 0, -1]) / float(given[0, 0, -1])
+    scale = float(logits[0, 0, -1]) / float(product[0, 0, -1])
     stated = [1 / value for name in ("logits_scaling", "logit_scale") if (value := getattr(text, name, None))]
     exact = [s for value in stated for s in (value, 1 / value) if abs(s / scale - 1) < 0.02] if scale else []
     return [LogitTransform(), *([LogitTransform(1.0, float(cap))] if cap else []), *map(LogitTransform, exact)]

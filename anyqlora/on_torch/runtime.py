@@ -21,7 +21,6 @@ from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.core.files import FileSystem, tensors_to_bytes, to_json, write_directory
 from anyqlora.on_torch.device import MemoryMonitor, room_for
-from anyqlora.on_torch.loss import token_loss
 from anyqlora.on_torch.memory.activation_offload import offload_activations
 from anyqlora.on_torch.memory.malloc import set_primitive_cache, trim
 from anyqlora.on_torch.prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
@@ -51,9 +50,6 @@ class Runtime:
             set_primitive_cache(plan.memory.products if plan.memory else COMPILED)
             if plan.config.cpu_threads != "auto":
                 torch.set_num_threads(plan.config.cpu_threads)
-        self.loss = (
-            token_loss  # (model, batch, device) -> sum over trained tokens; `build` may put a faster one in its place
-        )
         self.gradient_accumulation_steps = plan.gradient_accumulation_steps
         self.sync_gradients = True  # whether the micro-batch that is under way, or was the last, ends its step
         self.grad_norm: float | None = None  # of the last step

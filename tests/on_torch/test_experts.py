@@ -224,4 +224,4 @@ def test_experts_left_in_sixteen_bits_would_be_seen(tmp_path):
     del experts._modules["down_proj"]
     experts.down_proj = nn.Parameter(torch.zeros(4, 64, 112), requires_grad=False)
     with pytest.raises(RunError, match="experts' weights are not quantized"):
-        assert_in_effect(started.built)
+        assert_in_effect(started.model, started.built.trainable, started.built.quantizer)

@@ -208,4 +208,4 @@ def test_a_weight_of_whole_numbers_is_not_packed():
     stream = StreamingQuantizer(_StreamConfig(LoadPolicy(None, lambda *given: pytest.fail("it was packed"), None)))
     stream.directory = "somewhere"
     with pytest.raises(UsageError, match="somewhere: model.q_proj.weight comes as int32"):
-        QuantizeOp(stream).filled("model.q_proj.weight", torch.zeros(2, 2, dtype=torch.int32))
+        QuantizeOp(stream).quantize("model.q_proj.weight", torch.zeros(2, 2, dtype=torch.int32))

@@ -163,7 +163,7 @@ def activations(model_type, **settings):
     )
     shapes = architectures.model_shape(architectures.read_config(architectures.model_directory(plan.config)))
     with runtime.autocast():
-        counted = kept_bytes(built.model, lambda: runtime.loss(built.model, batch, runtime.device))
+        counted = kept_bytes(built.model, lambda: built.loss(built.model, batch, runtime.device))
     becomes_a_gradient = (
         4 * shapes.vocab * shapes.hidden if plan.adapter == "full" else 0
     )  # the head's, computed in the forward pass

@@ -126,7 +126,7 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
         strategy.load_trainable({k: torch.from_numpy(v) for k, v in adapter.items()})
         strategy.load_moments({k: torch.from_numpy(v) for k, v in moments.items()})
     found = Trained(runtime)
-    found.fast = fast_paths(runtime, built.model) if isinstance(runtime.loss, TrainedTokenLoss) else {}
+    found.fast = fast_paths(built) if isinstance(built.loss, TrainedTokenLoss) else {}
     found.start = numpy_of(strategy.gather_trainable())
     mine = range(strategy.data_rank, whole, strategy.data_size)
     for step in range(first, len(plans)):
@@ -134,7 +134,9 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
         batches, total, inside = rows_of(step, mine, plans), 0.0, []
         for number, rows in enumerate(batches, 1):
             with watching(count) as seen:
-                total += micro_batch(runtime, model, rows, everything, number == len(batches), form, spoil, step)
+                total += micro_batch(
+                    runtime, model, built.loss, rows, everything, number == len(batches), form, spoil, step
+                )
             inside.append(gradient_traffic(seen) if count else 0)
         if step == 0 and not spoil:
             check_gradients(strategy)
@@ -151,18 +153,18 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
     return found
 
 
-def fast_paths(runtime, model) -> dict:
+def fast_paths(built) -> dict:
     """What this process runs on: fused layers, those with products in 8 bits and those in C, modules of our kernels, and what a batch is for the model."""
-    layers = fused_layers(model)
+    layers = fused_layers(built.model)
     return {
         "fused": len(layers),
         "rounded": sum(layer.group.products is not layer.group.whole for layer in layers),
         "in_c": sum(is_in_c(layer.group.products) for layer in layers),
         "kernels": sum(
-            type(module).__module__ == "anyqlora.on_torch.kernels.swap_modules" for module in model.modules()
+            type(module).__module__ == "anyqlora.on_torch.kernels.swap_modules" for module in built.model.modules()
         ),
-        "inputs": runtime.loss.inputs.__name__,
-        "last_mlp": runtime.loss.last_mlp is not None,
+        "unpadded": built.loss.spec.is_unpadded,
+        "last_mlp": built.loss.last_mlp is not None,
     }
 
 
@@ -174,7 +176,7 @@ def is_in_c(products) -> bool:
     )
 
 
-def micro_batch(runtime, model, rows, everything, is_final, form, spoil, step) -> float:
+def micro_batch(runtime, model, loss_of, rows, everything, is_final, form, spoil, step) -> float:
     import contextlib
 
     announced = runtime.micro_batch(is_final) if form == "early" else contextlib.nullcontext()
@@ -182,7 +184,7 @@ def micro_batch(runtime, model, rows, everything, is_final, form, spoil, step) -
         runtime.set_gradient_accumulation_boundary(is_final)
     with announced:
         with runtime.forward():
-            loss = runtime.loss(model, rows, runtime.device) / everything
+            loss = loss_of(model, rows, runtime.device) / everything
         if spoil:
             loss = spoil(step, runtime.strategy.rank, loss)
         if form == "late":

@@ -88,7 +88,7 @@ class Started:
         total = 0.0
         for i, batch in enumerate(batches, 1):
             with self.runtime.micro_batch(is_final=i == count), self.runtime.forward():
-                loss = self.runtime.loss(self.model, batch, self.runtime.device) / trained
+                loss = self.built.loss(self.model, batch, self.runtime.device) / trained
                 self.runtime.backward(loss)
             total += loss.item()
         if number == 0:
@@ -152,7 +152,7 @@ def watched(settings, counts):
     for number, count in enumerate(counts):
         batches, trained_tokens = started.batches(number, count)
         for i, batch in enumerate(batches, 1):
-            loss = started.runtime.loss(started.model, batch, started.runtime.device) / trained_tokens
+            loss = started.built.loss(started.model, batch, started.runtime.device) / trained_tokens
             with (
                 torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
                 started.runtime.micro_batch(is_final=i == count),

@@ -220,7 +220,7 @@ class Started:
     def loss(self, batch) -> torch.Tensor:
         """The sum over trained tokens, as train.py computes it."""
         with self.runtime.autocast():
-            return self.runtime.loss(self.model, batch, self.runtime.device)
+            return self.built.loss(self.model, batch, self.runtime.device)
 
     def step(self, number=0) -> float:
         """One optimizer step on the run's own batch; the loss per trained token before it."""

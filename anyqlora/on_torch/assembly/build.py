@@ -1,9 +1,8 @@
-"""The model that is trained: read, quantized, with its adapter attached; and the proof that what was planned is there."""
+"""The model that is trained, built pass by pass: read, quantized, its adapter attached, fast paths installed, and what was planned proven there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -14,140 +13,120 @@ from anyqlora.data.stream import Batch
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory
 from anyqlora.models.prequantized import quantized_as
-from anyqlora.on_torch import unpadded
 from anyqlora.on_torch._compat import quietly
-from anyqlora.on_torch.assembly.checks import BuiltModel, assert_in_effect, try_out
+from anyqlora.on_torch.assembly.checks import try_out, verify
+from anyqlora.on_torch.assembly.context import BuildContext, BuiltModel
 from anyqlora.on_torch.assembly.fast_paths import (
-    calibrate_int8,
+    calibrate_head_gradient,
+    calibrate_products,
     checkpoint_layers,
-    fuse_lora,
+    choose_kernels,
+    fuse_lora_layers,
     install_kernels,
-    make_loss,
+    make_attention_deterministic,
+    narrow_last_mlp,
     remove_padding,
-    usable_kernels,
+    specify_loss,
 )
 from anyqlora.on_torch.device import room_for
-from anyqlora.on_torch.loading import stream
+from anyqlora.on_torch.loading.base_model import BaseModelLoader, WeightPacker
 from anyqlora.on_torch.loading.quantized_cache import QuantizedCache
-from anyqlora.on_torch.loss import TrainedTokenLoss, last_mlp_chunked
 from anyqlora.on_torch.memory.malloc import return_freed_pages
 from anyqlora.on_torch.precision import COMPUTE, STORED
 from anyqlora.on_torch.runtime import Runtime
 
 
-@dataclass
-class BaseModelLoader:
-    """The base model of a run. Called, it reads it; a process that is to receive it from another makes the `outlined` one."""
+def choose_parts(context: BuildContext) -> list[str]:
+    """The adapter and the quantizer that the plan names. Returns what of the kernels the quantizer cannot use."""
+    plan, config = context.runtime.plan, context.config
+    adapter = registry.load(registry.lookup("adapter", plan.adapter, registry.ADAPTERS))
+    quantizer = registry.load(registry.lookup("quantizer", plan.quantizer, registry.QUANTIZERS))
+    context.adapter = adapter(config, context.device)
+    context.quantizer = quantizer(COMPUTE[plan.precision], config.double_quant)
+    if plan.quantizer in registry.AFFINE:
+        context.quantizer.group = config.affine_group_size
+    if hasattr(context.quantizer, "set_kernels"):
+        return context.quantizer.set_kernels(context.kernels, context.device)
+    return []
 
-    directory: str
-    quantizer: object
-    adapter: object
-    dtype: torch.dtype
-    device: torch.device
-    kind: str  # the quantizer's name
-    is_quantized: bool  # so are its files
-    trust_remote_code: bool
-    cache: QuantizedCache | None = None  # of what the quantizer makes of the files alone
 
-    def __call__(self, quantise, device: torch.device | None = None) -> nn.Module:
-        """Each linear weight goes through `quantise(name, module, weight)` and ends on `device`."""
-        options = {"dtype": self.dtype, "device": device or self.device, "trust_remote_code": self.trust_remote_code}
-        kept = self.cache and self.cache.entry()
-        if kept:
-            options["made_in"] = stream.exact_dtype(self.directory, self.dtype)  # as without the cache
-        if self.is_quantized or kept:
-            reading = stream.load_packed if self.kind in registry.AFFINE else stream.load_quantized
-            model = reading(str(kept or self.directory), self.quantizer, **options)
-            model.name_or_path = self.directory
-            self.adapter.select_targets(model, self.quantizer.module_type)
-            return model
-        return stream.load_streamed(
-            self.directory, stream.LoadPolicy(self.quantizer, quantise, self.adapter.select_targets), **options
-        )
+def load_base(context: BuildContext) -> list[str]:
+    """The frozen model: each linear weight packed as it is read, or taken from a file of codes. Under several processes one reads, and the
+    strategy gives the others what they are to hold. Returns what is wrong with the cache of packed weights."""
+    plan, config, directory = context.runtime.plan, context.config, base_directory(context.config)
+    notes: list[str] = []
+    context.is_prequantized = bool(quantized_as(read_config(directory)))
+    cache = QuantizedCache(config, directory, context.device, context.news, notes) if config.quantized_cache else None
+    loader = BaseModelLoader(
+        str(directory),
+        context.quantizer,
+        context.adapter,
+        torch.float32 if context.adapter.folder == "model" else STORED[plan.precision],  # what is learned is float32
+        context.device,
+        plan.quantizer,
+        context.is_prequantized,
+        config.trust_remote_code,
+        cache,
+    )
+    packer = WeightPacker(context.quantizer, context.adapter)
+    context.model = context.runtime.strategy.load_model(loader, packer.pack)
+    context.model.requires_grad_(False)
+    return notes
 
-    def outline(self, model: nn.Module) -> dict:
-        return stream.meta_model(model, self.quantizer)
 
-    def outlined(self, about: dict) -> nn.Module:
-        return stream.meta_model_with_shapes(
-            self.directory,
-            self.quantizer,
-            self.adapter.select_targets,
-            about,
-            dtype=self.dtype,
-            trust_remote_code=self.trust_remote_code,
-        )
+def attach_adapter(context: BuildContext) -> list[str]:
+    """What is learned, on the frozen model, and split as that is."""
+    model = context.adapter.attach(context.model)
+    context.model = context.runtime.strategy.shard_adapter(model)
+    return []
+
+
+# In this order, which says what each may rely on. A pass returns a note for each thing that the plan names and this model or machine
+# does not have; what cannot be done without is an error.
+CHOICES = (choose_kernels, choose_parts)  # before the model's memory is counted: they import, compile and try
+PASSES = (
+    load_base,
+    attach_adapter,
+    fuse_lora_layers,  # replaces PEFT's layers, so after them
+    checkpoint_layers,
+    install_kernels,  # compares modules with the model's own, so before anything changes what those compute
+    verify,
+    try_out,
+    specify_loss,  # asks the model's own forward what it does around its head
+    narrow_last_mlp,
+    remove_padding,  # changes the model's attention
+    make_attention_deterministic,  # of whatever attention is there by now
+)
+# Forward and backward on rows of the run, as a step does them: with the heap as a step has it, on the loss that is specified by now.
+CALIBRATIONS = (calibrate_products, calibrate_head_gradient)
 
 
 @quietly()
 @room_for("reading the model", "--quantizer nf4, a smaller model, or --strategy fsdp on several GPUs")
 def build(config: TrainConfig, runtime: Runtime, sample: Sequence[Batch] = ()) -> BuiltModel:
-    """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect.
+    """The model of `config` on this process, in training mode, with the loss that is to be trained on.
 
     `sample`: rows of the run, on which products in 8 bits prove themselves; without any they are not used.
     """
-    plan, directory = runtime.plan, base_directory(config)
-    adapter = registry.load(registry.lookup("adapter", plan.adapter, registry.ADAPTERS))(config, runtime.device)
-    quantizer = registry.load(registry.lookup("quantizer", plan.quantizer, registry.QUANTIZERS))(
-        COMPUTE[plan.precision], config.double_quant
-    )
-    if plan.quantizer in registry.AFFINE:
-        quantizer.group = config.affine_group_size
-    kernels, notes = usable_kernels(runtime)
-    if hasattr(quantizer, "set_kernels"):
-        notes += quantizer.set_kernels(kernels, runtime.device)
-    already = quantized_as(read_config(directory))
-    stored = torch.float32 if adapter.folder == "model" else STORED[plan.precision]  # what is learned is float32
-
-    def fill(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
-        held = quantizer.quantize_into(module, adapter.base_weight(name, weight))
-        if adapter.observes:
-            module.weight = held
-            adapter.on_quantized(name, weight, quantizer.dequantize(module))
-        return held
-
-    news: list[str] = []
-    cache = QuantizedCache(config, directory, runtime.device, news, notes) if config.quantized_cache else None
-    base = BaseModelLoader(
-        str(directory),
-        quantizer,
-        adapter,
-        stored,
-        runtime.device,
-        plan.quantizer,
-        bool(already),
-        config.trust_remote_code,
-        cache,
-    )
+    context = BuildContext(config, runtime, sample)
+    notes = _run(CHOICES, context)
     runtime.memory.start()
     with return_freed_pages():
-        model = runtime.strategy.load_model(base, fill)
-        model.requires_grad_(False)
-        model = runtime.strategy.shard_adapter(adapter.attach(model))
-        notes += fuse_lora(model, quantizer, config, kernels) if config.fused_lora else []
-        if plan.use_gradient_checkpointing:
-            checkpoint_layers(model, config)
-        notes += install_kernels(model, kernels, runtime)
-        model.train()
-        built = BuiltModel(model, adapter.trainable(model), adapter, quantizer, notes, news)
-        assert_in_effect(built, whole=not already)
-        if not any(p.is_meta for p in model.parameters()):
-            with runtime.autocast():
-                try_out(model, next(model.parameters()).device, plan.packing)
-        if config.logits_chunk_tokens:
-            with runtime.autocast():
-                runtime.loss, why = make_loss(model, config, runtime.strategy, kernels)
-                if plan.strategy in registry.FUSED_STRATEGIES and isinstance(runtime.loss, TrainedTokenLoss):
-                    runtime.loss.last_mlp = last_mlp_chunked(model, runtime.loss.head)
-            built.notes += [f"logits of all tokens are made for the loss: {why}"] if why else []
-        if config.padding_free and isinstance(runtime.loss, TrainedTokenLoss):
-            with runtime.autocast():
-                built.notes += remove_padding(built, runtime, kernels)
-        if config.deterministic and runtime.device.type == "cuda":
-            unpadded.make_deterministic(model)
-    if config.frozen_matmul != "full" and sample:
-        news += calibrate_int8(model, runtime, sample, kernels)
-    return built
+        notes += _run(PASSES, context)
+    notes += _run(CALIBRATIONS, context)
+    return BuiltModel(
+        context.model,
+        context.trainable,
+        context.adapter,
+        context.quantizer,
+        context.loss(),
+        notes,
+        context.news,
+    )
+
+
+def _run(passes: Iterable[Callable[[BuildContext], list[str]]], context: BuildContext) -> list[str]:
+    return [note for run_pass in passes for note in run_pass(context)]
 
 
 def optimizer_factory(config: TrainConfig):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import nn
 
 from anyqlora.core.errors import NotSupported, RunError
+from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.linears import linears
 from anyqlora.on_torch.quantizers.experts import PackedExperts, expert_parameters
@@ -15,44 +14,47 @@ from anyqlora.on_torch.quantizers.experts import PackedExperts, expert_parameter
 LEAK = 0.05  # of a document's influence on the next: far above 16-bit rounding, far below one layer that does not keep them apart
 
 
-@dataclass
-class BuiltModel:
-    """model: with its adapter. trainable: {file name: Parameter}. adapter, quantizer: see their packages. notes: fast paths that the
-    plan names and this model cannot take, and why. news: what else is worth a line."""
-
-    model: nn.Module
-    trainable: dict[str, nn.Parameter]
-    adapter: object
-    quantizer: object
-    notes: list[str] = field(default_factory=list)
-    news: list[str] = field(default_factory=list)
+def verify(context: BuildContext) -> list[str]:
+    """What is planned is on the model. Raises RunError."""
+    assert_in_effect(context.model, context.trainable, context.quantizer, whole=not context.is_prequantized)
+    return []
 
 
-def assert_in_effect(built: BuiltModel, whole: bool = True) -> None:
+def assert_in_effect(model: nn.Module, trainable: dict[str, nn.Parameter], quantizer, whole: bool = True) -> None:
     """Raises RunError when the quantizer or the adapter that the plan names is not really on the model: on all linear layers, or on
     some of them where not `whole` (whoever quantized the checkpoint may have left layers out)."""
-    model, kind = built.model, built.quantizer.module_type
-    if not built.trainable:
+    kind = quantizer.module_type
+    if not trainable:
         raise RunError("nothing on this model is learned")
-    wrong_dtype = [name for name, p in built.trainable.items() if p.dtype != torch.float32]
+    wrong_dtype = [name for name, p in trainable.items() if p.dtype != torch.float32]
     if wrong_dtype:
         raise RunError(f"{len(wrong_dtype)} trained tensors are not float32, {wrong_dtype[0]} is the first")
     layers = {name: module for name, module in linears(model, kind).items() if "lora_" not in name}
     plain = [name for name, module in layers.items() if not isinstance(module, kind)]
     if plain and (whole or len(plain) == len(layers)):
-        raise RunError(
-            f"{len(plain)} linear layers are not quantized as planned, {plain[0]} is the first: {type(model.get_submodule(plain[0])).__name__}"
-        )
-    experts = [] if built.quantizer.bits == 16 else expert_parameters(model)
+        first = type(model.get_submodule(plain[0])).__name__
+        raise RunError(f"{len(plain)} linear layers are not quantized as planned, {plain[0]} is the first: {first}")
+    experts = [] if quantizer.bits == 16 else expert_parameters(model)
     if experts and whole:
         raise RunError(f"{len(experts)} experts' weights are not quantized as planned, {experts[0]} is the first")
 
 
-def try_out(model: nn.Module, device: torch.device, packing: bool) -> None:
+def try_out(context: BuildContext) -> list[str]:
     """Run a dozen tokens where this version or the architecture may fall short: quantized experts, and packed documents.
 
+    Raises NotSupported or RunError. A process that has an outline only takes the other's word.
+    """
+    if not context.is_outline:
+        with context.runtime.autocast():
+            run_a_dozen_tokens(context.model, next(context.model.parameters()).device, context.runtime.plan.packing)
+    return []
+
+
+def run_a_dozen_tokens(model: nn.Module, device: torch.device, packing: bool) -> None:
+    """`try_out` of a model on its device.
+
     Two sequences differ in their first document only. What that changes in the second one's logits is compared with what it
-    changes when nothing keeps the documents apart. Raises NotBuilt or RunError.
+    changes when nothing keeps the documents apart.
     """
     mixture = any(isinstance(module, PackedExperts) for module in model.modules())
     if not (packing or mixture):

@@ -1,20 +1,19 @@
-"""The fast paths that a plan names, put onto a model."""
+"""The fast paths that a plan names, put onto a model. Each is a pass of `build`: it returns a note for what is planned and not had here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from anyqlora.config.schema import AUTO, TrainConfig
+from anyqlora.config.schema import AUTO
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, RunError
-from anyqlora.data.stream import Batch
 from anyqlora.on_torch import unpadded
 from anyqlora.on_torch.adapters.fused_layers import are_all_fused, fuse_layers
 from anyqlora.on_torch.assembly import int8_calibration
-from anyqlora.on_torch.assembly.checks import BuiltModel
+from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform
@@ -28,61 +27,124 @@ from anyqlora.on_torch.kernels.frozen_matmul import (
 )
 from anyqlora.on_torch.kernels.self_check import failure
 from anyqlora.on_torch.linears import blocks
-from anyqlora.on_torch.loss import TrainedTokenLoss, loss_from_model, token_loss
+from anyqlora.on_torch.loss import can_narrow_last_mlp, logit_transform
 from anyqlora.on_torch.precision import COMPUTE, STORED
 from anyqlora.on_torch.quantizers.experts import PackedExperts, expert_parameters
-from anyqlora.on_torch.runtime import Runtime
 from anyqlora.planning import memory
 
 
-def checkpoint_layers(model: nn.Module, config: TrainConfig) -> None:
+def choose_kernels(context: BuildContext) -> list[str]:
+    """The planned kernels, or portable ones where they do not run here. Raises RunError when it was they that were asked for."""
+    plan, device = context.runtime.plan, context.device
+    why = "" if plan.kernels == "portable" else failure(plan.kernels, device, STORED[plan.precision])
+    if why and plan.config.asked("kernels"):
+        raise RunError(f"kernels {plan.kernels} cannot be used on {device}: {why}", cure="--kernels portable")
+    context.kernels = "portable" if why else plan.kernels
+    return [f"portable kernels instead of {plan.kernels} ones: {why}"] if why else []
+
+
+def fuse_lora_layers(context: BuildContext) -> list[str]:
+    """LoRA layers whose forward and backward are one function with the frozen weight. Raises NotSupported when that was demanded of layers
+    that do more."""
+    config, is_native = context.config, context.kernels == "native"
+    if not config.fused_lora:
+        return []
+    cached = config.dequantized_layers if isinstance(config.dequantized_layers, int) else 0
+    product = registry.load(
+        "anyqlora.on_torch.kernels.gpu.dropout_lora:lora_linears"
+        if context.kernels == "triton"
+        else "anyqlora.on_torch.kernels.fused_lora:lora_linears"
+    )
+    full = CpuFullMatmul() if is_native else FullMatmul()
+    unfused = fuse_layers(context.model, context.quantizer, cached, product, full)
+    if not unfused:
+        return []
+    if config.sources.get("fused_lora") not in (None, "default", "plan"):
+        raise NotSupported(
+            f"fused: {len(unfused)} LoRA layers of this architecture cannot be, {unfused[0]} is the first",
+            cure="--fused_lora auto",
+        )
+    layers = f"{len(unfused)} LoRA layers are not fused with their weights, {unfused[0]} is the first"
+    return [f"{layers}: they are no plain linear layers"]
+
+
+def checkpoint_layers(context: BuildContext) -> list[str]:
     """Let the first `checkpointed_layers` of the model keep their input only, and be run again in backward: by then the others, which come
     after them, have let go of what they kept."""
+    model, config = context.model, context.config
+    if not context.runtime.plan.use_gradient_checkpointing:
+        return []
     model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
     if config.checkpointed_layers != AUTO:
         for block in blocks(model)[config.checkpointed_layers :]:
             block.gradient_checkpointing = False
     if config.reentrant_checkpointing:
         model.enable_input_require_grads()  # else nothing that enters a block needs a gradient, and none comes out
+    return []
 
 
-def make_loss(model: nn.Module, config: TrainConfig, strategy, kernels: str) -> tuple[Callable, str]:
-    """loss_of the process that has read the model, on all. (the loss, why it is not the fast one or "")."""
+def install_kernels(context: BuildContext) -> list[str]:
+    """Modules that run on our kernels, in the place of the model's that compute the same. Returns what stays as it is, and why."""
+    notes = []
+    if context.kernels != "portable":
+        from anyqlora.on_torch.kernels.swap_modules import install
+
+        with context.runtime.autocast(), evaluating(context.model):
+            notes = install(context.model, context.kernels)
+    context.model.train()  # new modules, too: they were made while it was evaluating
+    return notes
+
+
+def specify_loss(context: BuildContext) -> list[str]:
+    """The output head on some trained tokens at a time, by the kernels that run here. What the process that has read the model finds on it
+    holds on all. Returns why the logits of all tokens are made after all."""
+    config, strategy = context.config, context.runtime.strategy
+    if not config.logits_chunk_tokens:
+        return []
     if strategy.needs_logits:
-        return token_loss, strategy.needs_logits
-    loss, why = (
-        (None, "") if any(p.is_meta for p in model.parameters()) else loss_from_model(model, config.logits_chunk_tokens)
-    )
-    said = strategy.broadcast({"why": why, "after": list(loss.after) if isinstance(loss, TrainedTokenLoss) else None})
-    if said["after"] is None:
-        return token_loss, said["why"]
-    in_c, rows = kernels == "native", config.logits_chunk_tokens
-    is_fused = in_c and config.fused_linear_cross_entropy is True and bindings.preferred("lm_head_cross_entropy")
-    if (
-        config.fused_linear_cross_entropy is True and not is_fused and not config.asked("logits_chunk_tokens")
-    ):  # the kernels do not run here: there are logits after all
-        rows = memory.logits_chunk_tokens(
-            None, config.with_(fused_linear_cross_entropy=False, logits_chunk_tokens=AUTO, kernels=kernels)
+        transform, why = None, strategy.needs_logits
+    else:
+        with context.runtime.autocast():
+            transform, why = (None, "") if context.is_outline else logit_transform(context.model)
+        transform, why = strategy.broadcast([transform, why])
+    if transform is None:
+        return [f"logits of all tokens are made for the loss: {why}"]
+    is_native, chunk = context.kernels == "native", config.logits_chunk_tokens
+    is_fused = is_native and config.fused_linear_cross_entropy is True and bindings.preferred("lm_head_cross_entropy")
+    if config.fused_linear_cross_entropy is True and not is_fused and not config.asked("logits_chunk_tokens"):
+        # The kernels do not run here: there are logits after all, and so a smaller number of them.
+        chunk = memory.logits_chunk_tokens(
+            None, config.with_(fused_linear_cross_entropy=False, logits_chunk_tokens=AUTO, kernels=context.kernels)
         )
-    return TrainedTokenLoss(model.get_output_embeddings(), LogitTransform(*said["after"]), rows, in_c, is_fused), ""
+    context.specify(chunk_tokens=chunk, transform=LogitTransform(*transform), is_native=is_native, is_fused=is_fused)
+    return []
 
 
-def remove_padding(built: BuiltModel, runtime: Runtime, kernels: str) -> list[str]:
-    """Give the model rows without padding, all documents in one launch of attention where that is among the kernels. Returns why not."""
-    in_one = kernels == "triton" and COMPUTE[runtime.plan.precision] != torch.float32
-    slow = unpadded.remove_padding_from(built.model, unpadded.VARLEN) if in_one else ""
-    why = (
-        unpadded.remove_padding_from(built.model, unpadded.NATIVE if kernels == "native" else unpadded.NAME)
-        if slow or not in_one
-        else ""
-    )
-    in_c = (
+def narrow_last_mlp(context: BuildContext) -> list[str]:
+    """The last block's MLP on trained tokens only, where every process has the whole model and it reaches no other token."""
+    if context.loss_spec.chunk_tokens and context.runtime.plan.strategy in registry.FUSED_STRATEGIES:
+        with context.runtime.autocast():
+            context.specify(narrows_last_mlp=can_narrow_last_mlp(context.model))
+    return []
+
+
+def remove_padding(context: BuildContext) -> list[str]:
+    """Rows without padding, all documents in one launch of attention where that is among the kernels. Returns why not."""
+    model, kernels = context.model, context.kernels
+    if not (context.config.padding_free and context.loss_spec.chunk_tokens):
+        return []
+    in_one = kernels == "triton" and COMPUTE[context.runtime.plan.precision] != torch.float32
+    with context.runtime.autocast():
+        slow = unpadded.remove_padding_from(model, unpadded.VARLEN) if in_one else ""
+        name = unpadded.NATIVE if kernels == "native" else unpadded.NAME
+        why = unpadded.remove_padding_from(model, name) if slow or not in_one else ""
+    no_products_of_onednn = (
         kernels == "native"
         and bindings.preferred("frozen_matmul")
-        and are_all_fused(built.model, built.quantizer.module_type)
-        and not is_mixture(built.model)
+        and are_all_fused(model, context.quantizer.module_type)
+        and not is_mixture(model)
     )
-    runtime.loss.inputs = unpadded.padded if why else unpadded.flat_batch_native if in_c else unpadded.flat_batch
+    context.specify(is_unpadded=not why, few_lengths=not no_products_of_onednn)
     return [f"attention runs a document at a time: {slow}"] * bool(slow) + [f"rows are padded: {why}"] * bool(why)
 
 
@@ -91,73 +153,47 @@ def is_mixture(model: nn.Module) -> bool:
     return any(isinstance(module, PackedExperts) for module in model.modules()) or bool(expert_parameters(model))
 
 
-def fuse_lora(model: nn.Module, quantizer, config: TrainConfig, kernels: str = "portable") -> list[str]:
-    """Fuse the model's LoRA layers, and say what could not be. Raises NotBuilt when it was demanded."""
-    cached = config.dequantized_layers if isinstance(config.dequantized_layers, int) else 0
-    linears_of = (
-        "anyqlora.on_torch.kernels.gpu.dropout_lora:lora_linears"
-        if kernels == "triton"
-        else "anyqlora.on_torch.kernels.fused_lora:lora_linears"
-    )
-    left = fuse_layers(
-        model, quantizer, cached, registry.load(linears_of), CpuFullMatmul() if kernels == "native" else FullMatmul()
-    )
-    if left and config.sources.get("fused_lora") not in (None, "default", "plan"):
-        raise NotSupported(
-            f"fused: {len(left)} LoRA layers of this architecture cannot be, {left[0]} is the first",
-            cure="--fused_lora auto",
-        )
-    return (
-        [
-            f"{len(left)} LoRA layers are not fused with their weights, {left[0]} is the first: they are no plain linear layers"
-        ]
-        if left
-        else []
-    )
+def make_attention_deterministic(context: BuildContext) -> list[str]:
+    """Attention on a GPU whose backward adds gradients in one order, where determinism is asked for."""
+    if context.config.deterministic and context.device.type == "cuda":
+        unpadded.make_deterministic(context.model)
+    return []
 
 
-def calibrate_int8(model: nn.Module, runtime: Runtime, sample: Sequence[Batch], kernels: str) -> list[str]:
-    """Products of frozen weights in 8 bits, where they are near. Returns what there is to say of it."""
-
-    def losses() -> Iterator[torch.Tensor]:
-        for batch in sample:
-            with runtime.forward():
-                loss = runtime.loss(model, batch, runtime.device)
-            yield loss
-
-    def seen() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for batch in sample:
-            with runtime.forward():
-                yield runtime.loss.seen(model, batch, runtime.device)
-
-    full, int8 = (CpuFullMatmul(), CpuInt8Matmul()) if kernels == "native" else (FullMatmul(), Int8Matmul())
+def calibrate_products(context: BuildContext) -> list[str]:
+    """Products with frozen weights in 8 bits, where they are near whole ones on the sample. What there is to say of it is news."""
+    if context.config.frozen_matmul == "full" or not context.sample:
+        return []
+    full, int8 = (CpuFullMatmul(), CpuInt8Matmul()) if context.kernels == "native" else (FullMatmul(), Int8Matmul())
     rounded = {
         "int8": int8,
         "int8_backward": SplitMatmul(full, int8),
-        "fp8": Fp8Matmul(kernels in ("exact", "triton")),
-    }[runtime.plan.config.frozen_matmul]
-    said = int8_calibration.calibrate(model, rounded, losses, runtime.strategy.broadcast)
-    return said + (
-        int8_calibration.calibrate_head(runtime.loss, seen, runtime.strategy.broadcast)
-        if isinstance(runtime.loss, TrainedTokenLoss)
-        else []
-    )
+        "fp8": Fp8Matmul(context.kernels in ("exact", "triton")),
+    }[context.config.frozen_matmul]
+    loss, runtime = context.loss(), context.runtime
+
+    def losses() -> Iterator[torch.Tensor]:
+        for batch in context.sample:
+            with runtime.forward():
+                value = loss(context.model, batch, context.device)
+            yield value
+
+    context.news += int8_calibration.calibrate(context.model, rounded, losses, runtime.strategy.broadcast)
+    return []
 
 
-def usable_kernels(runtime: Runtime) -> tuple[str, list[str]]:
-    """(the kernels to run on, why they are not the planned ones). Raises RunError when those were asked for and do not run here."""
-    plan = runtime.plan
-    why = "" if plan.kernels == "portable" else failure(plan.kernels, runtime.device, STORED[plan.precision])
-    if why and plan.config.asked("kernels"):
-        raise RunError(f"kernels {plan.kernels} cannot be used on {runtime.device}: {why}", cure="--kernels portable")
-    return ("portable", [f"portable kernels instead of {plan.kernels} ones: {why}"]) if why else (plan.kernels, [])
-
-
-def install_kernels(model: nn.Module, kernels: str, runtime: Runtime) -> list[str]:
-    """Put modules that run on our kernels in the place of the model's. Returns what stays as it is, and why."""
-    if kernels == "portable":
+def calibrate_head_gradient(context: BuildContext) -> list[str]:
+    """With products in 8 bits, the gradient of the head's input from weights in 8 bits, too, where that is near. News, as above."""
+    if context.config.frozen_matmul == "full" or not context.sample or not context.loss_spec.chunk_tokens:
         return []
-    from anyqlora.on_torch.kernels.swap_modules import install
+    loss, runtime = context.loss(), context.runtime
 
-    with runtime.autocast(), evaluating(model):
-        return install(model, kernels)
+    def hidden() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in context.sample:
+            with runtime.forward():  # what is computed of them is of the same precision
+                yield loss.hidden(context.model, batch, context.device)
+
+    context.quantized_head, news = int8_calibration.calibrate_head(loss, hidden, runtime.strategy.broadcast)
+    context.specify(int8_gradient=context.quantized_head is not None)
+    context.news += news
+    return []

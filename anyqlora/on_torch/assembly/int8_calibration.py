@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -118,40 +119,37 @@ def calibrate(
 
 def calibrate_head(
     loss: TrainedTokenLoss,
-    seen: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]],
-    told: Callable = lambda chosen: chosen,
-) -> list[str]:
-    """Let the gradient of the output head's input be of numbers in 8 bits where that is near the whole one. Returns what is to be said.
+    hidden: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]],
+    broadcast: Callable = lambda value: value,
+) -> tuple[bindings.QuantizedHead | None, list[str]]:
+    """(the output head's weights in 8 bits, from which the gradient of its input is near the one from the whole weights, or None; what is to
+    be said of it).
 
-    `seen` gives the head's inputs [N, H] and the targets [N] of some rows. The loss itself stays as it is. Only where the head is C's.
+    `hidden` gives the head's inputs [N, H] and the targets [N] of some rows. Only where the head is one C kernel, and a factor at most follows.
     """
+    if not loss.spec.is_fused or loss.spec.transform.cap is not None:
+        return None, []
     with return_freed_pages():
-        rounded = (
-            bindings.quantize_lm_head(loss.head.weight.detach()) if loss.is_fused and loss.after.cap is None else None
-        )
-    if rounded is None:
-        return []
-    apart, whole = 0.0, TINY
+        quantized = bindings.quantize_lm_head(loss.head.weight.detach())
+    if quantized is None:
+        return None, []
+    full, in_8_bits = (replace(loss, quantized_head=weights) for weights in (None, quantized))
+    difference, norm = 0.0, TINY
     with torch.no_grad():
-        for hidden, targets in seen():
-            exact, ours = (_gradient(loss, way, hidden, targets) for way in (None, rounded))
-            apart, whole = apart + float((ours - exact).square().sum()), whole + float(exact.square().sum())
-    off = math.sqrt(apart / whole)
-    is_near = told(off <= NEAR)
-    loss.quantized_head = rounded if is_near else None
-    return [
-        f"the output head's gradient in 8 bits is {off:.1%} off the whole one"
-        if is_near
-        else f"the output head's gradient is not rounded: it would be {off:.0%} off"
-    ]
+        for x, targets in hidden():
+            exact, ours = (_gradient(each, x, targets) for each in (full, in_8_bits))
+            difference += float((ours - exact).square().sum())
+            norm += float(exact.square().sum())
+    off = math.sqrt(difference / norm)
+    if not broadcast(off <= NEAR):
+        return None, [f"the output head's gradient is not rounded: it would be {off:.0%} off"]
+    return quantized, [f"the output head's gradient in 8 bits is {off:.1%} off the whole one"]
 
 
 @torch.enable_grad()
-def _gradient(
-    loss: TrainedTokenLoss, rounded: bindings.QuantizedHead | None, hidden: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    loss.quantized_head, hidden = rounded, hidden.detach().requires_grad_()
-    return torch.autograd.grad(loss.of(hidden, targets), hidden)[0].float()
+def _gradient(loss: TrainedTokenLoss, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    hidden = hidden.detach().requires_grad_()
+    return torch.autograd.grad(loss.from_hidden(hidden, targets), hidden)[0].float()
 
 
 def _compared(

@@ -38,21 +38,21 @@ LEFT_OUT = (
 class LoadPolicy:
     """What happens to each weight on its way in.
 
-    `select_targets(model)` sees the model before any weight is read; `fill(name, module, weight) -> Parameter` packs a weight [out, in]
+    `select_targets(model)` sees the model before any weight is read; `pack(name, module, weight) -> Parameter` packs a weight [out, in]
     in float32 or, where that is exact, bf16; `quantizer` says what modules hold them.
     """
 
     quantizer: object
-    fill: Callable[[str, nn.Module, torch.Tensor], nn.Parameter]
+    pack: Callable[[str, nn.Module, torch.Tensor], nn.Parameter]
     select_targets: Callable[[nn.Module], None]
 
 
 @register_quantization_config(METHOD)
 class _StreamConfig(QuantizationConfigMixin):
-    """Carries a Placing through `from_pretrained`; it is never written to disk."""
+    """Carries a LoadPolicy through `from_pretrained`; it is never written to disk."""
 
-    def __init__(self, placing: LoadPolicy | None = None, dtype: torch.dtype = torch.float32, **ignored):
-        self.quant_method, self.placing, self.dtype = METHOD, placing, dtype
+    def __init__(self, policy: LoadPolicy | None = None, dtype: torch.dtype = torch.float32, **ignored):
+        self.quant_method, self.policy, self.dtype = METHOD, policy, dtype
         self.failure: Exception | None = None
 
     def __deepcopy__(self, memo):
@@ -66,11 +66,11 @@ class StreamingQuantizer(HfQuantizer):
     is_trainable = True
 
     def _process_model_before_weight_loading(self, model, **_):
-        placing = self.quantization_config.placing
-        placing.select_targets(model)
+        policy = self.quantization_config.policy
+        policy.select_targets(model)
         self.directory = model.name_or_path
         self.transposed: set[str] = set()
-        self.filled: dict[str, nn.Module] = {}
+        self.layers: dict[str, nn.Module] = {}
         for name, module in linears(model).items():
             if isinstance(module, Conv1D):
                 self.transposed.add(name)
@@ -78,15 +78,15 @@ class StreamingQuantizer(HfQuantizer):
                 with torch.device("meta"):
                     module = nn.Linear(module.nx, module.nf)
                 module.bias = bias
-            self.filled[name] = placing.quantizer.empty_layer(module)
-            model.set_submodule(name, self.filled[name])
-        quantized = placing.quantizer.bits < 16
+            self.layers[name] = policy.quantizer.empty_layer(module)
+            model.set_submodule(name, self.layers[name])
+        quantized = policy.quantizer.bits < 16
         self.experts = {
-            name: PackedExperts(name, model.get_parameter(name).shape, placing.quantizer)
+            name: PackedExperts(name, model.get_parameter(name).shape, policy.quantizer)
             for name in (expert_parameters(model) if quantized else ())
         }
         if quantized:
-            refuse_what_stays(model, {*self.experts, *(f"{name}.weight" for name in self.filled)})
+            refuse_what_stays(model, {*self.experts, *(f"{name}.weight" for name in self.layers)})
         for name, parameter in model.named_parameters():
             if (
                 parameter.is_floating_point()
@@ -97,12 +97,12 @@ class StreamingQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model, param_name: str, **_) -> bool:
         owner, _, attribute = param_name.rpartition(".")
-        return (attribute == "weight" and owner in self.filled) or param_name in self.experts
+        return (attribute == "weight" and owner in self.layers) or param_name in self.experts
 
     def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
         """Bytes per weight: on a GPU transformers reserves the whole model's memory by it before loading."""
         packed = self.param_needs_quantization(model, param_name)
-        return self.quantization_config.placing.quantizer.bits / 8 if packed else param.element_size()
+        return self.quantization_config.policy.quantizer.bits / 8 if packed else param.element_size()
 
     def get_quantize_ops(self):
         return QuantizeOp(self)
@@ -126,13 +126,13 @@ class QuantizeOp(ConversionOps):
 
     def convert(self, input_dict, **_):
         try:
-            return {name: self.filled(name, input_dict.pop(name)) for name in list(input_dict)}
+            return {name: self.quantize(name, input_dict.pop(name)) for name in list(input_dict)}
         except Exception as error:  # transformers would log it, go on, and raise another at the end
             self.stream.quantization_config.failure = error
             raise
 
     @torch.no_grad()
-    def filled(self, name: str, tensor) -> nn.Parameter:
+    def quantize(self, name: str, tensor) -> nn.Parameter:
         tensor = tensor[0] if isinstance(tensor, list) else tensor
         if (
             not tensor.is_floating_point()
@@ -147,14 +147,14 @@ class QuantizeOp(ConversionOps):
             return nn.Parameter(torch.empty(0, device=tensor.device), requires_grad=False)
         owner = name.rpartition(".")[0]
         weight = tensor.T if owner in self.stream.transposed else tensor
-        module = self.stream.filled[owner]
+        module = self.stream.layers[owner]
         if weight.shape != (module.out_features, module.in_features):
             raise UsageError(
                 f"{name} has shape {list(weight.shape)} in the files and [{module.out_features}, {module.in_features}] in the model",
                 where=self.stream.directory,
                 cure="a config.json and weights that belong together",
             )
-        return self.stream.quantization_config.placing.fill(owner, module, weight)
+        return self.stream.quantization_config.policy.pack(owner, module, weight)
 
 
 def refuse_what_stays(model: nn.Module, packed: set[str]) -> None:
@@ -178,15 +178,15 @@ def refuse_what_stays(model: nn.Module, packed: set[str]) -> None:
 
 
 def load_streamed(
-    directory: str, placing: LoadPolicy, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    directory: str, policy: LoadPolicy, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
 ) -> nn.Module:
-    """The causal LM of `directory`, its linear and expert weights through `placing`, everything else in `dtype`.
+    """The causal LM of `directory`, its linear and expert weights through `policy`, everything else in `dtype`.
 
     Raises UsageError for files that are not this model's, NotBuilt for weights that cannot be quantized.
     """
-    stream = _StreamConfig(placing, dtype)
+    stream = _StreamConfig(policy, dtype)
     eager = (
-        {"experts_implementation": "eager"} if placing.quantizer.bits < 16 else {}
+        {"experts_implementation": "eager"} if policy.quantizer.bits < 16 else {}
     )  # the one that takes an expert at a time
     try:
         model = _from_pretrained(

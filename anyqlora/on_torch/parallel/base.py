@@ -48,12 +48,12 @@ class Strategy:
     def setup(self) -> None:
         """Form the process group and the mesh; one process needs neither."""
 
-    def load_model(self, build: Callable, quantise: Callable) -> nn.Module:
-        """`build(quantise)` reads the model and calls `quantise(name, module, weight)` for each linear weight."""
-        return build(quantise)
+    def load_model(self, loader, pack: Callable) -> nn.Module:
+        """`loader.load(pack)` reads the model and calls `pack(name, module, weight)`, which gives a parameter, for each linear weight."""
+        return loader.load(pack)
 
     def shard_adapter(self, model: nn.Module) -> nn.Module:
-        """What `materialise` has split, its adapter is split like; before anything is run."""
+        """What `load_model` has split, its adapter is split like; before anything is run."""
         return model
 
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 
@@ -68,31 +69,28 @@ class MultiProcessStrategy(Strategy):
 
     # --------------------------------------------------------------------------------------------------- the model
 
-    def load_model(self, build: Callable, quantise: Callable) -> nn.Module:
+    def load_model(self, loader, pack: Callable) -> nn.Module:
         """Rank 0 reads and quantizes; the others get an outline, and what it holds part by part in `prepare`."""
-        self.quantizer = build.quantizer
-        model, said = None, None
+        self.quantizer = loader.quantizer
+        model, outline = None, None
         if self.rank == 0:
             try:
-                model = (
-                    build(quantise) if self.keeps_whole else build(self._on_the_device(quantise), torch.device("cpu"))
-                )
-                said = build.outline(model)
+                if self.keeps_whole or self.device.type == "cpu":
+                    model = loader.load(pack)
+                else:
+                    model = loader.load(functools.partial(self._pack_on_device, pack), torch.device("cpu"))
+                outline = loader.outline(model)
             except BaseException as error:
                 self.link.broadcast({"failed": type(error).__name__})
                 raise
-        said = self.link.broadcast(said)
-        if "failed" in said:
-            raise PeerLost(f"rank {self.rank} ends: rank 0 could not read the model ({said['failed']})")
-        return build.outlined(said) if model is None else model
+        outline = self.link.broadcast(outline)
+        if "failed" in outline:
+            raise PeerLost(f"rank {self.rank} ends: rank 0 could not read the model ({outline['failed']})")
+        return loader.outlined(outline) if model is None else model
 
-    def _on_the_device(self, quantise: Callable) -> Callable:
-        """Weights are quantized where that is fast and wait in host memory until their layer is sharded."""
-
-        def quantised(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
-            return quantise(name, module, weight.to(self.device)).to("cpu")
-
-        return quantise if self.device.type == "cpu" else quantised
+    def _pack_on_device(self, pack: Callable, name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
+        """A weight is quantized where that is fast and waits in host memory until its layer is sharded."""
+        return pack(name, module, weight.to(self.device)).to("cpu")
 
     def share(
         self, module: nn.Module, done: Callable[[nn.Module], bool] = lambda part: False, keeps: bool = True

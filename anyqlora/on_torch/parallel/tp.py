@@ -6,6 +6,7 @@ whole (with double quantization the scales of scales are not).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -43,24 +44,12 @@ class TensorParallel(ShardedStrategy):
 
     # ------------------------------------------------------------------------------------------------ before training
 
-    def load_model(self, build: Callable, quantise: Callable) -> nn.Module:
+    def load_model(self, loader, pack: Callable) -> nn.Module:
         """Rank 0 slices each weight that the layout splits as it comes in, and only then quantizes; then every process gets its slices."""
-        self.splits, ways = planned_splits(self.plan.config, self.along.size()), self.along.size()
-        for_others: dict[
-            str, list[nn.Parameter]
-        ] = {}  # rank 0's: of each layer the slices 1, 2, ..., in host memory until they are sent
-
-        def slice_first(name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
-            if name not in self.splits:
-                return quantise(name, module, weight)
-            others = [
-                quantise(name, module, self.splits[name].slice(weight, number, ways)).to("cpu")
-                for number in range(1, ways)
-            ]
-            for_others[name] = others
-            return quantise(name, module, self.splits[name].slice(weight, 0, ways))
-
-        model = super().load_model(build, slice_first)
+        self.splits = planned_splits(self.plan.config, self.along.size())
+        # Rank 0's: of each layer the slices 1, 2, ..., in host memory until they are sent
+        for_others: dict[str, list[nn.Parameter]] = {}
+        model = super().load_model(loader, functools.partial(self._pack_slices, pack, for_others))
         left = set(self.splits) - set(for_others)
         if self.rank == 0 and left:
             raise RunError(f"{len(left)} layers are not split as planned, {min(left)} is the first")
@@ -76,6 +65,23 @@ class TensorParallel(ShardedStrategy):
                 model.get_submodule(parent).register_forward_hook(copiers[parent].forget)
             split_frozen(model.get_submodule(name), split, self.along, copiers[parent])
         return model
+
+    def _pack_slices(
+        self,
+        pack: Callable,
+        for_others: dict[str, list[nn.Parameter]],
+        name: str,
+        module: nn.Module,
+        weight: torch.Tensor,
+    ) -> nn.Parameter:
+        """The first slice of a weight that is split, packed by itself; the others' go into `for_others`."""
+        if name not in self.splits:
+            return pack(name, module, weight)
+        split, ways = self.splits[name], self.along.size()
+        for_others[name] = [
+            pack(name, module, split.slice(weight, number, ways)).to("cpu") for number in range(1, ways)
+        ]
+        return pack(name, module, split.slice(weight, 0, ways))
 
     def share_slices(self, layer: nn.Module, others: list[nn.Parameter]) -> None:
         """`layer` with this process's slice. Rank 0 has slice 0 in it and, in `others`, those that come after."""

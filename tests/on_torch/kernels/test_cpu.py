@@ -10,13 +10,14 @@ from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import UsageError
 from anyqlora.models import architectures
 from anyqlora.on_torch import loss, unpadded
-from anyqlora.on_torch.assembly.fast_paths import make_loss
+from anyqlora.on_torch.assembly.context import BuildContext
+from anyqlora.on_torch.assembly.fast_paths import specify_loss
 from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_modules
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy
 from anyqlora.on_torch.kernels.cross_entropy import reference as reference_loss
 from anyqlora.on_torch.kernels.frozen_matmul import CpuFullMatmul, CpuInt8Matmul
-from anyqlora.on_torch.parallel.base import Strategy
+from anyqlora.on_torch.runtime import Runtime
 from anyqlora.planning import memory, native_kernels
 from anyqlora.planning.backends import BackendManager
 from tests.support import tiny_models
@@ -369,10 +370,13 @@ def test_where_the_kernels_turn_out_not_to_run_logits_are_few_at_a_time(asked, t
             {"model_name": str(tiny_models.make(tmp_path)), "dataset": "none", "precision": "bf16", **asked}, environ={}
         )
     )
-    model, strategy = AutoModelForCausalLM.from_pretrained(tmp_path), Strategy(plan)
-    ours, left = (make_loss(model, plan.config, strategy, kernels)[0] for kernels in ("native", "portable"))
-    assert ours.is_fused and not left.is_fused
-    assert (ours.rows, left.rows) == ((40, 40) if asked else (512, 64))
+    model, specs = AutoModelForCausalLM.from_pretrained(tmp_path), []
+    for kernels in ("native", "portable"):
+        context = BuildContext(plan.config, Runtime(plan), kernels=kernels, model=model)
+        assert specify_loss(context) == []
+        specs.append(context.loss_spec)
+    assert [spec.is_fused for spec in specs] == [True, False]
+    assert [spec.chunk_tokens for spec in specs] == ([40, 40] if asked else [512, 64])
 
 
 @needs_head
@@ -423,7 +427,7 @@ def test_models_learn_what_they_learn_on_portable_kernels(architecture, tmp_path
         for name, parameter in started.built.trainable.items():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(len(name)))
-        assert isinstance(started.runtime.loss, loss.TrainedTokenLoss) and started.runtime.loss.is_native == (
+        assert isinstance(started.built.loss, loss.TrainedTokenLoss) and started.built.loss.spec.is_native == (
             kernels == "native"
         )
         replaced = [
@@ -434,7 +438,7 @@ def test_models_learn_what_they_learn_on_portable_kernels(architecture, tmp_path
             (REPLACED[architecture], {unpadded.NATIVE}) if kernels == "native" else (set(), {unpadded.NAME})
         )
         (batch,) = started.run.stream[0]
-        value = started.runtime.loss(started.model, batch, torch.device("cpu"))
+        value = started.built.loss(started.model, batch, torch.device("cpu"))
         found[kernels] = (
             value.item(),
             torch.cat([g.flatten() for g in torch.autograd.grad(value, list(started.built.trainable.values()))]),
@@ -496,9 +500,9 @@ def test_positions_are_turned_by_float32_angles(architecture, tmp_path):
             to.append((cos, sin)) or bindings.rotate(x, cos, sin)
         )
     (batch,) = started.run.stream[0]
-    started.runtime.loss(started.model, batch, torch.device("cpu")).backward()
+    started.built.loss(started.model, batch, torch.device("cpu")).backward()
 
-    given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
+    given, _ = started.built.loss.prepare(batch, torch.device("cpu"))
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     expected = {}
     for module in whole.modules():

@@ -598,7 +598,7 @@ def started(tmp_path, change=lambda model: None, intermediate_size=128, **settin
     built = build(run.plan.config, runtime)
     change(built.model)
     sample = run.data.sample(1)
-    return built.model, lambda: (runtime.loss(built.model, batch, runtime.device) for batch in sample)
+    return built.model, lambda: (built.loss(built.model, batch, runtime.device) for batch in sample)
 
 
 def groups_of(model):

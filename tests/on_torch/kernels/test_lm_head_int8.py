@@ -3,6 +3,7 @@ in whole runs.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from anyqlora.on_torch.assembly import int8_calibration
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy
 from anyqlora.on_torch.kernels.frozen_matmul import rotated
-from anyqlora.on_torch.loss import TrainedTokenLoss
+from anyqlora.on_torch.loss import LossSpec, TrainedTokenLoss
 from anyqlora.planning import memory, native_kernels
 from tests.on_torch.kernels.test_frozen_matmul import trained
 
@@ -160,20 +161,20 @@ def test_words_that_are_masked_out_do_not_count():
 
 def loss_of(vocab=1000, is_fused=True, after=LogitTransform()):
     head = nn.Linear(64, vocab, bias=False).bfloat16().requires_grad_(False)
-    return TrainedTokenLoss(head, after, 64, is_native=True, is_fused=is_fused)
+    return TrainedTokenLoss(LossSpec(64, after, is_native=True, is_fused=is_fused), head)
 
 
 @pytest.mark.parametrize("is_near", [True, False])
 def test_it_is_taken_where_it_is_near(is_near):
     """All processes do as the first one says."""
     loss, hidden, targets = loss_of(), drawn(30, 64), torch.arange(30)
-    (said,) = int8_calibration.calibrate_head(loss, lambda: [(hidden, targets)], told=lambda own: own and is_near)
-    assert said.startswith(
+    weights, (line,) = int8_calibration.calibrate_head(loss, lambda: [(hidden, targets)], lambda own: own and is_near)
+    assert line.startswith(
         "the output head's gradient in 8 bits is 0." if is_near else "the output head's gradient is not rounded"
     )
     x = hidden.requires_grad_()
     ours, exact = (
-        loss.of(x, targets),
+        replace(loss, quantized_head=weights).from_hidden(x, targets),
         cross_entropy(x, loss.head.weight, None, targets, rows=64, is_native=True, is_fused=True),
     )
     assert ours.item() == exact.item()
@@ -182,19 +183,15 @@ def test_it_is_taken_where_it_is_near(is_near):
 
 def test_what_is_far_is_not_taken(monkeypatch):
     monkeypatch.setattr(int8_calibration, "NEAR", 1e-6)
-    loss = loss_of()
-    (said,) = int8_calibration.calibrate_head(loss, lambda: [(drawn(30, 64), torch.arange(30))])
-    assert loss.quantized_head is None and "not rounded" in said
+    weights, (line,) = int8_calibration.calibrate_head(loss_of(), lambda: [(drawn(30, 64), torch.arange(30))])
+    assert weights is None and "not rounded" in line
 
 
 @pytest.mark.parametrize("loss", [{"is_fused": False}, {"after": LogitTransform(cap=30.0)}], ids=str)
 def test_heads_that_it_is_not_for(loss):
     """Logits are in memory, or something comes after them."""
-    loss = loss_of(**loss)
-    assert (
-        int8_calibration.calibrate_head(loss, lambda: [(drawn(30, 64), torch.arange(30))]) == []
-        and loss.quantized_head is None
-    )
+    rows = [(drawn(30, 64), torch.arange(30))]
+    assert int8_calibration.calibrate_head(loss_of(**loss), lambda: rows) == (None, [])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from anyqlora.on_torch import device, unpadded
 from anyqlora.on_torch import loss as losses
 from anyqlora.on_torch.adapters.fused_layers import fused_layers
 from anyqlora.on_torch.assembly import fast_paths
+from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.kernels import attention, deterministic, fused_lora
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy, reference
@@ -103,14 +104,14 @@ def test_the_loss_on_trained_tokens_is_the_loss(started):
     """Every architecture, whatever it does after its head; the reference makes all logits by the
     model's own forward.
     """
-    assert isinstance(started.runtime.loss, losses.TrainedTokenLoss) and not any(
+    assert isinstance(started.built.loss, losses.TrainedTokenLoss) and not any(
         "logits" in note for note in started.built.notes
     )
     (batch,) = started.run.stream[0]
     for name, parameter in started.built.trainable.items():
         torch.nn.init.normal_(parameter, std=0.05) if "lora_B" in name else None
     device, trainable = torch.device("cpu"), list(started.built.trainable.values())
-    ours, theirs = started.runtime.loss(started.model, batch, device), losses.token_loss(started.model, batch, device)
+    ours, theirs = started.built.loss(started.model, batch, device), losses.token_loss(started.model, batch, device)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     for mine, other in zip(gradients(ours / 50, *trainable), gradients(theirs / 50, *trainable), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-6 * float(other.abs().max()))
@@ -120,24 +121,22 @@ def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(
     """Against the same loss with the MLP on all tokens."""
     (batch,) = started.run.stream[0]
     batch = replace(batch, targets=np.where(np.arange(batch.ids.shape[1]) % 3 == 0, batch.targets, stream.IGNORE))
-    mlp, seen = started.runtime.loss.last_mlp, []
-    assert (mlp is None) == (
+    loss, seen = started.built.loss, []
+    assert (loss.last_mlp is None) == (
         started.architecture in ("gpt_oss", "granitemoe")
     )  # experts that also say how they chose; another name
-    if mlp is None:
+    if loss.last_mlp is None:
         return
     for name, parameter in started.built.trainable.items():
         torch.nn.init.normal_(parameter, std=0.05) if "lora_B" in name else None
     trainable = list(started.built.trainable.values())
-    handle = mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[:-1].numel()))
+    handle = loss.last_mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[:-1].numel()))
     try:
-        ours = started.runtime.loss(started.model, batch, torch.device("cpu"))
+        ours = loss(started.model, batch, torch.device("cpu"))
         found = gradients(ours, *trainable)
-        started.runtime.loss.last_mlp = None
-        theirs = started.runtime.loss(started.model, batch, torch.device("cpu"))
+        theirs = replace(loss, last_mlp=None)(started.model, batch, torch.device("cpu"))
         expected = gradients(theirs, *trainable)
     finally:
-        started.runtime.loss.last_mlp = mlp
         handle.remove()
     assert seen[0] == batch.trained < seen[1] / 3
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
@@ -157,9 +156,9 @@ def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(
 )
 def test_the_last_mlp_is_not_narrowed_where_it_runs_again_or_draws(settings, skips, tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", **settings)
-    mlp = getattr(started.runtime.loss, "last_mlp", None)
+    mlp = getattr(started.built.loss, "last_mlp", None)
     assert (mlp is not None) == bool(skips) and (skips is not None) == isinstance(
-        started.runtime.loss, losses.TrainedTokenLoss
+        started.built.loss, losses.TrainedTokenLoss
     )
     assert mlp is None or mlp is started.model.get_submodule("base_model.model.model.layers")[-1].mlp
     assert np.isfinite(started.step())
@@ -167,11 +166,11 @@ def test_the_last_mlp_is_not_narrowed_where_it_runs_again_or_draws(settings, ski
 
 def test_an_mlp_that_mixes_tokens_is_left_alone(tmp_path):
     model = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora").model
-    head, block = model.get_output_embeddings(), model.get_submodule("base_model.model.model.layers")[-1]
-    assert losses.last_mlp_chunked(model, head) is block.mlp
-    forward = block.mlp.forward
-    block.mlp.forward = lambda x: forward(x + x.mean(1, keepdim=True))
-    assert losses.last_mlp_chunked(model, head) is None
+    mlp = model.get_submodule("base_model.model.model.layers")[-1].mlp
+    assert losses.last_mlp(model) is mlp and losses.can_narrow_last_mlp(model)
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x + x.mean(1, keepdim=True))
+    assert not losses.can_narrow_last_mlp(model)
 
 
 def test_what_follows_the_head_is_what_the_configuration_says(started):
@@ -180,17 +179,14 @@ def test_what_follows_the_head_is_what_the_configuration_says(started):
         "gemma2": LogitTransform(cap=3.0),
         "cohere": LogitTransform(scale=0.0625),
     }
-    assert started.runtime.loss.after == expected.get(started.architecture, LogitTransform())
+    assert started.built.loss.spec.transform == expected.get(started.architecture, LogitTransform())
 
 
 def test_an_architecture_that_does_something_else_after_its_head_is_named(tmp_path):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
     model = started.model
     model.register_forward_hook(lambda module, arguments, output: setattr(output, "logits", output.logits**3) or output)
-    assert losses.loss_from_model(model, 16) == (
-        losses.token_loss,
-        "what it does to logits after its head is not known here",
-    )
+    assert losses.logit_transform(model) == (None, "what it does to logits after its head is not known here")
 
 
 def test_float64_is_made_in_host_memory_only():
@@ -227,7 +223,7 @@ def test_no_more_logits_than_asked_for_are_made(tmp_path):
 
     (batch,) = started.run.stream[0]
     with Watch():
-        (started.runtime.loss(started.model, batch, torch.device("cpu")) / batch.trained).backward()
+        (started.built.loss(started.model, batch, torch.device("cpu")) / batch.trained).backward()
     vocabulary = started.model.get_output_embeddings().out_features
     weight = torch.Size((started.model.config.hidden_size, vocabulary))  # as the product takes it
     assert (
@@ -246,7 +242,7 @@ def test_full_fine_tuning_learns_a_tied_head_as_by_the_definition(tmp_path):
     assert stream.IGNORE in batch.targets
     found = [
         gradients(loss(started.model, batch, torch.device("cpu")), *trainable)
-        for loss in (started.runtime.loss, losses.token_loss)
+        for loss in (started.built.loss, losses.token_loss)
     ]
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
@@ -338,7 +334,7 @@ def step_of(directory, tmp_path, dtype=None, **settings):
         parameter.data = (0.1 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
     (batch,) = started.run.stream[0]
     with started.runtime.autocast():
-        loss = started.runtime.loss(started.model, batch, torch.device("cpu")) / batch.trained
+        loss = started.built.loss(started.model, batch, torch.device("cpu")) / batch.trained
     loss.backward()
     return started, loss.item(), {name: p.grad for name, p in started.built.trainable.items()}
 
@@ -405,10 +401,13 @@ def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_
     llama = tiny_models.make(tmp_path / "llama", "llama", intermediate_size=128)
     dora = tiny_models.Started(tmp_path / "dora", llama, adapter="dora")
     assert not fused_layers(dora.model)
-    demanded, planned = (dora.plan.config.with_(sources={"fused_lora": source}) for source in ("command line", "plan"))
+    demanded, planned = (
+        dora.plan.config.with_(fused_lora=True, sources={"fused_lora": source}) for source in ("command line", "plan")
+    )
+    parts = {"runtime": dora.runtime, "model": dora.model, "quantizer": dora.built.quantizer}
     with pytest.raises(NotSupported, match="14 LoRA layers"):
-        fast_paths.fuse_lora(dora.model, dora.built.quantizer, demanded)
-    assert "14 LoRA layers are not fused" in fast_paths.fuse_lora(dora.model, dora.built.quantizer, planned)[0]
+        fast_paths.fuse_lora_layers(BuildContext(demanded, **parts))
+    assert "14 LoRA layers are not fused" in fast_paths.fuse_lora_layers(BuildContext(planned, **parts))[0]
     for name in ("custom_lora", "custom_qlora"):
         assert fused_layers(tiny_models.Started(tmp_path / name, llama, train_type=name).model)
 
@@ -517,12 +516,12 @@ def test_flat_rows_have_the_loss_and_the_gradient_of_padded_rows(architecture, t
         else {}
     )
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
-    assert started.runtime.loss.inputs is unpadded.flat_batch and started.built.notes == []
+    assert started.built.loss.spec.is_unpadded and started.built.notes == []
     rows, device = started.run.data.train[:4], torch.device("cpu")
     trainable = list(started.built.trainable.values())
     found = []
     for batches in ([stream.collate([rows[:2], rows[2:3], rows[3:]], 0)], [stream.collate([[row]], 0) for row in rows]):
-        loss = sum(started.runtime.loss(started.model, batch, device) for batch in batches)
+        loss = sum(started.built.loss(started.model, batch, device) for batch in batches)
         found.append((loss.item(), torch.cat([g.flatten() for g in gradients(loss, *trainable)])))
     (ours, gradient), (theirs, expected) = found
     assert ours == pytest.approx(theirs, rel=1e-6) and float((gradient - expected).norm() / expected.norm()) < 1e-5
@@ -536,7 +535,7 @@ def test_flat_rows_compute_nothing_for_padding(tmp_path):
     started.model.get_submodule("base_model.model.model.layers.0.mlp").register_forward_pre_hook(
         lambda module, inputs: seen.append(inputs[0].shape[:-1].numel())
     )
-    started.runtime.loss(started.model, batch, torch.device("cpu"))
+    started.built.loss(started.model, batch, torch.device("cpu"))
     assert seen == [batch.tokens + unpadded.padding_rows(batch.tokens)] and seen[0] < batch.ids.size
 
 
@@ -554,7 +553,7 @@ def test_a_batch_asks_nothing_of_the_device(tmp_path):
             and len(unpadded.trained_positions(targets)) == batch.trained
         )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        started.runtime.loss(started.model, batch, torch.device("cpu"))
+        started.built.loss(started.model, batch, torch.device("cpu"))
     assert not any(event.key == "aten::nonzero" for event in seen.key_averages())
     documents = unpadded.document_lengths(given["attention_mask"])
     assert attention._spans(documents) is attention._spans(unpadded.document_lengths(given["attention_mask"]))
@@ -581,7 +580,7 @@ def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(se
     rows = started.run.data.train
     batches = (stream.collate([[row] for row in rows[:count]], 0) for count in range(2, 30))
     batch = next(batch for batch in batches if unpadded.padding_rows(batch.tokens) >= 16)
-    given, _ = started.runtime.loss.inputs(batch, torch.device("cpu"))
+    given, _ = started.built.loss.prepare(batch, torch.device("cpu"))
     assert given["input_ids"].numel() == batch.tokens + (
         unpadded.padding_rows(batch.tokens) if few or not bindings.preferred("frozen_matmul") else -batch.tokens % 16
     )
@@ -610,7 +609,7 @@ def test_attention_that_flat_rows_would_change_keeps_its_padding(architecture, o
     evaluation does not show.
     """
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", architecture, **own), train_type="lora")
-    assert started.runtime.loss.inputs is unpadded.padded and any(
+    assert not started.built.loss.spec.is_unpadded and any(
         "rows are padded" in note and why in note for note in started.built.notes
     )
     windows = [getattr(config, "sliding_window", None) for config in unpadded._configs(started.model)]
@@ -693,6 +692,6 @@ def test_attention_that_is_more_than_that_stays_the_architectures_own(tmp_path):
             train_type="lora",
         )
         assert (
-            started.runtime.loss.inputs is unpadded.padded
+            not started.built.loss.spec.is_unpadded
             and "rows are padded: this architecture's attention is eager" in started.built.notes
         )

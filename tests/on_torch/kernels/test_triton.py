@@ -28,7 +28,8 @@ import triton
 from triton.runtime import interpreter
 
 from anyqlora.core.errors import RunError
-from anyqlora.on_torch.assembly.fast_paths import usable_kernels
+from anyqlora.on_torch.assembly.context import BuildContext
+from anyqlora.on_torch.assembly.fast_paths import choose_kernels
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_modules, varlen
 from anyqlora.on_torch.kernels.frozen_matmul import FLOAT8, quantize_rows
@@ -631,10 +632,9 @@ def test_kernels_that_do_not_run_are_refused_when_asked_for_and_named_when_not(t
     assert refused.value.cure == "--kernels portable"
     plan = tiny_models.Started(tmp_path / "portable", directory, train_type="lora").plan
     chosen = Runtime(dataclasses.replace(plan, config=plan.config.with_(kernels="exact")))
-    assert usable_kernels(chosen) == (
-        "portable",
-        ["portable kernels instead of exact ones: Failed to find C compiler."],
-    )
+    context = BuildContext(chosen.plan.config, chosen)
+    assert choose_kernels(context) == ["portable kernels instead of exact ones: Failed to find C compiler."]
+    assert context.kernels == "portable"
 
 
 def test_a_dequantization_that_gives_something_else_is_named_and_not_used(monkeypatch):

@@ -94,7 +94,7 @@ IN_C = {**FAST, "precision": "bf16", "kernels": "native"}
 def test_fast_paths_of_whole_models_equal_one_process_without(name, base, alone):
     ranks = world(2, in_a_world, base, {**STRATEGIES[name], **FAST})
     assert all(
-        rank.fast == {"fused": 14, "rounded": 0, "in_c": 0, "kernels": 0, "inputs": "flat_batch", "last_mlp": True}
+        rank.fast == {"fused": 14, "rounded": 0, "in_c": 0, "kernels": 0, "unpadded": True, "last_mlp": True}
         for rank in ranks
     )
     compare(ranks, alone(2), adapter=1e-4, norm=1e-5)
