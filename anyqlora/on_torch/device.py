@@ -67,6 +67,12 @@ def room_for(what: str, cure: str) -> Iterator[None]:
         raise RunError(f"out of memory in {what}: {str(error).splitlines()[0]}", cure=cure) from None
 
 
+def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A host's numbers on a device, which is not waited for."""
+    tensor = torch.from_numpy(array).to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type in ("cuda", "xpu") else tensor.to(device)
+
+
 class MemoryMonitor:
     """The bytes that a run takes on its device: in use now, and at most, since it was started.
 

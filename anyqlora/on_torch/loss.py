@@ -12,11 +12,12 @@ from torch import nn
 
 from anyqlora.core.errors import RunError
 from anyqlora.data.stream import Batch
+from anyqlora.on_torch.device_batch import DeviceBatch
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu.bindings import QuantizedHead, quantize_lm_head
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy
 from anyqlora.on_torch.linears import blocks
-from anyqlora.on_torch.unpadded import TOKENS, flat_batch, padded, trained_positions
+from anyqlora.on_torch.unpadded import TOKENS
 
 PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
 NARROWED = 0.9  # part of the tokens that are trained, from which on picking them costs what it saves
@@ -25,11 +26,10 @@ NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest logit: how n
 
 def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
     """Sum over trained tokens of -log p(next token), float32, a scalar with gradient."""
-    inputs, targets = padded(batch, device)
-    logits = model(**inputs, use_cache=False).logits  # [B, T, V]
-    trained = trained_positions(targets)  # [N]: only these rows need float32
-    logits = logits.flatten(0, 1).index_select(0, trained).float()  # [N, V]
-    return F.cross_entropy(logits, targets[trained], reduction="sum")
+    here = DeviceBatch.padded(batch, device)
+    logits = here.forward(model).logits  # [B, T, V]
+    logits = logits.flatten(0, 1).index_select(0, here.trained).float()  # [N, V]: only these rows need float32
+    return F.cross_entropy(logits, here.targets[here.trained], reduction="sum")
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,22 @@ class TrainedTokenLoss:
     def __call__(self, model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
         return self.from_hidden(*self.hidden(model, batch, device))
 
-    def prepare(self, batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """(what the model is given, targets int64 [M]) of a batch."""
+    def prepare(self, batch: Batch, device: torch.device) -> DeviceBatch:
+        """What the model is given of a batch."""
         if self.spec.is_unpadded:
-            return flat_batch(batch, device, self.spec.few_lengths)
-        return padded(batch, device)
+            return DeviceBatch.unpadded(batch, device, self.spec.few_lengths)
+        return DeviceBatch.padded(batch, device)
 
     def hidden(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The head's input of the trained tokens, [N, H], and their targets [N]."""
-        inputs, targets = self.prepare(batch, device)
-        trained = trained_positions(targets)  # [N]
-        pays = self.last_mlp is not None and 0 < len(trained) < NARROWED * len(targets)
+        here = self.prepare(batch, device)
+        pays = self.last_mlp is not None and 0 < len(here.trained) < NARROWED * len(here.targets)
         with (
             HeadInputCapture(self.head) as capture,
-            only_tokens(self.last_mlp, trained) if pays else contextlib.nullcontext(),
+            only_tokens(self.last_mlp, here.trained) if pays else contextlib.nullcontext(),
         ):
-            model(**inputs, use_cache=False)
-        return capture.hidden.flatten(0, 1).index_select(0, trained), targets[trained]
+            here.forward(model)
+        return capture.hidden.flatten(0, 1).index_select(0, here.trained), here.targets[here.trained]
 
     def from_hidden(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of targets [N] by the head's input [N, H]."""

@@ -1,4 +1,4 @@
-"""Rows one after another without padding: what a model is given for a batch, and attention that keeps its documents apart."""
+"""Rows one after another without padding: attention that keeps their documents apart, and the proof that a model takes it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from anyqlora.core.errors import RunError
-from anyqlora.data.stream import IGNORE, Batch
+from anyqlora.on_torch.device_batch import forward
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels import varlen
 from anyqlora.on_torch.kernels.attention import attention
 from anyqlora.on_torch.kernels.deterministic import deterministic
+from anyqlora.on_torch.kernels.documents import Documents, current_documents
 
 NAME, VARLEN, NATIVE = (
     "anyqlora",
@@ -58,11 +59,11 @@ def attend(
 ):
     """transformers' attention interface, [B, T, H, D]: ours where every token sees its document's tokens before it, else torch's.
 
-    Documents come in the mask's place, as their numbers int [B, 1, 1, T]: transformers hands a mask of four dimensions on as it is.
+    Documents come in the mask's place, as their numbers int32 [B, 1, 1, T]: see DeviceBatch.forward.
     """
-    documents = (
-        document_lengths(attention_mask) if attention_mask is not None and attention_mask.dtype == torch.int32 else None
-    )
+    documents = None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        documents = current_documents.of(attention_mask[:, 0, 0])
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     own = (
         causal
@@ -85,13 +86,6 @@ def attend(
     return product(query, key, value, scale=scale, documents=documents, window=window), None
 
 
-def document_lengths(mask: torch.Tensor) -> torch.Tensor:
-    """The documents [B, T] of a mask [B, 1, 1, T]: for all layers the same tensor, on which kernels note what follows from it."""
-    if not hasattr(mask, "documents"):
-        mask.documents = mask[:, 0, 0]
-    return mask.documents
-
-
 by_native = functools.partial(attention, is_native=True)
 for name, function in (
     (NAME, attend),
@@ -101,65 +95,6 @@ for name, function in (
 ):
     AttentionInterface.register(name, deterministic(function))
     AttentionMaskInterface.register(name, sdpa_mask)
-
-
-def padded(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(what a model is given, targets int64 [B * T]): rows padded on the right, so that under causal attention padding reaches no
-    trained token and no mask is needed. Packed rows state their positions, from which transformers keeps documents apart."""
-    inputs = {"input_ids": tensor(batch.ids, device)}
-    if int(batch.segments.max(initial=0)) > 0:
-        inputs["position_ids"] = tensor(batch.positions, device)
-    return inputs, tensor(batch.targets.reshape(-1), device)
-
-
-def flat_batch(
-    batch: Batch, device: torch.device, few_lengths: bool = True
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same without padding: all documents in one row [1, N], by their numbers; rows of one document and one length as they are.
-
-    On a CPU tokens that nobody sees, since they come after all others, bring N to one of the lengths that `filler` leaves: `few_lengths` where
-    products are oneDNN's, which compiles them for each, and keeps them.
-    """
-    own = batch.segments >= 0
-    if (
-        not own.any() or own.all() and not batch.segments.any()
-    ):  # a process that has no row in this step still takes part in it
-        return padded(batch, device)
-    more = padding_rows(batch.tokens, few_lengths) if device.type == "cpu" else 0
-    ids, positions, targets = (
-        tensor(np.pad(of_batch[own], (0, more), constant_values=value), device)
-        for of_batch, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE))
-    )
-    documents = (positions == 0).cumsum(0, dtype=torch.int32)  # counted where they start
-    return {
-        "input_ids": ids[None],
-        "position_ids": positions[None],
-        "attention_mask": documents[None, None, None],
-    }, targets
-
-
-def flat_batch_native(batch: Batch, device: torch.device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The same where the products with a layer's weights are csrc/matmul.c's."""
-    return flat_batch(batch, device, few_lengths=False)
-
-
-def padding_rows(tokens: int, few_lengths: bool = True) -> int:
-    """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most.
-    Not `few_lengths`: to a multiple of 16."""
-    return -tokens % ((1 << min(max(tokens.bit_length() - 5, 3), 6)) if few_lengths else 16)
-
-
-def tensor(array, device: torch.device) -> torch.Tensor:
-    """A host's numbers on a device, int64, which is not waited for; they are noted on it as `host`."""
-    numbers = torch.from_numpy(array).long()
-    made = numbers.pin_memory().to(device, non_blocking=True) if device.type in ("cuda", "xpu") else numbers.to(device)
-    made.host = array
-    return made
-
-
-def trained_positions(targets: torch.Tensor) -> torch.Tensor:
-    """The places [N] of the tokens that are trained, of targets [M] that `tensor` made: found in the host's numbers, for which no device is waited."""
-    return tensor(np.flatnonzero(targets.host != IGNORE), targets.device)
 
 
 def remove_padding_from(model: nn.Module, name: str = NAME) -> str:
@@ -197,13 +132,8 @@ def _are_kept_apart(model: nn.Module) -> bool:
     positions = torch.arange(TOKENS // 2, device=device)
     with evaluating(model), _narrowed(model):
         rows = model(input_ids=ids.view(2, -1), use_cache=False).logits.flatten(0, 1).float()
-        documents = torch.arange(2, device=device, dtype=torch.int32).repeat_interleave(TOKENS // 2)
-        out = model(
-            input_ids=ids[None],
-            position_ids=positions.repeat(2)[None],
-            attention_mask=documents[None, None, None],
-            use_cache=False,
-        )
+        documents = Documents.on(device, np.arange(2, dtype=np.int32).repeat(TOKENS // 2)[None])
+        out = forward(model, ids[None], positions.repeat(2)[None], documents)
     off = (out.logits[0].float() - rows).abs().max()
     return bool(off <= NEAR.get(out.logits.dtype, 0.05) * rows.abs().max())
 

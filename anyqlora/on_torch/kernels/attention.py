@@ -4,15 +4,14 @@ time, or all in C.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from anyqlora.on_torch._compat import softmax_backward
 from anyqlora.on_torch.kernels.cpu import bindings
+from anyqlora.on_torch.kernels.documents import Documents
 
 QUERIES = 128  # of a block
 SCORES = 1 << 20  # of the blocks that are looked at together, float32: they stay in a processor's caches
@@ -25,24 +24,27 @@ def attention(
     v: torch.Tensor,
     *,
     scale: float,
-    documents: torch.Tensor | None = None,
+    documents: Documents | None = None,
     window: int | None = None,
     is_native: bool = False,
 ) -> torch.Tensor:
     """softmax(scale q k^T) v under a causal mask, [B, T, H, D]; equal to `reference`.
 
-    q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents int [B, T]: tokens see tokens of their
-    own document only, which lie side by side; -1 is padding, whose output is zero. window: so many tokens back, one's
-    own among them. is_native: in C, where heads are of a width that it takes.
+    q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents: of rows [B, T]; None: each row is one. window: so many
+    tokens back, one's own among them. is_native: in C, where heads are of a width that it takes.
     """
     if is_native and bindings.is_for(q, k, v) and q.shape[3] % bindings.LANES == 0:
-        return _Native.apply(
-            *(x.transpose(1, 2).contiguous() for x in (q, k, v)), _table(q, documents), window or q.shape[2], scale
-        )
+        rows, length = q.shape[0], q.shape[2]
+        if documents is None:
+            spans, longest = torch.tensor([[row, 0, length] for row in range(rows)]).view(rows, 3), length
+        else:
+            spans, longest = torch.from_numpy(documents.spans), documents.longest
+        inputs = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        return _Native.apply(*inputs, spans, longest, window or length, scale)
     if documents is None:
         return _one_document(q, k, v, scale, window)
     out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
-    for row, first, end in _spans(documents):
+    for row, first, end in documents.spans.tolist():
         part = [x[row : row + 1, :, first:end] for x in (q, k, v)]
         out[row : row + 1, first:end] = _one_document(*part, scale, window)
     return out
@@ -54,7 +56,7 @@ def reference(
     v: torch.Tensor,
     *,
     scale: float,
-    documents: torch.Tensor | None = None,
+    documents: Documents | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
     """What `attention` computes, with whole masks and scores."""
@@ -65,51 +67,11 @@ def reference(
         seen = seen & (position[:, None] - position[None] < window)
     seen = seen.expand(len(q), 1, length, length)
     if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None]) & (documents >= 0)[:, None, :, None]
+        numbers = documents.numbers
+        seen = seen & (numbers[:, None, :, None] == numbers[:, None, None]) & (numbers >= 0)[:, None, :, None]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (scale * q @ k.transpose(-1, -2)).masked_fill(~seen, MASKED)
     return (scores.softmax(-1).nan_to_num(0) @ v).transpose(1, 2)
-
-
-def _spans(documents: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(row, first token, end) of each document [B, T]. Cached on the tensor: all layers ask for the same, and a device
-    is waited for.
-    """
-    if not hasattr(documents, "spans"):
-        documents.spans = list(_iterate_spans(documents))
-    return documents.spans
-
-
-def _iterate_spans(documents: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    for row, numbers in enumerate(documents.tolist()):
-        start = 0
-        for number, group in itertools.groupby(numbers):
-            end = start + sum(1 for _ in group)
-            if number >= 0:
-                yield row, start, end
-            start = end
-
-
-class _Table(NamedTuple):
-    """Documents as bindings.attention takes them."""
-
-    spans: torch.Tensor  # int64 [N, 3]: row, first token, end
-    longest: int  # tokens
-
-
-def _table(q: torch.Tensor, documents: torch.Tensor | None) -> _Table:
-    """The documents [B, T] of q [B, H, T, D]; each row is one where there are none. Cached on the tensor: all layers
-    ask for the same.
-    """
-    cached = getattr(documents, "table", None)
-    if cached is None:
-        spans = [(row, 0, q.shape[2]) for row in range(len(q))] if documents is None else _spans(documents)
-        cached = _Table(
-            torch.tensor(spans, dtype=torch.int64).view(-1, 3), max((end - first for _, first, end in spans), default=0)
-        )
-        if documents is not None:
-            documents.table = cached
-    return cached
 
 
 class _Native(torch.autograd.Function):
@@ -118,15 +80,21 @@ class _Native(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, table, window, scale):
-        ctx.form = *table, window, scale
+    def forward(ctx, q, k, v, spans, longest, window, scale):
+        ctx.form = spans, longest, window, scale
         out, logsumexp = bindings.attention(q, k, v, *ctx.form)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        return *bindings.attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.form), None, None, None
+        return (
+            *bindings.attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.form),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _one_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:

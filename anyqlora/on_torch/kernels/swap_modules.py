@@ -77,6 +77,18 @@ class FastGatedMLP(FastModule):
         return self.down_proj(self.compute(self.gate_proj(x), self.up_proj(x)))
 
 
+class RotaryAngles(tuple):
+    """(cosines, sines) [B, T, D], rounded as a rotary module gives them and as a model's own attention takes them, with the same in float32 as
+    `exact`, by which FastAttention rotates. A decoder hands on to its layers what its rotary module has given."""
+
+    exact: tuple[torch.Tensor, torch.Tensor]
+
+    def __new__(cls, angles: tuple[torch.Tensor, torch.Tensor], exact: tuple[torch.Tensor, torch.Tensor]):
+        new = super().__new__(cls, angles)
+        new.exact = exact
+        return new
+
+
 class FastAttention(FastModule):
     """Attention with rotary positions, q and k normed per head where the module has such norms; the product itself
     stays transformers'.
@@ -101,7 +113,7 @@ class FastAttention(FastModule):
         )  # [B, T, H, D]
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        angles = [getattr(each, "exact", each) for each in position_embeddings]
+        angles = position_embeddings.exact if isinstance(position_embeddings, RotaryAngles) else position_embeddings
         q, k = (self.rotate(x, *angles).transpose(1, 2) for x in (q, k))
         v = v.transpose(1, 2)
         if past_key_values is not None:
@@ -212,8 +224,7 @@ def _attention(module: nn.Module, sample, ours: KernelSet) -> tuple[FastAttentio
 
 
 def _note_angles(module: nn.Module, sample) -> bool:
-    """Let a rotary module that gives cosines and sines in 16 bits note them in float32, too: as their `exact`, by which
-    attention of ours turns.
+    """Let a rotary module that gives cosines and sines in 16 bits give them in float32, too: see RotaryAngles.
 
     Rounded to bf16 they are off by up to 0.4 %, at each step alike, and what a token sees depends on where a text
     begins (Wang et al. 2024, arXiv 2411.13476). False where what it gives is anything but rounded.
@@ -226,7 +237,7 @@ def _note_angles(module: nn.Module, sample) -> bool:
     if not pairs or not all(_is_rounded(*both) for both in pairs):
         return False
     if any(angles.dtype != torch.float32 for given, _ in pairs for angles in given):
-        module.register_forward_hook(_note_exact, with_kwargs=True)
+        module.register_forward_hook(_with_exact_angles, with_kwargs=True)
     return True
 
 
@@ -242,12 +253,11 @@ def _is_rounded(angles, exact) -> bool:
     )
 
 
-def _note_exact(module: nn.Module, given: tuple, options: dict, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _with_exact_angles(module: nn.Module, given: tuple, options: dict, angles: tuple) -> RotaryAngles:
     x = given[0] if given else options["x"]  # of which it reads dtype, device and shape
     stand_in = x.new_zeros((), dtype=torch.float32).expand(x.shape)
     exact = module.forward(stand_in, *given[1:], **options) if given else module.forward(**{**options, "x": stand_in})
-    for rounded, whole in zip(angles, exact, strict=True):
-        rounded.exact = whole
+    return RotaryAngles(angles, exact)
 
 
 class ColumnPicker(nn.Module):

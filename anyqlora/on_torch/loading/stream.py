@@ -46,6 +46,9 @@ class LoadPolicy:
     pack: Callable[[str, nn.Module, torch.Tensor], nn.Parameter]
     select_targets: Callable[[nn.Module], None]
 
+    def __deepcopy__(self, memo) -> LoadPolicy:
+        return self  # transformers copies what its configurations hold; the quantizer and who packs for it are not its to copy
+
 
 @register_quantization_config(METHOD)
 class _StreamConfig(QuantizationConfigMixin):
@@ -56,7 +59,7 @@ class _StreamConfig(QuantizationConfigMixin):
         self.failure: Exception | None = None
 
     def __deepcopy__(self, memo):
-        return self  # transformers copies a model's configuration; quantizer and closures are not its to copy
+        return self  # transformers copies a model's configuration; see LoadPolicy
 
 
 @register_quantizer(METHOD)

@@ -16,6 +16,7 @@ from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_mod
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy
 from anyqlora.on_torch.kernels.cross_entropy import reference as reference_loss
+from anyqlora.on_torch.kernels.documents import Documents
 from anyqlora.on_torch.kernels.frozen_matmul import CpuFullMatmul, CpuInt8Matmul
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.planning import memory, native_kernels
@@ -159,8 +160,8 @@ def test_attention_is_as_near_to_float64_as_the_portable_one(
     monkeypatch.setattr(attention, "SCORES", 1 << 14)  # several groups of heads in the portable one
     inputs = [drawn(2, count, length, width, seed=seed, scale=2.0) for seed, count in enumerate((queries, keys, keys))]
     weight = drawn(2, length, queries, width, seed=9)
-    numbers = (torch.arange(length) * 3 // length).int().expand(2, -1) if documents else None
-    for mine, other, true in zip(*attended(inputs, weight, scale=0.25, documents=numbers, window=window), strict=True):
+    thirds = Documents.read((torch.arange(length) * 3 // length).int().expand(2, -1)) if documents else None
+    for mine, other, true in zip(*attended(inputs, weight, scale=0.25, documents=thirds, window=window), strict=True):
         off, others = ((x.double() - true).norm() / true.norm().clamp_min(1e-9) for x in (mine, other))
         assert mine.dtype == torch.bfloat16 and off < max(1.25 * others, 0.004), (off, others)
 
@@ -176,15 +177,13 @@ def test_attention_in_c_is_nearer_than_blocks(length):
 
 def test_no_token_sees_another_document_or_padding():
     """Not a bit of what comes out of a document changes with what is beside it, and of padding comes nothing."""
-    numbers = torch.tensor([[0] * 70 + [1] * 100 + [-1] * 30], dtype=torch.int32)
+    documents = Documents.read(torch.tensor([[0] * 70 + [1] * 100 + [-1] * 30], dtype=torch.int32))
     inputs, weight = [drawn(1, count, 200, 32, seed=count) for count in (4, 2, 2)], drawn(1, 200, 4, 32, seed=9)
     changed = [x.clone() for x in inputs]
     for x in changed:
         x[:, :, :70], x[:, :, 170:] = float("nan"), 7.0
     (out, *of_inputs), (others_out, *of_others) = (
-        with_gradients(
-            lambda *x: attention.attention(*x, scale=0.2, documents=numbers.clone(), is_native=True), x, weight
-        )
+        with_gradients(lambda *x: attention.attention(*x, scale=0.2, documents=documents, is_native=True), x, weight)
         for x in (inputs, changed)
     )
     assert (
@@ -502,7 +501,7 @@ def test_positions_are_turned_by_float32_angles(architecture, tmp_path):
     (batch,) = started.run.stream[0]
     started.built.loss(started.model, batch, torch.device("cpu")).backward()
 
-    given, _ = started.built.loss.prepare(batch, torch.device("cpu"))
+    given = started.built.loss.prepare(batch, torch.device("cpu"))
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     expected = {}
     for module in whole.modules():
@@ -511,7 +510,7 @@ def test_positions_are_turned_by_float32_angles(architecture, tmp_path):
                 lambda module, _, options: expected.update({module.layer_idx: options["position_embeddings"]}),
                 with_kwargs=True,
             )
-    whole(given["input_ids"], position_ids=given["position_ids"])
+    whole(given.ids, position_ids=given.positions)
     assert len(layers) == len(expected) == 2
     for layer, angles in seen.items():
         assert len(angles) == 4  # q and k, and both again
@@ -553,8 +552,9 @@ def test_angles_are_made_twice_only_where_they_are_rounded(dtype):
     assert swap_modules.install(model, "native") == []
     rotary.calls = 0
     x, positions = torch.zeros(1, 3, 64).bfloat16(), torch.arange(3)[None]
-    for cos, sin in (rotary(x, positions), rotary(x, position_ids=positions), rotary(x=x, position_ids=positions)):
-        exact = [angles if dtype else angles.exact for angles in (cos, sin)]
+    for angles in (rotary(x, positions), rotary(x, position_ids=positions), rotary(x=x, position_ids=positions)):
+        exact = angles if dtype else angles.exact
+        assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(angles, exact, strict=True))
         assert all(angles.dtype == torch.float32 for angles in exact) and torch.equal(
             exact[0], positions[..., None].float().cos().expand(1, 3, 32)
         )

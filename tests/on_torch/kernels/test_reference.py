@@ -18,10 +18,12 @@ from anyqlora.on_torch import loss as losses
 from anyqlora.on_torch.adapters.fused_layers import fused_layers
 from anyqlora.on_torch.assembly import fast_paths
 from anyqlora.on_torch.assembly.context import BuildContext
+from anyqlora.on_torch.device_batch import padding_rows
 from anyqlora.on_torch.kernels import attention, deterministic, fused_lora
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy, reference
 from anyqlora.on_torch.kernels.deterministic import DEVICES, REFUSE, WARN, refuse_from, refuse_until
+from anyqlora.on_torch.kernels.documents import Documents
 from tests.support import tiny_models
 
 AFTERS = {
@@ -447,10 +449,11 @@ def heads(dtype, rows=2, length=40, queries=6, keys=2, width=16):
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_attention_is_its_definition(documents, window):
-    (inputs, weight), numbers = heads(torch.float64), DOCUMENTS[documents] and torch.tensor(DOCUMENTS[documents])
+    (inputs, weight), numbers = heads(torch.float64), DOCUMENTS[documents]
+    lie = Documents.read(torch.tensor(numbers)) if numbers else None
     found = []
     for compute in (attention.attention, attention.reference):
-        out = compute(*inputs, scale=0.3, documents=numbers, window=window)
+        out = compute(*inputs, scale=0.3, documents=lie, window=window)
         found.append([out.detach(), *gradients((out * weight).sum(), *inputs)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
@@ -461,12 +464,14 @@ def test_attention_is_its_definition(documents, window):
 def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, queries, keys, documents, monkeypatch):
     monkeypatch.setattr(attention, "SCORES", 1 << 14)  # several groups of heads
     inputs, weight = heads(torch.bfloat16, length=length, queries=queries, keys=keys)
-    numbers = (torch.arange(length) * 3 // length).int().expand(2, -1) if documents else None
+    thirds = Documents.read((torch.arange(length) * 3 // length).int().expand(2, -1)) if documents else None
     exact = [x.detach().double().requires_grad_() for x in inputs]
 
     def torchs(q, k, v, scale, documents):
         ends = (
-            [0, length] if documents is None else [0, *(documents[0].diff().nonzero().flatten() + 1).tolist(), length]
+            [0, length]
+            if documents is None
+            else [0, *(documents.numbers[0].diff().nonzero().flatten() + 1).tolist(), length]
         )
         return torch.cat(
             [
@@ -480,7 +485,7 @@ def test_blocks_in_bf16_are_as_near_to_float64_as_torchs_own_kernel(length, quer
 
     found = []
     for compute, given in ((attention.reference, exact), (attention.attention, inputs), (torchs, inputs)):
-        out = compute(*given, scale=0.25, documents=numbers)
+        out = compute(*given, scale=0.25, documents=thirds)
         found.append([out.detach(), *gradients((out * weight).sum(), *given)])
     for true, ours, theirs in zip(*found, strict=True):
         off, torchs_off = (((x.double() - true).norm() / true.norm().clamp_min(1e-9)).item() for x in (ours, theirs))
@@ -536,34 +541,7 @@ def test_flat_rows_compute_nothing_for_padding(tmp_path):
         lambda module, inputs: seen.append(inputs[0].shape[:-1].numel())
     )
     started.built.loss(started.model, batch, torch.device("cpu"))
-    assert seen == [batch.tokens + unpadded.padding_rows(batch.tokens)] and seen[0] < batch.ids.size
-
-
-def test_a_batch_asks_nothing_of_the_device(tmp_path):
-    """What is trained is found in the host's numbers, and where documents lie is asked for once, not in every layer: a
-    GPU would be waited for.
-    """
-    started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
-    rows = started.run.data.train
-    batch = stream.collate([rows[:2], rows[2:3]], 0)
-    for inputs in (unpadded.padded, unpadded.flat_batch):
-        given, targets = inputs(batch, torch.device("cpu"))
-        assert (
-            torch.equal(unpadded.trained_positions(targets), (targets != stream.IGNORE).nonzero().squeeze(1))
-            and len(unpadded.trained_positions(targets)) == batch.trained
-        )
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        started.built.loss(started.model, batch, torch.device("cpu"))
-    assert not any(event.key == "aten::nonzero" for event in seen.key_averages())
-    documents = unpadded.document_lengths(given["attention_mask"])
-    assert attention._spans(documents) is attention._spans(unpadded.document_lengths(given["attention_mask"]))
-
-
-def test_flat_rows_have_few_lengths():
-    """oneDNN compiles its products for each."""
-    lengths = [tokens + unpadded.padding_rows(tokens) for tokens in range(1, 4097)]
-    assert all(tokens <= length < tokens + max(8, tokens / 16 + 1) for tokens, length in enumerate(lengths, 1))
-    assert len({length for length in lengths if 1024 < length <= 2048}) == 16 and len(set(lengths)) < 120
+    assert seen == [batch.tokens + padding_rows(batch.tokens)] and seen[0] < batch.ids.size
 
 
 @pytest.mark.parametrize(
@@ -579,10 +557,10 @@ def test_flat_rows_have_few_lengths_only_where_products_are_compiled_for_each(se
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), precision="bf16", **settings)
     rows = started.run.data.train
     batches = (stream.collate([[row] for row in rows[:count]], 0) for count in range(2, 30))
-    batch = next(batch for batch in batches if unpadded.padding_rows(batch.tokens) >= 16)
-    given, _ = started.built.loss.prepare(batch, torch.device("cpu"))
-    assert given["input_ids"].numel() == batch.tokens + (
-        unpadded.padding_rows(batch.tokens) if few or not bindings.preferred("frozen_matmul") else -batch.tokens % 16
+    batch = next(batch for batch in batches if padding_rows(batch.tokens) >= 16)
+    ids = started.built.loss.prepare(batch, torch.device("cpu")).ids
+    assert ids.numel() == batch.tokens + (
+        padding_rows(batch.tokens) if few or not bindings.preferred("frozen_matmul") else -batch.tokens % 16
     )
 
 

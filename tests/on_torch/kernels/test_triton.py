@@ -32,6 +32,7 @@ from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.assembly.fast_paths import choose_kernels
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_modules, varlen
+from anyqlora.on_torch.kernels.documents import Documents
 from anyqlora.on_torch.kernels.frozen_matmul import FLOAT8, quantize_rows
 from anyqlora.on_torch.kernels.gpu import dequantize as dequantizing
 from anyqlora.on_torch.kernels.gpu import dropout_lora as dropping
@@ -387,17 +388,11 @@ def test_without_dropout_fused_lora_is_the_portable_one():
 # ---------------------------------------------------------------------------------------------- documents in one launch
 
 
-def test_bounds_of_documents():
-    documents = torch.tensor([[1, 1, 2, 3, 3, 3], [1, -1, -1, 4, 4, 5]], device=DEVICE, dtype=torch.int32)
-    starts, longest = varlen.bounds(documents)
-    assert starts.tolist() == [0, 2, 3, 6, 7, 9, 11, 12] and longest == 3 and starts.dtype == torch.int32
-    assert varlen.bounds(documents)[0] is starts
-
-
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.skipif(not GPU, reason="torch has attention of variable lengths on CUDA only")
 def test_attention_within_documents_in_one_launch(window):
-    documents = torch.tensor([[1] * 9 + [2] * 30 + [3] * 25, [1] * 50 + [-1] * 14], device=DEVICE, dtype=torch.int32)
+    numbers = torch.tensor([[1] * 9 + [2] * 30 + [3] * 25, [1] * 50 + [-1] * 14], device=DEVICE, dtype=torch.int32)
+    documents = Documents.read(numbers)
     found = []
     for product in (varlen.attention, attention.reference):
         q, k, v = (
