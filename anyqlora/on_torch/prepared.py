@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -83,13 +84,13 @@ class PreparedScheduler:
     def __init__(self, runtime, scheduler: LRScheduler, optimizer: Optimizer):
         self.runtime, self.scheduler = runtime, scheduler
         scheduler.optimizer = optimizer
-        optimizer._opt_called = (
-            True  # torch's reminder of the order of calls looks at the optimizer that it was made for
-        )
 
     def step(self) -> None:
         if self.runtime.sync_gradients and not self.runtime.skipped:
-            self.scheduler.step()
+            with warnings.catch_warnings():
+                # torch's reminder of the order of calls looks at the optimizer that the scheduler was made for. Here another one has stepped.
+                warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
+                self.scheduler.step()
 
     def get_last_lr(self) -> list[float]:
         return self.scheduler.get_last_lr()

@@ -1,6 +1,7 @@
 """Runtime's verbs in loops of people's own: the example, and Accelerate's way of writing one."""
 
 import importlib.util
+import warnings
 
 import numpy as np
 import pytest
@@ -79,17 +80,20 @@ def accelerate_style(settings):
     rows = TensorDataset(torch.randn(10, 3, generator=generator), torch.randint(0, 2, (10,), generator=generator))
     model, optimizer, loader, scheduler = runtime.prepare(model, optimizer, DataLoader(rows, batch_size=1), scheduler)
     seen, norms, rates, boundaries = [], [], [], []
-    for x, y in loader:
-        with runtime.accumulate(model):
-            runtime.backward(F.cross_entropy(model(x), y, reduction="sum") / 4)
-            norms.append(runtime.clip_grad_norm_(model.parameters(), 0.1))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        seen += x[:, 0].tolist()
-        boundaries.append(runtime.sync_gradients)
-        rates.append(scheduler.get_last_lr()[0])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for x, y in loader:
+            with runtime.accumulate(model):
+                runtime.backward(F.cross_entropy(model(x), y, reduction="sum") / 4)
+                norms.append(runtime.clip_grad_norm_(model.parameters(), 0.1))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            seen += x[:, 0].tolist()
+            boundaries.append(runtime.sync_gradients)
+            rates.append(scheduler.get_last_lr()[0])
     return {
+        "warnings": [str(one.message) for one in warned if "optimizer.step" in str(one.message)],
         "seen": seen,
         "norms": [None if n is None else float(n) for n in norms],
         "rates": rates,
@@ -109,7 +113,7 @@ def test_a_loop_written_for_accelerate(name):
     """Steps at every second micro-batch and at the loader's end, each row once, rates that fall at boundaries only."""
     ranks = world(2, accelerate_style, STRATEGIES[name])
     for rank, found in enumerate(ranks):
-        assert found["boundaries"] == [False, True, False, True, True]
+        assert found["warnings"] == [] and found["boundaries"] == [False, True, False, True, True]
         assert found["rates"] == pytest.approx([0.5, 0.25, 0.25, 0.125, 0.0625])
         assert [n is None for n in found["norms"]] == (
             [True] * 5 if name == "zero 2" else [True, False, True, False, False]
