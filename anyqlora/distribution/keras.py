@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
-from typing import Any, cast
 
-import numpy as np
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-
-from anyqlora.distribution import processes
+from anyqlora.distribution import _compat, processes
 from anyqlora.distribution.processes import (
     DistributionError,
     get_device_count,
@@ -62,71 +54,8 @@ def install() -> None:
         )
     if not keras.__version__.startswith(VERSIONS):
         raise DistributionError(f"Keras {keras.__version__} is not known here", cure=f"keras {', '.join(VERSIONS)}")
-    from keras.src import backend
-    from keras.src.backend.torch.core import Variable
-    from keras.src.backend.torch.trainer import TorchTrainer
-    from keras.src.distribution import distribution_lib
-
-    if distribution_lib.distribution_lib is sys.modules[__name__]:
+    if not _compat.put_backend(sys.modules[__name__]):
         return
-    backend.distribution_lib = distribution_lib.distribution_lib = sys.modules[__name__]
-    patched: Any = Variable
-    patched._initialize = _laid_out(Variable._initialize, distribution_lib.distribution)
-    patched._direct_assign = _assigned
-    patched.__array__ = _as_array(Variable.__array__)
-    for name in TRAINING:
-        setattr(TorchTrainer, name, _refused(name, getattr(TorchTrainer, name), distribution_lib.distribution))
-
-
-def _laid_out(initialize: Callable[..., Any], current: Callable[..., Any]) -> Callable[..., Any]:
-    """Variable._initialize that puts the value on the mesh of the distribution that is set."""
-
-    @functools.wraps(initialize)
-    def with_layout(variable: Any, value: Any) -> None:
-        initialize(variable, value)
-        found = current()
-        if variable._layout is None and found is not None:
-            variable._shape = tuple(variable._value.shape)  # which get_variable_layout asks for
-            variable._layout = found.get_variable_layout(variable)
-        if variable._layout is not None:
-            variable._value = distribute_variable(
-                nn.Parameter(variable._value, requires_grad=variable._value.requires_grad), variable._layout
-            )
-
-    return with_layout
-
-
-@torch.no_grad()
-def _assigned(variable: Any, value: Any) -> None:
-    """Variable._direct_assign: a plain value is the whole one."""
-    own = variable._value
-    if isinstance(own, DTensor):
-        value = distribute_tensor(torch.as_tensor(value, dtype=own.dtype, device=own.device), variable._layout)
-    own.copy_(value)
-
-
-def _as_array(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Variable.__array__ that gathers what is spread; all processes call it together."""
-
-    @functools.wraps(plain)
-    def whole(variable: Any, dtype: Any = None) -> np.ndarray:
-        if not isinstance(variable._value, DTensor):
-            return plain(variable, dtype)
-        value = cast(DTensor, variable._value.detach()).full_tensor().cpu()
-        array = value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
-        return array.astype(dtype) if dtype else array
-
-    return whole
-
-
-def _refused(name: str, method: Callable[..., Any], current: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def only_undistributed(model: Any, *args: Any, **options: Any) -> Any:
-        if current() is not None:
-            raise DistributionError(
-                f"Keras's {name} on torch does not distribute: each process would do the same",
-                cure="a loop of your own over distribute_tensor(x, distribution.get_data_layout(x.shape)); see docs/distribution.md",
-            )
-        return method(model, *args, **options)
-
-    return only_undistributed
+    current = _compat.keras_distribution().distribution
+    _compat.lay_out_variables(current)
+    _compat.refuse_training(TRAINING, current)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -75,15 +74,13 @@ class Distribution:
         """Put every parameter and buffer of a torch module on the mesh, in place; `model.layers.0.weight` is its path. Tied ones stay tied."""
         laid: dict[int, torch.Tensor] = {}
         for prefix, owner in module.named_modules():
-            for held in cast("list[dict[str, Any]]", [owner._parameters, owner._buffers]):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        path = f"{prefix}.{name}" if prefix else name
-                        if id(tensor) not in laid:
-                            laid[id(tensor)] = distribute_variable(
-                                tensor, self.get_variable_layout(_Named(path, tensor.shape))
-                            )
-                        held[name] = laid[id(tensor)]
+            own = {"recurse": False, "remove_duplicate": False}
+            for name, tensor in [*owner.named_parameters(**own), *owner.named_buffers(**own)]:
+                path = f"{prefix}.{name}" if prefix else name
+                if id(tensor) not in laid:
+                    layout = self.get_variable_layout(_Named(path, tensor.shape))
+                    laid[id(tensor)] = distribute_variable(tensor, layout)
+                setattr(owner, name, laid[id(tensor)])
         return module
 
     @contextlib.contextmanager

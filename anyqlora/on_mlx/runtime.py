@@ -61,7 +61,7 @@ class Runtime:
     def _loss(self, values, key, factor, *given):
         self.set_parameters(values)
         for module, part in zip(self.adapted, mx.random.split(key, max(len(self.adapted), 1)), strict=False):
-            module._key = part
+            module.draw_from(part)
         return self.loss(Inputs(*given), factor)
 
     def seed(self, seed: int) -> None:

@@ -1,11 +1,15 @@
-"""Every private part of another library that we touch, with its cause and how we know that it can go."""
+"""Every private part of another library that this folder touches, with its cause and how we know that it can go.
+
+No other file names one: tests/test_private_names.py."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import logging
+import os
 import sys
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,7 +19,7 @@ def keep_weights_as_packed(module: nn.Module) -> nn.Module:
     """Keep a Linear4bit from repacking its weights in evaluation, after which training forwards lose the base layer's gradient.
 
     bitsandbytes 0.49 to 0.50.2 on CPUs with AVX512-BF16 (one UserWarning, up to 99 % gradient error).
-    Can go when tests/test_compat.py::test_bitsandbytes_still_loses_gradients_after_evaluation fails on such a CPU.
+    Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_loses_gradients_after_evaluation fails on such a CPU.
     """
     from bitsandbytes.nn import Linear4bit  # here: unquantized weights need no bitsandbytes
 
@@ -24,27 +28,33 @@ def keep_weights_as_packed(module: nn.Module) -> nn.Module:
     return module
 
 
-@contextlib.contextmanager
-def compiled_when_called():
-    """Within, torch.compile prepares nothing: what it is given is compiled when it is first called.
+def quiet_bitsandbytes() -> None:
+    """Keep bitsandbytes from reporting, whenever it is imported, that it found no kernel on the hub, and at every product of 8-bit weights that
+    it computes in float16.
 
-    bitsandbytes 0.49 to 0.50.2 hands it four functions on being imported, which imports torch's whole compiler (0.8-1.0 s); they are for
-    devices without kernels of their own, and none is called in a run of ours.
-    Can go when tests/test_compat.py::test_bitsandbytes_still_imports_the_compiler_and_ours_does_not fails.
+    bitsandbytes 0.50: the loggers have names of private modules. Ours never come to the former kernel, see `keep_weights_as_packed`, and the
+    latter is int8's design. Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_reports_what_nobody_can_mend fails.
     """
-    now = torch.compile
+    for name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
-    def later(function=None, **options):
-        if function is None:
-            return functools.partial(later, **options)
-        compiled = functools.cache(lambda: now(function, **options))
-        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
-    torch.compile = later
+@contextlib.contextmanager
+def without_compiling():
+    """Within, torch.compile gives back what it is given: set while peft, and with it bitsandbytes, is imported.
+
+    bitsandbytes 0.49 to 0.50.2 hands it four functions on being imported, which imports torch's whole compiler (3.5 s of CPU time on 2 slow
+    cores); they are for devices without kernels of their own, and none is called in a run of ours. The switch is torch's own for its users;
+    it is read at each call, so that what is compiled later is compiled.
+    Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_imports_the_compiler fails.
+    """
+    switch = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
     try:
         yield
     finally:
-        torch.compile = now
+        os.environ.pop(switch) if before is None else os.environ.update({switch: before})
 
 
 @contextlib.contextmanager
@@ -53,7 +63,7 @@ def quietly():
 
     transformers 5.23 calls `gradient_checkpointing_enable` and `is_gradient_checkpointing` deprecated; peft 0.21.2 reads the
     latter, and transformers 5.17 has no other name for them.
-    Can go when tests/test_log.py::test_peft_still_reads_what_transformers_deprecates fails.
+    Can go when tests/reporting/test_console.py::test_peft_still_reads_what_transformers_deprecates fails.
     """
     from transformers.utils import logging
 
@@ -77,7 +87,7 @@ def without_shared_memory_operation() -> None:
     """Keep DeepSpeed from compiling an operation for CPUs on one machine: it takes a minute, a C++ compiler and ninja, and gloo does the same.
 
     deepspeed 0.19.8 offers no setting (deepspeed/comm/torch.py builds it wherever this table calls it compatible).
-    Can go when tests/distributed/test_deepspeed.py::test_deepspeed_still_has_no_switch_for_its_operation fails.
+    Can go when tests/on_torch/parallel/test_deepspeed.py::test_deepspeed_still_has_no_switch_for_its_operation fails.
     """
     import deepspeed.ops
 
@@ -88,7 +98,7 @@ def link_moments(zero) -> None:
     """Let a ZeRO-1 or 2 optimizer find each parameter's part of its state as it is now.
 
     deepspeed 0.19.8 links them once, inside its first step(): what is loaded before that is not found, nor is any state when that
-    step changed nothing. Can go when tests/distributed/test_deepspeed.py::test_deepspeed_still_links_moments_in_its_step_only fails.
+    step changed nothing. Can go when tests/on_torch/parallel/test_deepspeed.py::test_deepspeed_still_links_moments_in_its_step_only fails.
     """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -109,10 +119,89 @@ def without_buffers() -> dict:
     return {new if new in signature(DistributedDataParallel).parameters else "broadcast_buffers": False}
 
 
+def attention_implementation(config) -> str:
+    """The name, in transformers' table, of the attention that modules with this configuration run.
+
+    transformers 5.17 to 5.23 have a public method that sets it for a model, and nothing public that tells it or sets it for one module.
+    Can go when tests/on_torch/test_compat.py::test_transformers_still_hides_which_attention_runs fails.
+    """
+    return config._attn_implementation
+
+
+@contextlib.contextmanager
+def attention_replaced(config, name: str):
+    """Within, modules with this configuration run the attention `name` of transformers' table.
+
+    transformers 5.17 to 5.23: see `attention_implementation`. Can go when tests/on_torch/test_compat.py::test_transformers_still_hides_which_attention_runs fails.
+    """
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def float32_patterns(model: nn.Module) -> set[str]:
+    """Patterns of the names of parameters that the architecture wants in float32, since they lose too much in 16 bits.
+
+    transformers 5.17 to 5.23 have these lists for models' authors alone.
+    Can go when tests/on_torch/test_compat.py::test_transformers_still_hides_its_lists_of_modules fails.
+    """
+    lists = (getattr(model, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+    return {pattern for patterns in lists for pattern in patterns or ()}
+
+
+def block_classes(model: nn.Module) -> set[str] | None:
+    """Names of the classes of layers that may not be split over devices; None where the model says nothing of it.
+
+    transformers 5.17 to 5.23 have this list for models' authors alone.
+    Can go when tests/on_torch/test_compat.py::test_transformers_still_hides_its_lists_of_modules fails.
+    """
+    names = getattr(model, "_no_split_modules", None)
+    return None if names is None else set(names)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor's values were changed in place.
+
+    torch 2.11 to 2.13 document it in their notes on autograd and have no public name for it.
+    Can go when tests/on_torch/test_compat.py::test_torch_still_has_private_names_only_for_what_we_use fails.
+    """
+    return tensor._version
+
+
+def multiply_each_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Each tensor times the factor, in place, in one launch.
+
+    torch 2.11 to 2.13 document it under this private name; the public way is a launch for each tensor.
+    Can go when tests/on_torch/test_compat.py::test_torch_still_has_private_names_only_for_what_we_use fails.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def int8_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """a @ b of int8 [N, K] and [K, M], put into `out`, int32 [N, M].
+
+    torch 2.11 to 2.13 refuse the public product of int8 on CUDA, and on a CPU let its sums overflow in int8.
+    Can go when tests/on_torch/test_compat.py::test_torch_still_has_private_names_only_for_what_we_use fails.
+    """
+    return torch._int_mm(a, b, out=out)
+
+
+def scaled_matmul(a: torch.Tensor, b: torch.Tensor, **options) -> torch.Tensor:
+    """a @ b of float8 [N, K] and [K, M] with scales; see torch._scaled_mm.
+
+    torch 2.13's public torch.nn.functional.scaled_mm takes no `out`.
+    Can go when tests/on_torch/test_compat.py::test_torch_still_has_private_names_only_for_what_we_use fails.
+    """
+    return torch._scaled_mm(a, b, **options)
+
+
 def softmax_backward(of_probabilities: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     """The gradient of softmax's input over the last dimension: p (dp - sum(p dp)), in one pass.
 
-    torch has it as a private operator only; by its public ones it takes three passes over memory.
-    Can go when tests/test_compat.py::test_torch_still_keeps_softmax_backward_private fails.
+    torch 2.11 to 2.13 have it as a private operator only; by public ones it takes three passes over memory.
+    Can go when tests/on_torch/test_compat.py::test_torch_still_keeps_softmax_backward_private fails.
     """
     return torch.ops.aten._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)

@@ -8,6 +8,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from anyqlora.on_torch._compat import float32_patterns
+
 # Subclasses of nn.Linear that compute x W^T + b in a forward of their own; any other such subclass may compute anything.
 SAME_PRODUCT = {"FalconLinear"}
 
@@ -44,11 +46,7 @@ def linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Module]:
 
 def float32_modules(model: nn.Module, parameter: str) -> bool:
     """Whether the architecture names this parameter among those that lose too much in 16 bits (transformers' flags for it)."""
-    patterns = {
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-    }
-    return any(re.search(pattern.replace("*", ".*"), parameter) for pattern in patterns)
+    return any(re.search(pattern.replace("*", ".*"), parameter) for pattern in float32_patterns(model))
 
 
 def text_linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Module]:

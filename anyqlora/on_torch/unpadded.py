@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from anyqlora.core.errors import RunError
+from anyqlora.on_torch._compat import attention_implementation
 from anyqlora.on_torch.device_batch import forward
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels import varlen
@@ -103,7 +104,7 @@ def remove_padding_from(model: nn.Module, name: str = NAME) -> str:
     Two documents in one row are compared with two rows, by the model's own forward, with windows that are shorter than they.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    before = base.config._attn_implementation
+    before = attention_implementation(base.config)
     if before != "sdpa":
         return f"this architecture's attention is {before}"
     if any(getattr(config, name, 0) for config in _configs(base) for name in DROPOUTS):
@@ -122,7 +123,7 @@ def remove_padding_from(model: nn.Module, name: str = NAME) -> str:
 def make_deterministic(model: nn.Module) -> None:
     """Where torch's own attention has stayed, let its backward on a GPU be deterministic."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if base.config._attn_implementation == "sdpa":
+    if attention_implementation(base.config) == "sdpa":
         base.set_attn_implementation(PLAIN)
 
 

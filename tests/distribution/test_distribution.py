@@ -1,6 +1,9 @@
 """anyqlora.distribution on real gloo processes: values against numpy's slices, steps against one process, Keras's own objects."""
 
+import os
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -131,6 +134,16 @@ def test_a_torch_module_steps_as_on_one_process(torch_alone, kind, size):
         )
         for name, value in torch_alone.items():
             np.testing.assert_allclose(parameters[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_keras_still_has_no_distribution_on_torch():
+    """While it has none, distribution/_compat.py is needed."""
+    pytest.importorskip("keras")
+    code = "from keras.src import backend; from keras.src.distribution import distribution_lib as ours; "
+    code += "print(backend.distribution_lib, ours.distribution_lib)"
+    environment = {**os.environ, "KERAS_BACKEND": "torch"}
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["None", "None"]
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,22 @@ def test_gradients_of_a_group_add_up_in_16_bits(monkeypatch):
         )
 
 
+def test_mlx_still_keeps_all_scores_for_a_gradient(monkeypatch):
+    """While it does, on_mlx._compat.attention_replaced is needed. Ours has those of one head at a time."""
+    monkeypatch.setattr(activations, "SCORES_ON_MLX", 1)
+    heads, length = 16, 512
+    values = [mx.random.normal((1, heads, length, 16), key=mx.random.key(seed)) for seed in range(3)]
+    mx.eval(values)
+    scores = 4 * heads * length * length  # bytes, float32
+    peaks = []
+    for call in (lambda *v: own(*v, scale=0.3), lambda *v: attention(*v, 0.3, None)):
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(lambda *v, call=call: call(*v).sum(), (0, 1, 2))(*values))
+        peaks.append(mx.get_peak_memory())
+    assert peaks[0] > 3 * scores > scores > peaks[1]
+
+
 def test_types_are_what_they_would_be(monkeypatch):
     """Normalized queries may be wider than values."""
     monkeypatch.setattr(activations, "SCORES_ON_MLX", 1)

@@ -3,6 +3,9 @@
 When one of these `still` tests fails, the library has mended it: take our way round out.
 """
 
+import inspect
+import logging
+import os
 import subprocess
 import sys
 
@@ -16,9 +19,16 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from anyqlora.models.lora_targets import NOT_LOADABLE
 from anyqlora.on_torch._compat import (
-    compiled_when_called,
+    attention_implementation,
+    attention_replaced,
+    block_classes,
+    float32_patterns,
+    int8_matmul,
     keep_weights_as_packed,
+    multiply_each_,
     softmax_backward,
+    version_of,
+    without_compiling,
 )
 from anyqlora.on_torch.quantizers.bnb import Nf4
 from tests.support import tiny_models
@@ -51,19 +61,39 @@ def test_ours_does_not_import_the_compiler():
     assert "bitsandbytes" in ours
 
 
-def test_what_is_compiled_later_is_compiled_as_it_was_told():
-    with compiled_when_called():
-        plain = torch.compile(lambda x: x * 2, backend="eager")
+def test_what_is_compiled_later_is_compiled():
+    """torch.compile's switch is read at each call: only what is handed to it within stays as it is."""
+    with without_compiling():
+        plain = torch.compile(is_compiled)
+    later = torch.compile(is_compiled, backend="eager")
+    assert plain is is_compiled and "TORCHDYNAMO_DISABLE" not in os.environ
+    assert (plain(torch.ones(2)).tolist(), later(torch.ones(2)).tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
-        @torch.compile(dynamic=False, backend="eager")
-        def named(x):
-            """Doubled."""
-            return x * 2 if not torch.compiler.is_compiling() else x * 3
 
-    assert torch.compile.__name__ == "compile"
-    assert (named.__name__, named.__doc__) == ("named", "Doubled.")
-    assert torch.equal(named(torch.ones(2)), torch.full((2,), 3.0))
-    assert torch.equal(plain(torch.ones(2)), torch.full((2,), 2.0))
+def test_whoever_switched_compiling_off_finds_it_off(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with without_compiling():
+        pass
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def is_compiled(x):
+    return x if torch.compiler.is_compiling() else 0 * x
+
+
+def test_bitsandbytes_still_reports_what_nobody_can_mend(caplog):
+    """That int8 computes in float16, at every product (and on some CPUs, when it is imported, that the hub has no kernel for it)."""
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    assert logger.level == logging.getLogger("bitsandbytes.backends.cpu.ops").level == logging.ERROR
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0).to("cpu").eval()
+    layer(torch.ones(2, 64))
+    assert not caplog.records
+    logger.setLevel(logging.WARNING)
+    try:
+        layer(torch.ones(2, 64))
+    finally:
+        logger.setLevel(logging.ERROR)
+    assert any("float16" in record.getMessage() for record in caplog.records)
 
 
 def gradient_after_evaluation(module):
@@ -186,3 +216,36 @@ def test_torch_still_keeps_softmax_backward_private():
     p, of_p = torch.randn(3, 5).softmax(-1), torch.randn(3, 5)
     torch.testing.assert_close(softmax_backward(of_p, p), p * (of_p - (of_p * p).sum(-1, keepdim=True)))
     assert not hasattr(torch.nn.functional, "softmax_backward") and not hasattr(torch, "softmax_backward")
+
+
+def test_torch_still_has_private_names_only_for_what_we_use():
+    a = torch.full((32, 64), 100, dtype=torch.int8)
+    assert (a @ a.T).dtype == torch.int8  # and so its sums overflow
+    sums = torch.empty(32, 32, dtype=torch.int32)
+    assert (int8_matmul(a, a.T, out=sums) == 64 * 100 * 100).all()
+    assert not any(hasattr(torch, name) for name in ("int_mm", "foreach_mul_"))
+    assert "out" not in inspect.signature(torch.nn.functional.scaled_mm).parameters
+    x, y = torch.ones(3), torch.ones(2)
+    before = version_of(x)
+    multiply_each_([x, y], 2.0)
+    assert version_of(x) > before and x.tolist() == [2.0] * 3 and y.tolist() == [2.0] * 2
+    assert not hasattr(x, "version")
+
+
+def test_transformers_still_hides_which_attention_runs(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_models.make(tmp_path))
+    assert attention_implementation(model.config) == "sdpa"
+    with attention_replaced(model.config, "eager"):
+        assert attention_implementation(model.config) == "eager"
+    assert attention_implementation(model.config) == "sdpa"
+    names = ("attn_implementation", "get_attn_implementation", "attention_implementation")
+    assert not any(hasattr(owner, name) for owner in (model, model.config) for name in names)
+
+
+def test_transformers_still_hides_its_lists_of_modules(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_models.make(tmp_path, "llama"))
+    assert block_classes(model) == {"LlamaDecoderLayer"} and float32_patterns(model) == set()
+    assert block_classes(torch.nn.Linear(1, 1)) is None
+    lists = ("no_split_modules", "keep_in_fp32_modules", "keep_in_fp32_modules_strict", "tied_weights_keys")
+    assert not any(hasattr(model, name) for name in lists)
+    assert all(hasattr(model, f"_{name}") for name in lists)

@@ -15,7 +15,7 @@ from anyqlora.export import tensor_moves
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import SINGLE, weight_files
 from anyqlora.models.prequantized import quantized_as
-from anyqlora.on_mlx._compat import model_classes
+from anyqlora.on_mlx._compat import model_classes, tied_weights
 from anyqlora.on_mlx.mlx_lm_bridge.config_translation import translate_config
 
 SHARD = 4 << 30  # bytes of one file at most
@@ -122,8 +122,7 @@ def _refuse_unknown_names(described: dict, given: Mapping[str, mx.array], source
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain))
     known = set(model.state_dict())
     strange = sorted(name for name in given if name not in known and f"{name.rpartition('.')[0]}.weight" not in known)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    missing = sorted(known - given.keys() - tied)
+    missing = sorted(known - given.keys() - tied_weights(model))
     if strange or missing:
         raise NotSupported(
             f"{len(strange) + len(missing)} tensors are called otherwise here than by Hugging Face, {(strange + missing)[0]} is the first, and no "

@@ -63,7 +63,11 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base_layer, self.lora_A, self.lora_B = base, a, b
         self.scale, self.dropout = scale, dropout
-        self._key = None  # of this forward pass's dropout: a recomputed one has to draw the same
+        self._key = None
+
+    def draw_from(self, key: mx.array) -> None:
+        """What the dropout of the forward passes from here on draws from: a recomputed one has to draw the same."""
+        self._key = key
 
     def dropped(self, x: mx.array) -> mx.array:
         """`x`, in training with a part of it zeroed. By how much the rest grows is left to the narrow product: see `kept`."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from anyqlora.on_mlx._compat import attention_replaced
 from anyqlora.planning.memory import activations
 
 own = mx.fast.scaled_dot_product_attention
@@ -21,18 +22,14 @@ own = mx.fast.scaled_dot_product_attention
 @contextlib.contextmanager
 def recomputed_attention() -> Iterator[None]:
     """While it lasts, models that call mx.fast.scaled_dot_product_attention, as mlx-lm's do, get `attention` instead."""
-    before = mx.fast.scaled_dot_product_attention
 
     def instead(queries, keys, values, *, scale, mask=None, sinks=None, **more):
         if sinks is not None or more:  # sinks may learn
             return own(queries, keys, values, scale=scale, mask=mask, sinks=sinks, **more)
         return attention(queries, keys, values, scale, mask)
 
-    mx.fast.scaled_dot_product_attention = instead
-    try:
+    with attention_replaced(instead):
         yield
-    finally:
-        mx.fast.scaled_dot_product_attention = before
 
 
 def attention(

@@ -10,6 +10,7 @@ from peft.tuners import lora
 from torch import nn
 
 from anyqlora.models.architectures import shared_input_groups
+from anyqlora.on_torch._compat import version_of
 from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul
 from anyqlora.on_torch.kernels.fused_lora import FULL, LoraLinear, lora_linears
 from anyqlora.on_torch.linears import is_linear, linears
@@ -74,8 +75,8 @@ class SharedInputGroup:
 
     def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`layer`'s [..., out] of x [..., in]."""
-        if self.source is not x or self.version != x._version or id(layer) not in self.made:
-            self.source, self.version, self.made = x, x._version, self._outputs(x)
+        if self.source is not x or self.version != version_of(x) or id(layer) not in self.made:
+            self.source, self.version, self.made = x, version_of(x), self._outputs(x)
         out = self.made.pop(id(layer))
         if not self.made:
             self.source = None

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from anyqlora.on_torch._compat import int8_matmul, scaled_matmul
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.planning.memory.activations import ROWS
 
@@ -268,7 +269,7 @@ class Int8Matmul(FullMatmul):
         sums = left.new_empty(min(ROWS, len(left)), factor.shape[1], dtype=torch.int32)
         chunks = left.split(ROWS), row_scales.split(ROWS), out.split(ROWS)
         for chunk, scales, chunk_out in zip(*chunks, strict=True):
-            chunk_sums = torch._int_mm(chunk, factor, out=sums[: len(chunk)])
+            chunk_sums = int8_matmul(chunk, factor, out=sums[: len(chunk)])
             self._dequantize(chunk_sums, scales, column_scales, chunk_out, accumulate, transposed)
         if bias is not None:
             out.add_(bias)
@@ -410,7 +411,7 @@ class Fp8Matmul(FullMatmul):
     def forward(self, x, weight, bias, lora=None):
         codes, scales, x = x
         y = x.new_empty(*x.shape[:-1], len(weight.codes))
-        torch._scaled_mm(
+        scaled_matmul(
             codes,
             weight.codes.T,
             scales[:, None],
@@ -424,7 +425,7 @@ class Fp8Matmul(FullMatmul):
     def backward(self, grad_output, weight, accumulated, lora=None):
         codes, scales = self.quantize(grad_output, column_scales=weight.scales)
         options = {"out_dtype": grad_output.dtype, "use_fast_accum": True}
-        grad_x = torch._scaled_mm(codes, weight.transposed, scales[:, None], weight.ones, **options)
+        grad_x = scaled_matmul(codes, weight.transposed, scales[:, None], weight.ones, **options)
         grad_x = grad_x if accumulated is None else accumulated.add_(grad_x)
         return add_lora(grad_x, lora, transposed=True)
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from anyqlora.on_torch._compat import attention_implementation, attention_replaced
 from anyqlora.on_torch.kernels import reference
 
 FORMS = ((0.0, False), (1.0, True), (0.0, True))  # of norms, as (offset, is_late)
@@ -118,7 +119,7 @@ class FastAttention(FastModule):
         v = v.transpose(1, 2)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        attend = ALL_ATTENTION_FUNCTIONS[attention_implementation(self.config)]
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **{**options, **self.attend_options}
@@ -187,7 +188,7 @@ def _norm(module: nn.Module, sample, ours: KernelSet) -> tuple[FastRMSNorm | Non
 def _gated_mlp(module: nn.Module, sample, ours: KernelSet) -> tuple[FastGatedMLP | None, str]:
     if isinstance(module, FastGatedMLP) or not type(module).__name__.endswith("MLP"):
         return None, ""
-    if not (set(MLP) <= set(module._modules) and hasattr(module, "act_fn")):
+    if not (set(MLP) <= dict(module.named_children()).keys() and hasattr(module, "act_fn")):
         return None, "its parts are others"
     x, new = sample(1, 2, module.gate_proj.in_features), FastGatedMLP.of(module)
     with _picking(module, MLP):
@@ -202,10 +203,11 @@ def _attention(module: nn.Module, sample, ours: KernelSet) -> tuple[FastAttentio
     needed = ("head_dim", "layer_idx", "scaling", "config", "attention_dropout")
     if isinstance(module, FastAttention) or not type(module).__name__.endswith("Attention"):
         return None, ""
-    if not (set(PROJECTIONS) <= set(module._modules) and all(hasattr(module, name) for name in needed)):
+    if not (set(PROJECTIONS) <= dict(module.named_children()).keys() and all(hasattr(module, name) for name in needed)):
         return None, "its parts are others"
-    if module.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
-        return None, f"its attention is {module.config._attn_implementation}"
+    implementation = attention_implementation(module.config)
+    if implementation not in ALL_ATTENTION_FUNCTIONS:
+        return None, f"its attention is {implementation}"
     x = sample(1, 4, module.q_proj.in_features)
     angles, half_angles = (
         [sample(1, 4, width, seed=seed) for seed in (1, 2)] for width in (module.head_dim, module.head_dim // 2)
@@ -275,15 +277,16 @@ class ColumnPicker(nn.Module):
 
 @contextlib.contextmanager
 def _picking(module: nn.Module, linears: tuple[str, ...]) -> Iterator[None]:
-    """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in
-    question, and reading all quantized weights two or three times takes longer than all else here.
-    """
-    originals = {name: module._modules[name] for name in linears}
-    module._modules.update({name: ColumnPicker(linear, seed) for seed, (name, linear) in enumerate(originals.items())})
+    """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in question, and reading
+    all quantized weights two or three times takes longer than all else here."""
+    originals = {name: getattr(module, name) for name in linears}
+    for seed, (name, linear) in enumerate(originals.items()):
+        setattr(module, name, ColumnPicker(linear, seed))
     try:
         yield
     finally:
-        module._modules.update(originals)
+        for name, linear in originals.items():
+            setattr(module, name, linear)
 
 
 def _sample(like: torch.Tensor, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -302,18 +305,15 @@ def _output(function, *arguments, **options) -> torch.Tensor | None:
 
 def _captured_options(module: nn.Module, x: torch.Tensor, **options) -> tuple[torch.Tensor | None, dict]:
     """What comes out of an attention module, and the options that it gives the product beside the usual ones."""
-    config, before, options_given = module.config, module.config._attn_implementation, {}
+    before, options_given = attention_implementation(module.config), {}
 
     def capture(module, q, k, v, mask, **given):
         options_given.update(given)
         return ALL_ATTENTION_FUNCTIONS[before](module, q, k, v, mask, **given)
 
     AttentionInterface.register(CAPTURING, capture)
-    config._attn_implementation = CAPTURING
-    try:
+    with attention_replaced(module.config, CAPTURING):
         out = _output(module, x, **options)
-    finally:
-        config._attn_implementation = before
     return out, {name: value for name, value in options_given.items() if name not in ("dropout", "scaling")}
 
 

@@ -114,7 +114,7 @@ class StreamingQuantizer(HfQuantizer):
         for name, packed in self.experts.items():
             owner, _, attribute = name.rpartition(".")
             module = model.get_submodule(owner)
-            del module._parameters[attribute]
+            delattr(module, attribute)  # the parameter
             setattr(module, attribute, packed)
 
     def is_serializable(self) -> bool:
@@ -252,7 +252,7 @@ def meta_model_with_shapes(
     for name, shape in about["experts"]:
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        del module._parameters[attribute]
+        delattr(module, attribute)  # the parameter
         setattr(module, attribute, PackedExperts(name, torch.Size(shape), quantizer))
     model.name_or_path = directory
     model.config.dtype = config.dtype

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from anyqlora.on_torch._compat import multiply_each_
 from anyqlora.on_torch.precision import LossScaler, autocast
 from anyqlora.training.state import StepResult
 
@@ -139,7 +140,7 @@ class Strategy:
         """Scale all gradients."""
         gradients = self.gradients(self.trainable.values())
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            multiply_each_(gradients, factor)
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The 2-norm of the whole gradient, of which this process has `gradients`; the same on all processes."""
@@ -151,7 +152,7 @@ class Strategy:
         norm = self.norm(gradients)
         if max_norm is not None and gradients and torch.isfinite(norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, scale)
+            multiply_each_(gradients, scale)
         return norm
 
     def zero_grad(self) -> None:

@@ -107,26 +107,25 @@ def adopt_tensor(owner: nn.Module, tensors: dict[str, torch.Tensor], quantizer, 
     if isinstance(owner, PackedExperts):
         owner.adopt(tensors)
         return
+    buffers = dict(owner.named_buffers(recurse=False, remove_duplicate=False))
+    parameters = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
     with torch.no_grad():
         for key, value in tensors.items():
-            if key in owner._buffers:
-                owner._buffers[key] = value
-            elif key in owner._parameters and owner._parameters[key].is_meta:
+            if key in buffers:
+                setattr(owner, key, value)
+            elif key in parameters and parameters[key].is_meta:
                 if key == "weight" and is_packed(owner, quantizer):
                     state = {k.removeprefix("weight|"): v for k, v in tensors.items() if k.startswith("weight|")}
                     owner.weight = quantizer.parameter(owner, value, quantizer.state_from(state))
                 else:
-                    new = tied.setdefault(
-                        id(value), nn.Parameter(value, requires_grad=owner._parameters[key].requires_grad)
-                    )
+                    new = tied.setdefault(id(value), nn.Parameter(value, requires_grad=parameters[key].requires_grad))
                     setattr(owner, key, new)
-            elif key in owner._parameters:
-                move_to_device(owner, key, value)
+            elif key in parameters:
+                move_to_device(parameters[key], value)
 
 
-def move_to_device(owner: nn.Module, key: str, value: torch.Tensor) -> None:
+def move_to_device(there: nn.Parameter, value: torch.Tensor) -> None:
     """`value` in the parameter that is there, which keeps its type and what hangs on it."""
-    there = owner._parameters[key]
     if there.device == value.device:
         if there.data_ptr() != value.data_ptr():
             there.data.copy_(value)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from anyqlora.config.strategy_options import FsdpOptions
 from anyqlora.core.errors import NotSupported, RunError, UsageError
+from anyqlora.on_torch._compat import block_classes, multiply_each_
 from anyqlora.on_torch.device import highest_precision
 from anyqlora.on_torch.memory.malloc import return_freed_pages
 from anyqlora.on_torch.parallel.base import Prepared, Strategy
@@ -130,7 +131,7 @@ class Fsdp(ShardedStrategy):
         gradients = self.gradients(parameters)
         norm = self.norm(gradients)
         if max_norm is not None and gradients and torch.isfinite(norm):
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
+            multiply_each_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
         return norm
 
     # ------------------------------------------------------------------------------------------------ what is kept
@@ -147,11 +148,11 @@ class Fsdp(ShardedStrategy):
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers that are put together one at a time: what transformers says may not be split. Raises NotBuilt where it does not say."""
-    names = getattr(model, "_no_split_modules", None)
+    names = block_classes(model)
     if names is None:  # a model of somebody's own: its lists of modules
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         return [block for one in lists for block in one]
-    found = [module for module in model.modules() if type(module).__name__ in set(names)]
+    found = [module for module in model.modules() if type(module).__name__ in names]
     if not found:
         raise NotSupported(
             f"{type(model).__name__} has no blocks that transformers names, so it cannot be sharded",

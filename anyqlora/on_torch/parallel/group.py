@@ -101,7 +101,9 @@ class MultiProcessStrategy(Strategy):
     def owners(self, trainable: dict[str, nn.Parameter], model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         """{name: (module, attribute)} of what is trained, so that it is found again when parameters are replaced."""
         places = {
-            id(p): (module, key) for module in model.modules() for key, p in module._parameters.items() if p is not None
+            id(p): (module, key)
+            for module in model.modules()
+            for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
         }
         return {name: places[id(p)] for name, p in trainable.items()}
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from anyqlora.core.errors import NotSupported, RunError
 from anyqlora.models.architectures import COLUMNS
 from anyqlora.models.lora_targets import PREFIX
+from anyqlora.on_torch._compat import multiply_each_
 from anyqlora.on_torch.parallel.base import Prepared
 from anyqlora.on_torch.parallel.fsdp import blocks
 from anyqlora.on_torch.parallel.group import ShardedStrategy, local
@@ -179,7 +180,7 @@ class TensorParallel(ShardedStrategy):
         norm = total.sqrt()
         if max_norm is not None and torch.isfinite(norm):
             for gradients in groups.values():
-                torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+                multiply_each_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     # -------------------------------------------------------------------------------------------------- what is learned

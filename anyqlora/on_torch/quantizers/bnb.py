@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import bitsandbytes as bnb
 import torch
@@ -16,10 +15,6 @@ from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
 
 MANY = 1537  # tokens from which bitsandbytes 0.50 unpacks the whole weight on CUDA; for fewer it has kernels that multiply by the codes
 CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times their float32 size while it works
-
-
-# int8 computes in float16 by design; bitsandbytes says so at every call.
-logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def unpacked_linear(codes: torch.Tensor, state: F.QuantState) -> torch.Tensor:
@@ -171,7 +166,7 @@ class UnalignedLinear4bit(_Unpacking):
 
     bitsandbytes' AVX-512 kernel gives such weights wrong values (25 % off at 96 inputs): it counts blocks from each row's start,
     and quantization counts them from the tensor's. Seen in 0.50.2, where in_features is a multiple of 16 and not of 64 (its pull
-    request 1828 works around the same at large blocks). Can go when tests/test_compat.py::test_bitsandbytes_still_miscounts_blocks fails.
+    request 1828 works around the same at large blocks). Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_miscounts_blocks fails.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,7 +185,7 @@ class _KeepScales(bnb.nn.Linear8bitLt):
     """A Linear8bitLt that does not forget its scales when its weight is moved from the CPU to the CPU.
 
     PEFT does that at every forward of a DoRA layer (peft 0.21.2, bitsandbytes 0.50.2), and the next one finds none.
-    Can go when tests/test_compat.py::test_dora_still_loses_int8_scales fails.
+    Can go when tests/on_torch/test_compat.py::test_dora_still_loses_int8_scales fails.
     """
 
     def init_8bit_state(self) -> None:
