@@ -1,7 +1,8 @@
 """Every private part of Keras that this folder touches, with its cause and how we know that it can go.
 
-Keras 3.15 has no distribution on its torch backend: its own are accepted there and do nothing, and nothing public puts one in its place.
-Who calls `keras.install` asks for this; nothing of Keras changes before. No other file names a private part: tests/test_private_names.py.
+Keras 3.15 has no distribution on its torch backend: its own are accepted there and do nothing, and nothing public puts
+one in its place. Who calls `keras.install` asks for this; nothing of Keras changes before. No other file names a
+private part: tests/test_private_names.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from anyqlora.distribution.tensors import distribute_tensor, distribute_variable
 
 
 def keras_distribution() -> ModuleType:
-    """Keras's module of distributions, which knows the one that is set: in 3.15 `keras.distribution` shows its names, not the module.
+    """Keras's module of distributions, which knows the one that is set: in 3.15 `keras.distribution` shows its names,
+    not the module.
 
     Can go when tests/distribution/test_distribution.py::test_keras_still_has_no_distribution_on_torch fails.
     """
@@ -30,7 +32,8 @@ def keras_distribution() -> ModuleType:
 
 
 def put_backend(backend: ModuleType) -> bool:
-    """Let Keras's distributions call `backend`, where it has one for each of its other backends (3.15). Returns False where they do already.
+    """Let Keras's distributions call `backend`, where it has one for each of its other backends (3.15). Returns False
+    where they do already.
 
     Can go when tests/distribution/test_distribution.py::test_keras_still_has_no_distribution_on_torch fails.
     """
@@ -44,7 +47,8 @@ def put_backend(backend: ModuleType) -> bool:
 
 
 def lay_out_variables(current: Callable[[], Any]) -> None:
-    """From here on Keras (3.15) puts the values of variables on the mesh of the distribution that is `current`, as it does on its other backends.
+    """From here on Keras (3.15) puts the values of variables on the mesh of the distribution that is `current`, as it
+    does on its other backends.
 
     Can go when tests/distribution/test_distribution.py::test_keras_still_has_no_distribution_on_torch fails.
     """
@@ -57,7 +61,8 @@ def lay_out_variables(current: Callable[[], Any]) -> None:
 
 
 def refuse_training(methods: Sequence[str], current: Callable[[], Any]) -> None:
-    """From here on these methods of Keras's models (3.15) are refused under a distribution: each process would do the same.
+    """From here on these methods of Keras's models (3.15) are refused under a distribution: each process would do the
+    same.
 
     Can go when tests/distribution/test_distribution.py::test_keras_still_has_no_distribution_on_torch fails.
     """

@@ -39,10 +39,10 @@ TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pr
 def install() -> None:
     """Let Keras's own DeviceMesh, LayoutMap, DataParallel and ModelParallel spread variables on its torch backend.
 
-    Keras 3.15 has no distribution_lib for torch: its distributions are accepted there and do nothing. This puts one in its place,
-    lays out variables as they are made under a distribution, and refuses `fit` and its like under one, as they would feed each
-    process the same plain tensors. Nothing else of Keras changes, and nothing at all before this is called; calling it again does
-    nothing. Raises DistributionError for a Keras that is not on torch or not known.
+    Keras 3.15 has no distribution_lib for torch: its distributions are accepted there and do nothing. This puts one in
+    its place, lays out variables as they are made under a distribution, and refuses `fit` and its like under one, as
+    they would feed each process the same plain tensors. Nothing else of Keras changes, and nothing at all before this
+    is called; calling it again does nothing. Raises DistributionError for a Keras that is not on torch or not known.
     """
     try:
         import keras

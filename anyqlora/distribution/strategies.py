@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from typing import Any
+
 from anyqlora.distribution import processes
 from anyqlora.distribution.datasets import shared
 from anyqlora.distribution.layouts import DeviceMesh, LayoutMap, TensorLayout

@@ -16,10 +16,11 @@ from torch import nn
 
 
 def keep_weights_as_packed(module: nn.Module) -> nn.Module:
-    """Keep a Linear4bit from repacking its weights in evaluation, after which training forwards lose the base layer's gradient.
+    """Keep a Linear4bit from repacking its weights in evaluation, after which training forwards lose the base layer's
+    gradient.
 
-    bitsandbytes 0.49 to 0.50.2 on CPUs with AVX512-BF16 (one UserWarning, up to 99 % gradient error).
-    Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_loses_gradients_after_evaluation fails on such a CPU.
+    bitsandbytes 0.49 to 0.50.2 on CPUs with AVX512-BF16 (one UserWarning, up to 99 % gradient error). Can go when
+    tests/on_torch/test_compat.py::test_bitsandbytes_still_loses_gradients_after_evaluation fails on such a CPU.
     """
     from bitsandbytes.nn import Linear4bit  # here: unquantized weights need no bitsandbytes
 
@@ -29,11 +30,12 @@ def keep_weights_as_packed(module: nn.Module) -> nn.Module:
 
 
 def quiet_bitsandbytes() -> None:
-    """Keep bitsandbytes from reporting, whenever it is imported, that it found no kernel on the hub, and at every product of 8-bit weights that
-    it computes in float16.
+    """Keep bitsandbytes from reporting, whenever it is imported, that it found no kernel on the hub, and at every
+    product of 8-bit weights that it computes in float16.
 
-    bitsandbytes 0.50: the loggers have names of private modules. Ours never come to the former kernel, see `keep_weights_as_packed`, and the
-    latter is int8's design. Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_reports_what_nobody_can_mend fails.
+    bitsandbytes 0.50: the loggers have names of private modules. Ours never come to the former kernel, see
+    `keep_weights_as_packed`, and the latter is int8's design. Can go when
+    tests/on_torch/test_compat.py::test_bitsandbytes_still_reports_what_nobody_can_mend fails.
     """
     for name in ("bitsandbytes.backends.cpu.ops", "bitsandbytes.autograd._functions"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -43,9 +45,9 @@ def quiet_bitsandbytes() -> None:
 def without_compiling():
     """Within, torch.compile gives back what it is given: set while peft, and with it bitsandbytes, is imported.
 
-    bitsandbytes 0.49 to 0.50.2 hands it four functions on being imported, which imports torch's whole compiler (3.5 s of CPU time on 2 slow
-    cores); they are for devices without kernels of their own, and none is called in a run of ours. The switch is torch's own for its users;
-    it is read at each call, so that what is compiled later is compiled.
+    bitsandbytes 0.49 to 0.50.2 hands it four functions on being imported, which imports torch's whole compiler (3.5 s
+    of CPU time on 2 slow cores); they are for devices without kernels of their own, and none is called in a run of
+    ours. The switch is torch's own for its users; it is read at each call, so that what is compiled later is compiled.
     Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_imports_the_compiler fails.
     """
     switch = "TORCHDYNAMO_DISABLE"
@@ -61,9 +63,9 @@ def without_compiling():
 def quietly():
     """Without a progress bar where nobody watches, and without deprecations that are not the user's to mend.
 
-    transformers 5.23 calls `gradient_checkpointing_enable` and `is_gradient_checkpointing` deprecated; peft 0.21.2 reads the
-    latter, and transformers 5.17 has no other name for them.
-    Can go when tests/reporting/test_console.py::test_peft_still_reads_what_transformers_deprecates fails.
+    transformers 5.23 calls `gradient_checkpointing_enable` and `is_gradient_checkpointing` deprecated; peft 0.21.2
+    reads the latter, and transformers 5.17 has no other name for them. Can go when
+    tests/reporting/test_console.py::test_peft_still_reads_what_transformers_deprecates fails.
     """
     from transformers.utils import logging
 
@@ -84,7 +86,8 @@ def quietly():
 
 
 def without_shared_memory_operation() -> None:
-    """Keep DeepSpeed from compiling an operation for CPUs on one machine: it takes a minute, a C++ compiler and ninja, and gloo does the same.
+    """Keep DeepSpeed from compiling an operation for CPUs on one machine: it takes a minute, a C++ compiler and ninja,
+    and gloo does the same.
 
     deepspeed 0.19.8 offers no setting (deepspeed/comm/torch.py builds it wherever this table calls it compatible).
     Can go when tests/on_torch/parallel/test_deepspeed.py::test_deepspeed_still_has_no_switch_for_its_operation fails.
@@ -97,8 +100,9 @@ def without_shared_memory_operation() -> None:
 def link_moments(zero) -> None:
     """Let a ZeRO-1 or 2 optimizer find each parameter's part of its state as it is now.
 
-    deepspeed 0.19.8 links them once, inside its first step(): what is loaded before that is not found, nor is any state when that
-    step changed nothing. Can go when tests/on_torch/parallel/test_deepspeed.py::test_deepspeed_still_links_moments_in_its_step_only fails.
+    deepspeed 0.19.8 links them once, inside its first step(): what is loaded before that is not found, nor is any state
+    when that step changed nothing. Can go when
+    tests/on_torch/parallel/test_deepspeed.py::test_deepspeed_still_links_moments_in_its_step_only fails.
     """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -107,7 +111,8 @@ def link_moments(zero) -> None:
 
 
 def without_buffers() -> dict:
-    """How DistributedDataParallel is told not to send buffers at every forward: torch 2.13 has another word for it than 2.11.
+    """How DistributedDataParallel is told not to send buffers at every forward: torch 2.13 has another word for it than
+    2.11.
 
     Can go when torch 2.11 is no longer supported.
     """
@@ -122,8 +127,8 @@ def without_buffers() -> dict:
 def attention_implementation(config) -> str:
     """The name, in transformers' table, of the attention that modules with this configuration run.
 
-    transformers 5.17 to 5.23 have a public method that sets it for a model, and nothing public that tells it or sets it for one module.
-    Can go when tests/on_torch/test_compat.py::test_transformers_still_hides_which_attention_runs fails.
+    transformers 5.17 to 5.23 have a public method that sets it for a model, and nothing public that tells it or sets it
+    for one module. Can go when tests/on_torch/test_compat.py::test_transformers_still_hides_which_attention_runs fails.
     """
     return config._attn_implementation
 
@@ -132,7 +137,8 @@ def attention_implementation(config) -> str:
 def attention_replaced(config, name: str):
     """Within, modules with this configuration run the attention `name` of transformers' table.
 
-    transformers 5.17 to 5.23: see `attention_implementation`. Can go when tests/on_torch/test_compat.py::test_transformers_still_hides_which_attention_runs fails.
+    transformers 5.17 to 5.23: see `attention_implementation`. Can go when
+    tests/on_torch/test_compat.py::test_transformers_still_hides_which_attention_runs fails.
     """
     before = config._attn_implementation
     config._attn_implementation = name

@@ -27,8 +27,8 @@ class DeviceBatch:
 
     @classmethod
     def padded(cls, batch: Batch, device: torch.device) -> DeviceBatch:
-        """Rows padded on the right, so that under causal attention padding reaches no trained token and no mask is needed. Packed rows
-        state their positions, from which transformers keeps documents apart."""
+        """Rows padded on the right, so that under causal attention padding reaches no trained token and no mask is
+        needed. Packed rows state their positions, from which transformers keeps documents apart."""
         is_packed = int(batch.segments.max(initial=0)) > 0
         targets = batch.targets.reshape(-1)
         return cls(
@@ -42,8 +42,8 @@ class DeviceBatch:
     def unpadded(cls, batch: Batch, device: torch.device, few_lengths: bool = True) -> DeviceBatch:
         """All documents in one row [1, T], by their numbers; rows of one document and one length as they are.
 
-        On a CPU tokens that nobody sees, since they come after all others, bring T to one of the lengths that `padding_rows` leaves: `few_lengths`
-        where products are oneDNN's, which compiles them for each, and keeps them.
+        On a CPU tokens that nobody sees, since they come after all others, bring T to one of the lengths that
+        `padding_rows` leaves: `few_lengths` where products are oneDNN's, which compiles them for each, and keeps them.
         """
         own = batch.segments >= 0
         # A process that has no row in this step still takes part in it.
@@ -73,8 +73,8 @@ def forward(
 ):
     """A transformers model's own forward pass of ids [B, T], positions [B, T].
 
-    Documents come in the place of the attention mask, as their numbers int32 [B, 1, 1, T]: transformers hands a mask of four dimensions
-    on to attention as it is, and hands on nothing else. See unpadded.attend.
+    Documents come in the place of the attention mask, as their numbers int32 [B, 1, 1, T]: transformers hands a mask of
+    four dimensions on to attention as it is, and hands on nothing else. See unpadded.attend.
     """
     inputs = {"input_ids": ids}
     if positions is not None:
@@ -86,6 +86,6 @@ def forward(
 
 
 def padding_rows(tokens: int, few_lengths: bool = True) -> int:
-    """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a sixteenth or 7 at most.
-    Not `few_lengths`: to a multiple of 16."""
+    """How many tokens bring `tokens` to one of 16 lengths between two powers of two, or to a multiple of 64: a
+    sixteenth or 7 at most. Not `few_lengths`: to a multiple of 16."""
     return -tokens % ((1 << min(max(tokens.bit_length() - 5, 3), 6)) if few_lengths else 16)

@@ -1,4 +1,5 @@
-"""The loss: the sum of the trained tokens' negative log-likelihoods, and the same without logits of the tokens that are not."""
+"""The loss: the sum of the trained tokens' negative log-likelihoods, and the same without logits of the tokens that are
+not."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Te
 
 @dataclass(frozen=True)
 class LossSpec:
-    """How a run computes its loss: decided once, from the plan and from what the model turned out to be. `make_loss` builds it.
+    """How a run computes its loss: decided once, from the plan and from what the model turned out to be. `make_loss`
+    builds it.
 
     The value is `token_loss`'s in every case, within rounding.
     """
@@ -55,8 +57,9 @@ class LossSpec:
 class TrainedTokenLoss:
     """`token_loss`, with the output head on trained tokens only and `spec.chunk_tokens` of them at a time.
 
-    A hook takes the head's input and gives it none, so that the model's own forward makes no logits. `last_mlp`, where there is one, runs on
-    trained tokens only, too: no other token's output of it reaches the loss. `quantized_head`: the head's weights for a gradient in 8 bits.
+    A hook takes the head's input and gives it none, so that the model's own forward makes no logits. `last_mlp`, where
+    there is one, runs on trained tokens only, too: no other token's output of it reaches the loss. `quantized_head`:
+    the head's weights for a gradient in 8 bits.
     """
 
     spec: LossSpec
@@ -103,8 +106,8 @@ Loss = Callable[[nn.Module, Batch, torch.device], torch.Tensor]  # sum over trai
 
 
 def make_loss(spec: LossSpec, model: nn.Module, quantized_head: QuantizedHead | None = None) -> Loss:
-    """The loss that `spec` describes, of `model`'s own head and last MLP. `quantized_head`: the head's weights in 8 bits, if they are at hand;
-    they are packed here otherwise, where `spec` wants them."""
+    """The loss that `spec` describes, of `model`'s own head and last MLP. `quantized_head`: the head's weights in 8
+    bits, if they are at hand; they are packed here otherwise, where `spec` wants them."""
     if not spec.chunk_tokens:
         return token_loss
     head = model.get_output_embeddings()
@@ -121,7 +124,8 @@ def make_loss(spec: LossSpec, model: nn.Module, quantized_head: QuantizedHead | 
 
 
 class HeadInputCapture:
-    """While it lasts, a head's input [B, T, H] is kept as `hidden`, and its output is `instead`, or that of no token at all."""
+    """While it lasts, a head's input [B, T, H] is kept as `hidden`, and its output is `instead`, or that of no token at
+    all."""
 
     def __init__(self, head: nn.Linear, instead: torch.Tensor | None = None):
         self.head, self.instead, self.hidden, self.output, self.calls = head, instead, None, None, 0
@@ -145,7 +149,8 @@ class HeadInputCapture:
 
 @contextlib.contextmanager
 def only_tokens(module: nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """While it lasts, `module` sees those of its tokens [B, T, H] that lie at `positions` [N] of B * T; the others' output is zero."""
+    """While it lasts, `module` sees those of its tokens [B, T, H] that lie at `positions` [N] of B * T; the others'
+    output is zero."""
     shapes = []
 
     def pick(module, arguments):
@@ -175,9 +180,9 @@ def last_mlp(model: nn.Module) -> nn.Module | None:
 def can_narrow_last_mlp(model: nn.Module) -> bool:
     """Whether what the last block's MLP makes of one token is known to reach no other token's logits.
 
-    The model's own forward is run with that MLP on some of the tokens, and their inputs of the head are compared. Not for a block that is
-    recomputed, since its second run has to be its first; nor for one with dropout, or a plan's choice to recompute would change what each
-    token draws.
+    The model's own forward is run with that MLP on some of the tokens, and their inputs of the head are compared. Not
+    for a block that is recomputed, since its second run has to be its first; nor for one with dropout, or a plan's
+    choice to recompute would change what each token draws.
     """
     mlp, head = last_mlp(model), model.get_output_embeddings()
     if mlp is None or any(isinstance(part, nn.Dropout) and part.p for part in mlp.modules()):
@@ -228,7 +233,8 @@ def what_follows(model: nn.Module, head: nn.Linear) -> LogitTransform | None:
 
 
 def _candidates(model: nn.Module, product: torch.Tensor, logits: torch.Tensor) -> list[LogitTransform]:
-    """What may follow: a cap that the model's configuration states, or the factor between the head's product and the logits."""
+    """What may follow: a cap that the model's configuration states, or the factor between the head's product and the
+    logits."""
     text = model.config.get_text_config()
     cap = getattr(text, "final_logit_softcapping", None)
     scale = float(logits[0, 0, -1]) / float(product[0, 0, -1])

@@ -1,4 +1,5 @@
-"""What `Runtime.prepare` gives back beside the model: an optimizer and a scheduler that act at boundaries, a loader of this process's rows."""
+"""What `Runtime.prepare` gives back beside the model: an optimizer and a scheduler that act at boundaries, a loader of
+this process's rows."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from anyqlora.data.packing import shuffled
 
 
 def rebuilt(optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """parameters -> an optimizer of the same kind, groups and options over them; they stand in the order of `trainable`.
+    """parameters -> an optimizer of the same kind, groups and options over them; they stand in the order of
+    `trainable`.
 
     Raises UsageError when it has stepped already, or updates what is not trained.
     """
@@ -88,7 +90,8 @@ class PreparedScheduler:
     def step(self) -> None:
         if self.runtime.sync_gradients and not self.runtime.skipped:
             with warnings.catch_warnings():
-                # torch's reminder of the order of calls looks at the optimizer that the scheduler was made for. Here another one has stepped.
+                # torch's reminder of the order of calls looks at the optimizer that the scheduler was made for. Here
+                # another one has stepped.
                 warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
                 self.scheduler.step()
 
@@ -111,9 +114,9 @@ class PreparedScheduler:
 class ShardedLoader:
     """The part of a DataLoader's rows that this process sees, on its device.
 
-    A round is one batch of the loader's own size for each process; in the last one rows are dealt evenly, and a process that gets
-    none has a batch of no rows, so that all take as many rounds and each row comes once. A shuffled loader is shuffled by the run's
-    seed and the epoch, the same everywhere.
+    A round is one batch of the loader's own size for each process; in the last one rows are dealt evenly, and a process
+    that gets none has a batch of no rows, so that all take as many rounds and each row comes once. A shuffled loader is
+    shuffled by the run's seed and the epoch, the same everywhere.
     """
 
     def __init__(self, runtime, loader: DataLoader):

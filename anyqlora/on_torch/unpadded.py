@@ -1,4 +1,5 @@
-"""Rows one after another without padding: attention that keeps their documents apart, and the proof that a model takes it."""
+"""Rows one after another without padding: attention that keeps their documents apart, and the proof that a model takes
+it."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def attend(
     within=attention,
     **options,
 ):
-    """transformers' attention interface, [B, T, H, D]: ours where every token sees its document's tokens before it, else torch's.
+    """transformers' attention interface, [B, T, H, D]: ours where every token sees its document's tokens before it,
+    else torch's.
 
     Documents come in the mask's place, as their numbers int32 [B, 1, 1, T]: see DeviceBatch.forward.
     """
@@ -101,7 +103,8 @@ for name, function in (
 def remove_padding_from(model: nn.Module, name: str = NAME) -> str:
     """Set the attention `name` as the model's. Returns why that was not done, "" where it was.
 
-    Two documents in one row are compared with two rows, by the model's own forward, with windows that are shorter than they.
+    Two documents in one row are compared with two rows, by the model's own forward, with windows that are shorter than
+    they.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     before = attention_implementation(base.config)
@@ -149,7 +152,8 @@ def _configs(model: nn.Module) -> list:
 
 @contextlib.contextmanager
 def _narrowed(model: nn.Module) -> Iterator[None]:
-    """The model with windows of SEEN tokens in the place of its own: those of its configurations, its modules, and what ours ask for them."""
+    """The model with windows of SEEN tokens in the place of its own: those of its configurations, its modules, and what
+    ours ask for them."""
     options = [module.attend_options for module in model.modules() if hasattr(module, "attend_options")]
     places = [*options, *map(vars, (*model.modules(), *_configs(model)))]
     before = [(place, name, place[name]) for place in places for name in WINDOWS if type(place.get(name)) is int]

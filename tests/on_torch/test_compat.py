@@ -1,4 +1,5 @@
-"""The traps in other libraries that anyqlora/on_torch/_compat.py and its users step round: each still there, and not in ours.
+"""The traps in other libraries that anyqlora/on_torch/_compat.py and its users step round: each still there, and not in
+ours.
 
 When one of these `still` tests fails, the library has mended it: take our way round out.
 """
@@ -82,7 +83,8 @@ def is_compiled(x):
 
 
 def test_bitsandbytes_still_reports_what_nobody_can_mend(caplog):
-    """That int8 computes in float16, at every product (and on some CPUs, when it is imported, that the hub has no kernel for it)."""
+    """That int8 computes in float16, at every product (and on some CPUs, when it is imported, that the hub has no
+    kernel for it)."""
     logger = logging.getLogger("bitsandbytes.autograd._functions")
     assert logger.level == logging.getLogger("bitsandbytes.backends.cpu.ops").level == logging.ERROR
     layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0).to("cpu").eval()
@@ -147,7 +149,8 @@ def test_bitsandbytes_still_miscounts_blocks():
 
 
 def test_dora_still_loses_int8_scales():
-    """The second training forward of PEFT's DoRA over bitsandbytes' own int8 layer on a CPU; ours is tests/test_adapters.py."""
+    """The second training forward of PEFT's DoRA over bitsandbytes' own int8 layer on a CPU; ours is
+    tests/test_adapters.py."""
     layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
     codes, scales, _ = F.int8_vectorwise_quant(torch.randn(64, 64).half())
     layer.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
@@ -165,7 +168,8 @@ def test_rows_of_whole_blocks_are_left_to_bitsandbytes():
 
 
 def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):
-    """An adapter on a dense layer of a Qwen3-MoE (huggingface/peft#3711): PEFT takes the names for the experts' and puts none there."""
+    """An adapter on a dense layer of a Qwen3-MoE (huggingface/peft#3711): PEFT takes the names for the experts' and
+    puts none there."""
     directory = tiny_models.make(
         tmp_path, "qwen3_moe", mlp_only_layers=[0], num_experts=4, moe_intermediate_size=48, head_dim=16
     )

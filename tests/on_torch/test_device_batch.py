@@ -1,4 +1,5 @@
-"""A micro-batch on the device: what is counted of it in host memory, and that attention has it when layers run again."""
+"""A micro-batch on the device: what is counted of it in host memory, and that attention has it when layers run
+again."""
 
 import pytest
 import torch
@@ -53,8 +54,9 @@ def test_flat_rows_have_few_lengths():
 @pytest.mark.parametrize("kernels", ["portable", "native"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_layers_that_run_again_see_their_own_batchs_documents(reentrant, kernels, tmp_path, monkeypatch):
-    """Gradients of layers that keep all they need are the reference. Where one batch's backward comes before the next one's forward nothing is
-    counted anew; else each layer that runs again counts its own batch's documents, not the later one's."""
+    """Gradients of layers that keep all they need are the reference. Where one batch's backward comes before the next
+    one's forward nothing is counted anew; else each layer that runs again counts its own batch's documents, not the
+    later one's."""
     base, found = tiny_models.make(tmp_path / "base", "llama"), {}
     reads = read_counter(monkeypatch)
     for recomputes in (False, True):

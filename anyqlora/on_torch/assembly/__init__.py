@@ -1,1 +1,2 @@
-"""A model on its way from a plan to training: loaded, quantized, adapted, made fast, and proven to be what was planned."""
+"""A model on its way from a plan to training: loaded, quantized, adapted, made fast, and proven to be what was
+planned."""

@@ -1,4 +1,5 @@
-"""The model that is trained, built pass by pass: read, quantized, its adapter attached, fast paths installed, and what was planned proven there."""
+"""The model that is trained, built pass by pass: read, quantized, its adapter attached, fast paths installed, and what
+was planned proven there."""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ def choose_parts(context: BuildContext) -> list[str]:
 
 
 def load_base(context: BuildContext) -> list[str]:
-    """The frozen model: each linear weight packed as it is read, or taken from a file of codes. Under several processes one reads, and the
-    strategy gives the others what they are to hold. Returns what is wrong with the cache of packed weights."""
+    """The frozen model: each linear weight packed as it is read, or taken from a file of codes. Under several processes
+    one reads, and the strategy gives the others what they are to hold. Returns what is wrong with the cache of packed
+    weights."""
     plan, config, directory = context.runtime.plan, context.config, base_directory(context.config)
     notes: list[str] = []
     context.is_prequantized = bool(quantized_as(read_config(directory)))
@@ -81,8 +83,8 @@ def attach_adapter(context: BuildContext) -> list[str]:
     return []
 
 
-# In this order, which says what each may rely on. A pass returns a note for each thing that the plan names and this model or machine
-# does not have; what cannot be done without is an error.
+# In this order, which says what each may rely on. A pass returns a note for each thing that the plan names and this
+# model or machine does not have; what cannot be done without is an error.
 CHOICES = (choose_kernels, choose_parts)  # before the model's memory is counted: they import, compile and try
 PASSES = (
     load_base,
@@ -97,7 +99,8 @@ PASSES = (
     remove_padding,  # changes the model's attention
     make_attention_deterministic,  # of whatever attention is there by now
 )
-# Forward and backward on rows of the run, as a step does them: with the heap as a step has it, on the loss that is specified by now.
+# Forward and backward on rows of the run, as a step does them: with the heap as a step has it, on the loss that is
+# specified by now.
 CALIBRATIONS = (calibrate_products, calibrate_head_gradient)
 
 

@@ -21,8 +21,8 @@ def verify(context: BuildContext) -> list[str]:
 
 
 def assert_in_effect(model: nn.Module, trainable: dict[str, nn.Parameter], quantizer, whole: bool = True) -> None:
-    """Raises RunError when the quantizer or the adapter that the plan names is not really on the model: on all linear layers, or on
-    some of them where not `whole` (whoever quantized the checkpoint may have left layers out)."""
+    """Raises RunError when the quantizer or the adapter that the plan names is not really on the model: on all linear
+    layers, or on some of them where not `whole` (whoever quantized the checkpoint may have left layers out)."""
     kind = quantizer.module_type
     if not trainable:
         raise RunError("nothing on this model is learned")
@@ -40,7 +40,8 @@ def assert_in_effect(model: nn.Module, trainable: dict[str, nn.Parameter], quant
 
 
 def try_out(context: BuildContext) -> list[str]:
-    """Run a dozen tokens where this version or the architecture may fall short: quantized experts, and packed documents.
+    """Run a dozen tokens where this version or the architecture may fall short: quantized experts, and packed
+    documents.
 
     Raises NotSupported or RunError. A process that has an outline only takes the other's word.
     """
@@ -53,8 +54,8 @@ def try_out(context: BuildContext) -> list[str]:
 def run_a_dozen_tokens(model: nn.Module, device: torch.device, packing: bool) -> None:
     """`try_out` of a model on its device.
 
-    Two sequences differ in their first document only. What that changes in the second one's logits is compared with what it
-    changes when nothing keeps the documents apart.
+    Two sequences differ in their first document only. What that changes in the second one's logits is compared with
+    what it changes when nothing keeps the documents apart.
     """
     mixture = any(isinstance(module, PackedExperts) for module in model.modules())
     if not (packing or mixture):
@@ -87,10 +88,11 @@ def run_a_dozen_tokens(model: nn.Module, device: torch.device, packing: bool) ->
 
 
 def check_gradients(strategy) -> None:
-    """After the first backward: every tensor got a gradient, and no lora_B's is all zero (lora_A's is then, as B is zero).
+    """After the first backward: every tensor got a gradient, and no lora_B's is all zero (lora_A's is then, as B is
+    zero).
 
-    Experts that are linear layers of their own are let off: the first step's tokens may have passed one by. Raises RunError naming
-    those that a frozen, detached or unused path has cut off.
+    Experts that are linear layers of their own are let off: the first step's tokens may have passed one by. Raises
+    RunError naming those that a frozen, detached or unused path has cut off.
     """
     dead = [
         name

@@ -17,8 +17,9 @@ from anyqlora.on_torch.runtime import Runtime
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """model: with its adapter. trainable: {file name: Parameter}. adapter, quantizer: see their packages. loss: (model, batch, device) ->
-    the sum over trained tokens. notes: fast paths that the plan names and this model cannot take, and why. news: what else is worth a line."""
+    """model: with its adapter. trainable: {file name: Parameter}. adapter, quantizer: see their packages. loss: (model,
+    batch, device) -> the sum over trained tokens. notes: fast paths that the plan names and this model cannot take, and
+    why. news: what else is worth a line."""
 
     model: nn.Module
     trainable: dict[str, nn.Parameter]

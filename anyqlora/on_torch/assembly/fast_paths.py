@@ -1,4 +1,5 @@
-"""The fast paths that a plan names, put onto a model. Each is a pass of `build`: it returns a note for what is planned and not had here."""
+"""The fast paths that a plan names, put onto a model. Each is a pass of `build`: it returns a note for what is planned
+and not had here."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from anyqlora.planning import memory
 
 
 def choose_kernels(context: BuildContext) -> list[str]:
-    """The planned kernels, or portable ones where they do not run here. Raises RunError when it was they that were asked for."""
+    """The planned kernels, or portable ones where they do not run here. Raises RunError when it was they that were
+    asked for."""
     plan, device = context.runtime.plan, context.device
     why = "" if plan.kernels == "portable" else failure(plan.kernels, device, STORED[plan.precision])
     if why and plan.config.asked("kernels"):
@@ -44,8 +46,8 @@ def choose_kernels(context: BuildContext) -> list[str]:
 
 
 def fuse_lora_layers(context: BuildContext) -> list[str]:
-    """LoRA layers whose forward and backward are one function with the frozen weight. Raises NotSupported when that was demanded of layers
-    that do more."""
+    """LoRA layers whose forward and backward are one function with the frozen weight. Raises NotSupported when that was
+    demanded of layers that do more."""
     config, is_native = context.config, context.kernels == "native"
     if not config.fused_lora:
         return []
@@ -69,8 +71,8 @@ def fuse_lora_layers(context: BuildContext) -> list[str]:
 
 
 def checkpoint_layers(context: BuildContext) -> list[str]:
-    """Let the first `checkpointed_layers` of the model keep their input only, and be run again in backward: by then the others, which come
-    after them, have let go of what they kept."""
+    """Let the first `checkpointed_layers` of the model keep their input only, and be run again in backward: by then the
+    others, which come after them, have let go of what they kept."""
     model, config = context.model, context.config
     if not context.runtime.plan.use_gradient_checkpointing:
         return []
@@ -84,7 +86,8 @@ def checkpoint_layers(context: BuildContext) -> list[str]:
 
 
 def install_kernels(context: BuildContext) -> list[str]:
-    """Modules that run on our kernels, in the place of the model's that compute the same. Returns what stays as it is, and why."""
+    """Modules that run on our kernels, in the place of the model's that compute the same. Returns what stays as it is,
+    and why."""
     notes = []
     if context.kernels != "portable":
         from anyqlora.on_torch.kernels.swap_modules import install
@@ -96,8 +99,8 @@ def install_kernels(context: BuildContext) -> list[str]:
 
 
 def specify_loss(context: BuildContext) -> list[str]:
-    """The output head on some trained tokens at a time, by the kernels that run here. What the process that has read the model finds on it
-    holds on all. Returns why the logits of all tokens are made after all."""
+    """The output head on some trained tokens at a time, by the kernels that run here. What the process that has read
+    the model finds on it holds on all. Returns why the logits of all tokens are made after all."""
     config, strategy = context.config, context.runtime.strategy
     if not config.logits_chunk_tokens:
         return []
@@ -121,7 +124,8 @@ def specify_loss(context: BuildContext) -> list[str]:
 
 
 def narrow_last_mlp(context: BuildContext) -> list[str]:
-    """The last block's MLP on trained tokens only, where every process has the whole model and it reaches no other token."""
+    """The last block's MLP on trained tokens only, where every process has the whole model and it reaches no other
+    token."""
     if context.loss_spec.chunk_tokens and context.runtime.plan.strategy in registry.FUSED_STRATEGIES:
         with context.runtime.autocast():
             context.specify(narrows_last_mlp=can_narrow_last_mlp(context.model))
@@ -129,7 +133,8 @@ def narrow_last_mlp(context: BuildContext) -> list[str]:
 
 
 def remove_padding(context: BuildContext) -> list[str]:
-    """Rows without padding, all documents in one launch of attention where that is among the kernels. Returns why not."""
+    """Rows without padding, all documents in one launch of attention where that is among the kernels. Returns why
+    not."""
     model, kernels = context.model, context.kernels
     if not (context.config.padding_free and context.loss_spec.chunk_tokens):
         return []
@@ -161,7 +166,8 @@ def make_attention_deterministic(context: BuildContext) -> list[str]:
 
 
 def calibrate_products(context: BuildContext) -> list[str]:
-    """Products with frozen weights in 8 bits, where they are near whole ones on the sample. What there is to say of it is news."""
+    """Products with frozen weights in 8 bits, where they are near whole ones on the sample. What there is to say of it
+    is news."""
     if context.config.frozen_matmul == "full" or not context.sample:
         return []
     full, int8 = (CpuFullMatmul(), CpuInt8Matmul()) if context.kernels == "native" else (FullMatmul(), Int8Matmul())
@@ -183,7 +189,8 @@ def calibrate_products(context: BuildContext) -> list[str]:
 
 
 def calibrate_head_gradient(context: BuildContext) -> list[str]:
-    """With products in 8 bits, the gradient of the head's input from weights in 8 bits, too, where that is near. News, as above."""
+    """With products in 8 bits, the gradient of the head's input from weights in 8 bits, too, where that is near. News,
+    as above."""
     if context.config.frozen_matmul == "full" or not context.sample or not context.loss_spec.chunk_tokens:
         return []
     loss, runtime = context.loss(), context.runtime

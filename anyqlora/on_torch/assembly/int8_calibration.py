@@ -24,8 +24,8 @@ LOSS = 0.005  # how far the loss of those rows may move
 class _ComparedProducts(FullMatmul):
     """Whole products beside which the rounded ones are made, too.
 
-    How far these are `off` is a part of what tells tokens apart: of the norm of the whole ones without their mean over a row's tokens, since
-    one number that stands out in every token makes that mean large.
+    How far these are `off` is a part of what tells tokens apart: of the norm of the whole ones without their mean over
+    a row's tokens, since one number that stands out in every token makes that mean large.
     """
 
     def __init__(self, rounded: FrozenMatmul):
@@ -73,11 +73,13 @@ def calibrate(
     losses: Callable[[], Iterable[torch.Tensor]],
     told: Callable = lambda chosen: chosen,
 ) -> list[str]:
-    """Let the groups of `model`'s fused layers multiply by `rounded` where that is near their whole products. Returns what is to be said.
+    """Let the groups of `model`'s fused layers multiply by `rounded` where that is near their whole products. Returns
+    what is to be said.
 
-    `losses` gives those of some rows, one after another, with gradients: they are run forward and back on whole products, with the rounded
-    ones beside them, and forward again on what was chosen. Nothing that is learned is changed. `told` gives all processes what the first one
-    has chosen. Raises RunError where no group, or the loss as a whole, is near.
+    `losses` gives those of some rows, one after another, with gradients: they are run forward and back on whole
+    products, with the rounded ones beside them, and forward again on what was chosen. Nothing that is learned is
+    changed. `told` gives all processes what the first one has chosen. Raises RunError where no group, or the loss as a
+    whole, is near.
     """
     groups = list({id(layer.group): layer.group for layer in fused_layers(model)}.values())
     if not groups:
@@ -122,10 +124,11 @@ def calibrate_head(
     hidden: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]],
     broadcast: Callable = lambda value: value,
 ) -> tuple[bindings.QuantizedHead | None, list[str]]:
-    """(the output head's weights in 8 bits, from which the gradient of its input is near the one from the whole weights, or None; what is to
-    be said of it).
+    """(the output head's weights in 8 bits, from which the gradient of its input is near the one from the whole
+    weights, or None; what is to be said of it).
 
-    `hidden` gives the head's inputs [N, H] and the targets [N] of some rows. Only where the head is one C kernel, and a factor at most follows.
+    `hidden` gives the head's inputs [N, H] and the targets [N] of some rows. Only where the head is one C kernel, and a
+    factor at most follows.
     """
     if not loss.spec.is_fused or loss.spec.transform.cap is not None:
         return None, []

@@ -30,8 +30,8 @@ def attention(
 ) -> torch.Tensor:
     """softmax(scale q k^T) v under a causal mask, [B, T, H, D]; equal to `reference`.
 
-    q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents: of rows [B, T]; None: each row is one. window: so many
-    tokens back, one's own among them. is_native: in C, where heads are of a width that it takes.
+    q [B, H, T, D], k and v [B, K, T, D], where H is a multiple of K. documents: of rows [B, T]; None: each row is one.
+    window: so many tokens back, one's own among them. is_native: in C, where heads are of a width that it takes.
     """
     if is_native and bindings.is_for(q, k, v) and q.shape[3] % bindings.LANES == 0:
         rows, length = q.shape[0], q.shape[2]

@@ -1,4 +1,5 @@
-"""Where the documents of a batch lie in its rows: what attention that keeps them apart has to know, counted once for all layers."""
+"""Where the documents of a batch lie in its rows: what attention that keeps them apart has to know, counted once for
+all layers."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from anyqlora.on_torch.device import to_device
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of rows [B, T]. Tokens of one lie side by side, and see each other only. What follows from the numbers is counted in host
-    memory: no device is waited for."""
+    """The documents of rows [B, T]. Tokens of one lie side by side, and see each other only. What follows from the
+    numbers is counted in host memory: no device is waited for."""
 
     numbers: (
         torch.Tensor
@@ -54,8 +55,8 @@ class Documents:
 
     @cached_property
     def bounds(self) -> tuple[torch.Tensor, int]:
-        """(int32 [R + 1] on the device: where each run of equal numbers begins among all B * T tokens, and B * T; tokens of the longest).
-        Padding counts as a document."""
+        """(int32 [R + 1] on the device: where each run of equal numbers begins among all B * T tokens, and B * T;
+        tokens of the longest). Padding counts as a document."""
         starts = self._runs[:, 0] * self.host_numbers.shape[1] + self._runs[:, 1]
         starts = np.append(starts, self.host_numbers.size)
         return to_device(starts, self.numbers.device, torch.int32), int(np.diff(starts).max(initial=0))
@@ -64,10 +65,11 @@ class Documents:
 class CurrentDocuments:
     """The documents of the batch that was last given to a model, for the attention in it.
 
-    A model hands its layers a mask and nothing else, and documents' numbers are in the mask's place. What was counted of them is found here, by
-    the memory that they lie in: while it is held here nothing else can lie there. It is held until the next batch, and so through the
-    backward pass, in which checkpointed layers run again, on a GPU in a thread of autograd's (which a context variable would not reach).
-    Numbers of another batch, whose backward pass comes later than the next one's forward, are counted anew in each layer.
+    A model hands its layers a mask and nothing else, and documents' numbers are in the mask's place. What was counted
+    of them is found here, by the memory that they lie in: while it is held here nothing else can lie there. It is held
+    until the next batch, and so through the backward pass, in which checkpointed layers run again, on a GPU in a thread
+    of autograd's (which a context variable would not reach). Numbers of another batch, whose backward pass comes later
+    than the next one's forward, are counted anew in each layer.
     """
 
     def __init__(self) -> None:

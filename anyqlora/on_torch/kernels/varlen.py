@@ -18,7 +18,8 @@ def attention(
     documents: Documents,
     window: int | None = None,
 ) -> torch.Tensor:
-    """attention.reference within rounding: [B, T, H, D] of q [B, H, T, D], k and v [B, K, T, D], documents of rows [B, T]; see there."""
+    """attention.reference within rounding: [B, T, H, D] of q [B, H, T, D], k and v [B, K, T, D], documents of rows [B,
+    T]; see there."""
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 or newer, with a flash attention in it
 
     starts, longest = documents.bounds

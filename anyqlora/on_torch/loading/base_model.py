@@ -1,4 +1,5 @@
-"""The frozen base model of a run: read from its files on one process, and the way of each weight from there to packed codes."""
+"""The frozen base model of a run: read from its files on one process, and the way of each weight from there to packed
+codes."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ PackWeight = Callable[[str, nn.Module, torch.Tensor], nn.Parameter]  # see Weigh
 class WeightPacker:
     """What becomes of a linear layer's weight when it is read.
 
-    A strategy may stand before `pack`: tensor parallelism gives it a slice of the weight at a time, sharding moves what comes out to host memory.
+    A strategy may stand before `pack`: tensor parallelism gives it a slice of the weight at a time, sharding moves what
+    comes out to host memory.
     """
 
     def __init__(self, quantizer, adapter):
         self.quantizer, self.adapter = quantizer, adapter
 
     def pack(self, name: str, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
-        """The parameter that `module`, of the quantizer's `module_type`, holds for the weight [out, in] in float32 or, where that is exact,
-        bf16: what the adapter leaves of it (PiSSA takes its leading part), quantized. An adapter that starts from what quantization has
-        lost (LoftQ) is shown that."""
+        """The parameter that `module`, of the quantizer's `module_type`, holds for the weight [out, in] in float32 or,
+        where that is exact, bf16: what the adapter leaves of it (PiSSA takes its leading part), quantized. An adapter
+        that starts from what quantization has lost (LoftQ) is shown that."""
         packed = self.quantizer.quantize_into(module, self.adapter.base_weight(name, weight))
         if self.adapter.observes:
             module.weight = packed
@@ -37,7 +39,8 @@ class WeightPacker:
 
 @dataclass(frozen=True)
 class BaseModelLoader:
-    """The base model of a run: `load` reads it; a process that is to receive it from another makes the `outlined` one."""
+    """The base model of a run: `load` reads it; a process that is to receive it from another makes the `outlined`
+    one."""
 
     directory: str
     quantizer: object

@@ -47,7 +47,8 @@ class LoadPolicy:
     select_targets: Callable[[nn.Module], None]
 
     def __deepcopy__(self, memo) -> LoadPolicy:
-        return self  # transformers copies what its configurations hold; the quantizer and who packs for it are not its to copy
+        # transformers copies what its configurations hold; the quantizer and who packs for it are not its to copy.
+        return self
 
 
 @register_quantization_config(METHOD)

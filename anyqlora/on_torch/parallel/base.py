@@ -50,7 +50,8 @@ class Strategy:
         """Form the process group and the mesh; one process needs neither."""
 
     def load_model(self, loader, pack: Callable) -> nn.Module:
-        """`loader.load(pack)` reads the model and calls `pack(name, module, weight)`, which gives a parameter, for each linear weight."""
+        """`loader.load(pack)` reads the model and calls `pack(name, module, weight)`, which gives a parameter, for each
+        linear weight. See loading/base_model.py."""
         return loader.load(pack)
 
     def shard_adapter(self, model: nn.Module) -> nn.Module:

@@ -166,7 +166,8 @@ class UnalignedLinear4bit(_Unpacking):
 
     bitsandbytes' AVX-512 kernel gives such weights wrong values (25 % off at 96 inputs): it counts blocks from each row's start,
     and quantization counts them from the tensor's. Seen in 0.50.2, where in_features is a multiple of 16 and not of 64 (its pull
-    request 1828 works around the same at large blocks). Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_miscounts_blocks fails.
+    request 1828 works around the same at large blocks).
+    Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_miscounts_blocks fails.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Documents in rows: what attention has to know of them, against a plain loop over the numbers; and which ones a mask names."""
+"""Documents in rows: what attention has to know of them, against a plain loop over the numbers; and which ones a mask
+names."""
 
 import itertools
 
