@@ -20,7 +20,7 @@ from anyqlora.distribution.processes import DistributionError
 from anyqlora.distribution.tensors import distribute_tensor, distribute_variable
 
 
-def keras_distribution() -> ModuleType:
+def keras_distribution() -> Any:
     """Keras's module of distributions, which knows the one that is set: in 3.15 `keras.distribution` shows its names,
     not the module.
 

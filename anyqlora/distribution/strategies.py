@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-
-from typing import Any
 
 from anyqlora.distribution import processes
 from anyqlora.distribution.datasets import shared
@@ -76,8 +75,9 @@ class Distribution:
         """Put every parameter and buffer of a torch module on the mesh, in place; `model.layers.0.weight` is its path. Tied ones stay tied."""
         laid: dict[int, torch.Tensor] = {}
         for prefix, owner in module.named_modules():
-            own = {"recurse": False, "remove_duplicate": False}
-            for name, tensor in [*owner.named_parameters(**own), *owner.named_buffers(**own)]:
+            parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
+            buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
+            for name, tensor in [*parameters, *buffers]:
                 path = f"{prefix}.{name}" if prefix else name
                 if id(tensor) not in laid:
                     layout = self.get_variable_layout(_Named(path, tensor.shape))

@@ -20,7 +20,7 @@ from anyqlora.data import stream
 from anyqlora.data.packing import shuffled
 from anyqlora.models import architectures
 from anyqlora.models.architectures import DEMO_BASE
-from anyqlora.on_torch.unpadded import padding_rows
+from anyqlora.on_torch.device_batch import padding_rows
 from anyqlora.planning import memory
 from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.machine import Machine
