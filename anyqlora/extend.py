@@ -1,13 +1,14 @@
-"""What is implemented by those who extend AnyQLoRA with a package of their own: a backend, a strategy, a quantizer, an adapter.
+"""What a package of your own implements to extend AnyQLoRA: a backend, a strategy, a quantizer, an adapter.
 
 | entry point group | what it names | what that is |
 |---|---|---|
-| `anyqlora.backends` | a `BackendSpec` | a row of `Capabilities`, and a probe that judges a `Machine` and gives a `BackendReport` |
-| `anyqlora.strategies` | a class | a `Strategy`: mostly a subclass of `MultiProcessStrategy`, its options a `StrategyOptions` |
+| `anyqlora.backends` | a `BackendSpec` | `Capabilities`, and a probe that makes a `BackendReport` of a `Machine` |
+| `anyqlora.strategies` | a class | a `Strategy`, mostly a `MultiProcessStrategy`; its options are a `StrategyOptions` |
+| `anyqlora.quantizers` | a `QuantizerInfo` | what it needs and costs; it names a class that fulfils `Quantizer` |
+| `anyqlora.adapters` | an `AdapterInfo` | the same; it names a class that fulfils `Adapter` |
 
-Quantizers and adapters are classes that fulfil the protocols `Quantizer` and `Adapter` here; whatever more a quantizer can do is a protocol of
-its own. `anyqlora.testing` has the test suite that every built-in one passes, for each of the four. Importing this module imports no framework:
-each name is looked up where it stands when it is first used.
+Whatever more a quantizer can do is a protocol of its own. `anyqlora.testing` has the test suite that every built-in one
+passes, for each of the four. Importing this module imports no framework: each name is looked up when it is first used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from anyqlora.config.schema import TrainConfig
     from anyqlora.config.strategy_options import StrategyOptions, option
+    from anyqlora.core.descriptors import AdapterInfo, QuantizerInfo
     from anyqlora.on_torch.adapters.base import Adapter, ObservingAdapter
     from anyqlora.on_torch.parallel.base import Prepared, Strategy
     from anyqlora.on_torch.parallel.group import MultiProcessStrategy, ShardedStrategy
@@ -27,11 +30,14 @@ if TYPE_CHECKING:
         KernelQuantizer,
         Quantizer,
     )
+    from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
     from anyqlora.planning.capabilities import Backend, BackendReport, BackendSpec, Capabilities
     from anyqlora.planning.machine import Device, Machine
     from anyqlora.training.state import StepResult
 
 _MODULES = {
+    "anyqlora.config.schema": ["TrainConfig"],
+    "anyqlora.core.descriptors": ["AdapterInfo", "QuantizerInfo"],
     "anyqlora.config.strategy_options": ["StrategyOptions", "option"],
     "anyqlora.on_torch.adapters.base": ["Adapter", "ObservingAdapter"],
     "anyqlora.on_torch.parallel.base": ["Prepared", "Strategy"],
@@ -43,6 +49,7 @@ _MODULES = {
         "KernelQuantizer",
         "Quantizer",
     ],
+    "anyqlora.on_torch.quantizers.dequant_matmul": ["dequant_matmul"],
     "anyqlora.planning.capabilities": ["Backend", "BackendReport", "BackendSpec", "Capabilities"],
     "anyqlora.planning.machine": ["Device", "Machine"],
     "anyqlora.training.state": ["StepResult"],
@@ -51,6 +58,7 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Adapter",
+    "AdapterInfo",
     "Backend",
     "BackendReport",
     "BackendSpec",
@@ -65,10 +73,13 @@ __all__ = [
     "ObservingAdapter",
     "Prepared",
     "Quantizer",
+    "QuantizerInfo",
     "ShardedStrategy",
     "StepResult",
     "Strategy",
     "StrategyOptions",
+    "TrainConfig",
+    "dequant_matmul",
     "option",
 ]
 

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
         run = find_run(name)
         directory = run.folder
-        if run.config.adapter == "full":
+        if registry.adapter(run.config.adapter).trains_base:
             raise UsageError(
                 "a whole model was trained, not an adapter",
                 where=str(run.directory),

@@ -15,7 +15,7 @@ USAGE = """usage: python -m anyqlora quantize MODEL --to affine4|nf4 --out DIR [
 
 Writes DIR with MODEL's linear weights quantized and everything else as it is, reading one tensor at a time. affine4 (scale and bias, MLX's
 packing) is read by every backend here and by mlx-lm; nf4 by every backend here, transformers and bitsandbytes."""
-KINDS = ("affine4", "nf4")
+KINDS = [name for name, row in registry.QUANTIZERS.items() if row.writes_files]
 SETTINGS = ("affine_group_size", "double_quant", "revision", "offline")
 
 
@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
     from anyqlora.on_torch.loading.writer import packed_config, write_model
 
     original = str(directory.absolute()) if config.is_demo or Path(os.path.expanduser(model)).is_dir() else model
-    base = original if kind in registry.AFFINE else ""  # nf4 is what PEFT and transformers read themselves
+    base = (
+        original if registry.quantizer(kind).is_mlx_packed else ""
+    )  # the others PEFT and transformers read themselves
     done = write_model(directory, Path(out), packed_config(config), base=base)
     print(
         printable(

@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 
 from anyqlora.config import strategy_options
 from anyqlora.core import registry
+from anyqlora.core.entry_points import entry_points_of
 from anyqlora.core.errors import RunError, UsageError
 
 USAGE = "python -m anyqlora strategies list | show NAME"
@@ -15,16 +16,16 @@ USAGE = "python -m anyqlora strategies list | show NAME"
 
 def listed() -> Iterator[str]:
     """Every registered strategy, the package that it comes from, and why one cannot be used."""
-    for name, target in registry.STRATEGIES.items():
-        yield f"{name:12} anyqlora: " + (f"no: {target[1:]}" if target.startswith("!") else target)
+    for name, row in registry.STRATEGIES.items():
+        yield f"{name:12} anyqlora: " + (f"no: {row.refused}" if row.refused else row.torch or row.mlx)
     seen: dict[str, str] = dict.fromkeys(registry.STRATEGIES, "anyqlora")
-    for name, target, package in registry.entry_points_of("strategies"):
+    for name, target, package in entry_points_of("strategies"):
         if name in seen:
             yield f"{name:12} {package}: no: {seen[name]} registers the same name; --strategy {target}"
             continue
         seen[name] = package
         try:
-            registry.strategy(name)
+            registry.strategy_class(name)
             yield f"{name:12} {package}: {target}"
         except RunError as error:
             yield f"{name:12} {package}: no: {error.message}"
@@ -32,8 +33,8 @@ def listed() -> Iterator[str]:
 
 def shown(name: str) -> Iterator[str]:
     """A strategy's options: name, kind, default, values and help. Raises UsageError for one that is not there."""
-    target = registry.strategy_target(name)
-    yield f"{name}: {target}"
+    row = registry.strategy(name)
+    yield f"{name}: {row.torch or row.mlx}"
     cls = strategy_options.options_class(name)
     if cls is None or not fields(cls):
         yield "no options"

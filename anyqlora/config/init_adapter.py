@@ -52,12 +52,12 @@ def init_adapter_directory(config: TrainConfig) -> Path:
         local = _cached_snapshot(name, where)
     found = next((path for path in (local, local / "adapter") if (path / ADAPTER_CONFIG).is_file()), None)
     trained = _adapter_of_run(found / "manifest.json") if found else ""
-    if trained in ("pissa", "full"):  # what is beside it does not describe it: PiSSA's acts on another base
+    if trained in registry.ADAPTERS and registry.ADAPTERS[trained].moves_base:  # what is beside it does not describe it
         raise UsageError(
             f"init_adapter: {found} is a checkpoint of a run with adapter {trained}",
             where=where,
             cure="--model_name RUN/model of the finished run"
-            if trained == "full"
+            if registry.ADAPTERS[trained].trains_base
             else "the directory of the finished run",
         )
     if found is None:
@@ -155,7 +155,9 @@ def _adapter_config(path: Path) -> dict:
 def _adapter_settings(config: TrainConfig, about: dict, described: Path) -> dict:
     kind = "dora" if about.get("use_dora") else "rslora" if about.get("use_rslora") else "lora"
     if config.adapter == AUTO and is_explicit(config, "train_type"):
-        _, preset = registry.lookup("train_type", config.train_type, registry.TRAIN_TYPES, config.sources["train_type"])
+        preset = registry.lookup(
+            "train_type", config.train_type, registry.TRAIN_TYPES, config.sources["train_type"]
+        ).adapter
         if preset not in ("lora", kind):
             raise UsageError(
                 f"train_type: {config.train_type} means adapter {preset}, and the adapter that the run starts from is {kind}",

@@ -692,7 +692,7 @@ class TrainConfig:
         "the products are near: less time, slightly other numbers",
         section="expert",
         on_resume="recorded",
-        choices=registry.FROZEN_PRODUCTS,
+        choices=registry.FROZEN_MATMULS,
         aliases=("frozen_products",),
         needs=("fused_lora", "fused_adapter", "fused_quantizer"),
     )
@@ -947,8 +947,9 @@ def parse_value(name: str, raw: object, where: str) -> Any:
         value = _VALUE_ALIASES.get(name, {}).get(text.lower(), text)
     else:
         refuse("true or false")
-    if choices and value not in choices:
-        shown = [str(c).lower() if isinstance(c, bool) else str(c) for c in choices]
+    known = choices if value in choices else (*choices, *registry.installed(name))
+    if choices and value not in known and not registry.is_module_object(name, value):
+        shown = [str(c).lower() if isinstance(c, bool) else str(c) for c in known]
         raise UsageError(
             f"{name}: unknown value {text!r}{registry.nearest(text, shown)}",
             where=where,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
 from anyqlora.core import registry
+from anyqlora.core.entry_points import entry_point_targets
 from anyqlora.core.errors import NotSupported, UsageError
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -214,22 +215,15 @@ class AccelerateOptions(DdpOptions):
     """What Accelerate's data parallelism takes; its other engines are strategies of their own here."""
 
 
-BUILT_IN: dict[str, type[StrategyOptions]] = {
-    "ddp": DdpOptions,
-    "fsdp": FsdpOptions,
-    "deepspeed": DeepSpeedOptions,
-    "accelerate": AccelerateOptions,
-}
-
-
 # ----------------------------------------------------------------------------------------------------------- where from
 
 
 def options_class(strategy: str) -> type[StrategyOptions] | None:
     """The dataclass of a strategy's options; None: it has none. A third party's is asked of its class, which imports it."""
-    if strategy in BUILT_IN or strategy in registry.STRATEGIES:
-        return BUILT_IN.get(strategy)
-    return getattr(registry.strategy(strategy), "plugin_cls", None)
+    if strategy not in registry.STRATEGIES:
+        return getattr(registry.strategy_class(strategy), "plugin_cls", None)
+    options = registry.STRATEGIES[strategy].options
+    return registry.load(options) if options else None
 
 
 def strategy_options(config, strategy: str | None = None) -> StrategyOptions | None:
@@ -289,7 +283,7 @@ def parse_pairs(text: str, where: str = "") -> dict[str, str]:
 
 def options_from_environment(environ: Mapping[str, str], prefix: str, settings: Mapping) -> dict[str, str]:
     """{"strategy.option": value} of ANYQLORA_<STRATEGY>_<OPTION>; what is a setting of train.py is left to it."""
-    names = sorted([*registry.STRATEGIES, *registry.entry_point_targets("strategies")], key=len, reverse=True)
+    names = sorted([*registry.STRATEGIES, *entry_point_targets("strategies")], key=len, reverse=True)
     found = {}
     for variable, value in sorted(environ.items()):
         rest = variable.removeprefix(prefix).lower()

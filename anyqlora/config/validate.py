@@ -8,14 +8,17 @@ from pathlib import Path
 from anyqlora.config import strategy_options
 from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parse_value, settings_with
 from anyqlora.core import registry
+from anyqlora.core.descriptors import AdapterInfo, Info, PresetInfo, QuantizerInfo
 from anyqlora.core.errors import NotSupported, UsageError
 
 
 def overridden(stated: dict) -> set[str]:
     """The settings of lower layers that no longer count, given what a higher layer has `stated`."""
-    is_full = "full" in (stated.get("train_type"), stated.get("adapter"))
+    preset = registry.TRAIN_TYPES.get(stated.get("train_type", ""))
+    adapters = [registry.ADAPTERS.get(name) for name in (preset.adapter if preset else "", stated.get("adapter", ""))]
+    trains_base = any(adapter and adapter.trains_base for adapter in adapters)
     others = {other for name in stated for other in SETTINGS[name].metadata["supersedes"]}
-    return others | set(settings_with("needs", "adapter") if is_full else ())
+    return others | set(settings_with("needs", "adapter") if trains_base else ())
 
 
 def validate(config: TrainConfig) -> TrainConfig:
@@ -39,10 +42,9 @@ def validate(config: TrainConfig) -> TrainConfig:
     if not config.model_name:
         raise UsageError("no model", where=where("dataset"), cure="--model_name DIRECTORY_OR_HUB_ID")
     config = _preset(config, contradiction)
-    for name in ("optimizer",):
-        registry.lookup(name, getattr(config, name), getattr(registry, name.upper() + "S"), where(name))
+    quantizer, adapter = registry.quantizer(config.quantizer), registry.adapter(config.adapter)
     if config.strategy != AUTO:
-        registry.strategy_target(config.strategy, where("strategy"))
+        registry.strategy(config.strategy, where("strategy"))
         strategy_options.strategy_options(config)
     for name in settings_with("only"):
         value, reason = SETTINGS[name].metadata["only"]
@@ -52,11 +54,11 @@ def validate(config: TrainConfig) -> TrainConfig:
         for name in settings_with("needs", need):
             if is_explicit(config, name) and not is_met(config):
                 contradiction(name, other, why)
-    if config.adapter == "full" and config.quantizer != "none":
+    if adapter.trains_base and quantizer.is_quantized:
         contradiction(
             "quantizer", "adapter", "quantized weights cannot be trained", "--quantizer none, or --adapter lora"
         )
-    if config.adapter == "loftq" and config.quantizer == "none":
+    if adapter.needs_quantizer and not quantizer.is_quantized:
         contradiction(
             "adapter",
             "quantizer",
@@ -66,13 +68,14 @@ def validate(config: TrainConfig) -> TrainConfig:
     if config.padding_free is True and config.logits_chunk_tokens == 0:
         contradiction("padding_free", "logits_chunk_tokens", "whole logits are made of padded rows")
     if config.fused_lora is True:
-        if config.adapter not in registry.FUSED_ADAPTERS:
+        if not adapter.fusable:
             contradiction("fused_lora", "adapter", "only what is W x + scale B A x is fused", "--fused_lora auto")
-        if config.quantizer not in registry.FUSED_QUANTIZERS:
+        if not quantizer.fusable:
+            fusable = ", ".join(name for name, row in registry.QUANTIZERS.items() if row.fusable)
             contradiction(
                 "fused_lora",
                 "quantizer",
-                f"only products with a dequantized weight are fused: {', '.join(registry.FUSED_QUANTIZERS)}",
+                f"only products with a dequantized weight are fused: {fusable}",
                 "--fused_lora auto",
             )
     if config.reentrant_checkpointing and config.use_gradient_checkpointing is False:
@@ -151,8 +154,8 @@ def _seen(config: TrainConfig, where) -> None:
 
 
 NEEDS = {  # what settings need -> (the setting that decides it, whether it is there, why they do nothing without)
-    "adapter": ("adapter", lambda c: c.adapter != "full", "full fine-tuning has no adapter"),
-    "adam": ("optimizer", lambda c: "adam" in c.optimizer, "that update rule has no such term"),
+    "adapter": ("adapter", lambda c: not registry.adapter(c.adapter).trains_base, "full fine-tuning has no adapter"),
+    "adam": ("optimizer", lambda c: registry.OPTIMIZERS[c.optimizer].is_adam, "that update rule has no such term"),
     "fp16": ("precision", lambda c: c.precision in (AUTO, "fp16_autocast"), "only fp16 scales the loss"),
     "fsdp": (
         "strategy",
@@ -172,27 +175,28 @@ NEEDS = {  # what settings need -> (the setting that decides it, whether it is t
     "clipping": ("apply_gradient_clipping", lambda c: c.apply_gradient_clipping, "nothing is clipped"),
     "bnb_4bit": (
         "quantizer",
-        lambda c: c.quantizer in ("nf4", "fp4"),
-        "only nf4 and fp4 have scales that are quantized too",
+        lambda c: registry.quantizer(c.quantizer).double_quant,
+        f"only {' and '.join(name for name, row in registry.QUANTIZERS.items() if row.double_quant)} have scales that "
+        "are quantized too",
     ),
     "processes": ("world_size", lambda c: c.world_size != 1, "one process has nobody to meet"),
     "quantized_cache": ("quantized_cache", lambda c: c.quantized_cache is not False, "nothing is kept"),
     "synchronization": ("world_size", lambda c: c.world_size != 1, "one process has no gradients to synchronise"),
     "affine": (
         "quantizer",
-        lambda c: c.quantizer in registry.AFFINE,
+        lambda c: registry.quantizer(c.quantizer).group == "affine_group_size",
         "only affine quantizers have groups of their own choice",
     ),
     **{
         need: (
             other,
-            lambda c, other=other, known=known: c.frozen_matmul == "full" or getattr(c, other) in known,
+            lambda c, fits=fits: fits(c) or not registry.FROZEN_MATMULS[c.frozen_matmul].is_rounded,
             "only products of LoRA layers that are fused are rounded",
         )
-        for need, other, known in (
-            ("fused_lora", "fused_lora", (AUTO, True)),
-            ("fused_adapter", "adapter", registry.FUSED_ADAPTERS),
-            ("fused_quantizer", "quantizer", registry.FUSED_QUANTIZERS),
+        for need, other, fits in (
+            ("fused_lora", "fused_lora", lambda c: c.fused_lora is not False),
+            ("fused_adapter", "adapter", lambda c: registry.adapter(c.adapter).fusable),
+            ("fused_quantizer", "quantizer", lambda c: registry.quantizer(c.quantizer).fusable),
         )
     },
     "built_in_rows": (
@@ -213,52 +217,66 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
     """Resolve train_type into quantizer and adapter. What is stated beside it refines it (qlora with fp4 or with dora);
     within one layer (both on the command line, both in the file), quantized against not, or full against an adapter,
     is an error."""
-    quantizer, adapter = registry.lookup(
+    preset = registry.lookup(
         "train_type", config.train_type, registry.TRAIN_TYPES, config.sources.get("train_type", "")
     )
     sources = dict(config.sources)
-    bits = config.bits
-    if bits != AUTO and config.quantizer == AUTO and quantizer != "none":
-        by_bits = {4: quantizer, 8: "int8"}
-        if bits not in by_bits:
-            raise NotSupported(
-                f"bits: {bits}-bit weights are not built; 4 and 8 are",
-                where=sources.get("bits", ""),
-                cure="--bits 4 or 8, or --train_type lora for 16",
-            )
-        quantizer = by_bits[bits]
-    for name, preset, pole in (("quantizer", quantizer, "none"), ("adapter", adapter, "full")):
+    bits, quantizer, adapter = config.bits, registry.quantizer(preset.quantizer), registry.adapter(preset.adapter)
+    if bits != AUTO and config.quantizer == AUTO and quantizer.is_quantized:
+        quantizer = _quantizer_of_bits(int(bits), quantizer, sources.get("bits", ""))
+    meant, chosen = {"quantizer": quantizer, "adapter": adapter}, {}
+    for name, row in meant.items():
         value = getattr(config, name)
         if value == AUTO:
-            config = config.with_(**{name: preset})
-            sources[name] = "preset"
-        elif (
-            (value == pole) != (preset == pole)
-            and config.asked("train_type")
-            and _layer(sources[name]) == _layer(sources["train_type"])
-        ):
-            contradiction(name, "train_type", f"{config.train_type} means {name} {preset}")
-    poles = (config.quantizer == "none", config.adapter == "full")
-    if poles != (quantizer == "none", adapter == "full") and poles in (fitting := _presets_like(config.train_type)):
+            config = config.with_(**{name: row.name})
+            sources[name], chosen[name] = "preset", row
+            continue
+        chosen[name] = (registry.quantizer if name == "quantizer" else registry.adapter)(value, sources.get(name, ""))
+        is_other = _is_pole(chosen[name]) != _is_pole(row)
+        if is_other and config.asked("train_type") and _layer(sources[name]) == _layer(sources["train_type"]):
+            contradiction(name, "train_type", f"{config.train_type} means {name} {row.name}")
+    poles = [_is_pole(row) for row in chosen.values()]
+    if poles != [_is_pole(row) for row in meant.values()] and (like := _preset_like(preset, poles)):
         # a higher layer has overridden the preset: in a run's directory, where one file states all, the two would contradict
-        config = config.with_(train_type=fitting[poles])
+        config = config.with_(train_type=like)
         sources["train_type"] = "preset"
-    registry.lookup("quantizer", config.quantizer, registry.QUANTIZERS, sources.get("quantizer", ""))
-    registry.lookup("adapter", config.adapter, registry.ADAPTERS, sources.get("adapter", ""))
-    if config.train_type in registry.FUSED_TYPES and config.fused_lora is not True:
+    if registry.TRAIN_TYPES[config.train_type].fused and config.fused_lora is not True:
         if config.fused_lora is False:
             contradiction("fused_lora", "train_type", f"{config.train_type} means fused LoRA")
         config = config.with_(fused_lora=True)
         sources["fused_lora"] = "preset"
-    if bits != AUTO and registry.BITS[config.quantizer] != bits:
-        contradiction("bits", "quantizer", f"{config.quantizer} has {registry.BITS[config.quantizer]} bits")
-    return config.with_(bits=registry.BITS[config.quantizer], sources=sources)
+    quantizer = chosen["quantizer"]
+    if bits != AUTO and quantizer.bits != bits:
+        contradiction("bits", "quantizer", f"{config.quantizer} has {quantizer.bits} bits")
+    return config.with_(bits=quantizer.bits, sources=sources)
 
 
-def _presets_like(train_type: str) -> dict[tuple[bool, bool], str]:
-    """{(nothing is quantized, all is learned): the preset of it}, fused where `train_type` is."""
-    fused = "custom_" * (train_type in registry.FUSED_TYPES)
-    return {(False, False): f"{fused}qlora", (True, False): f"{fused}lora", (True, True): "full"}
+def _is_pole(row: Info) -> bool:
+    """Whether it is the end of its axis that a preset is known by: weights as they are, or all of them learned."""
+    return not row.is_quantized if isinstance(row, QuantizerInfo) else isinstance(row, AdapterInfo) and row.trains_base
+
+
+def _preset_like(preset: PresetInfo, poles: list[bool]) -> str:
+    """The first preset with these poles, fused where `preset` is unless all weights learn; "" where there is none."""
+    for row in registry.TRAIN_TYPES.values():
+        if row.refused or (row.fused != preset.fused and row.adapter != registry.ALL_WEIGHTS):
+            continue
+        if poles == [_is_pole(registry.QUANTIZERS[row.quantizer]), _is_pole(registry.ADAPTERS[row.adapter])]:
+            return row.name
+    return ""
+
+
+def _quantizer_of_bits(bits: int, preset: QuantizerInfo, where: str) -> QuantizerInfo:
+    """What --bits means: the preset's quantizer, else the first of so many bits that torch has."""
+    rows = [preset, *(registry.QUANTIZERS[name] for name in registry.offered(registry.QUANTIZERS, "torch"))]
+    known = sorted({row.bits for row in rows if row.is_quantized})
+    if bits not in known:
+        raise NotSupported(
+            f"bits: {bits}-bit weights are not built; {' and '.join(map(str, known))} are",
+            where=where,
+            cure="--bits 4 or 8, or --train_type lora for 16",
+        )
+    return next(row for row in rows if row.bits == bits)
 
 
 def _layer(source: str) -> str:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.files import Content, tensors_to_bytes, to_json
 from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
-from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, last
+from anyqlora.models.lora_targets import PREFIX, as_plain_json, as_whole_number, last
 
 MLX_ADAPTER = "adapters.safetensors"
 KEPT = "peft"  # key of mlx-lm's adapter_config.json, which it passes over: PEFT's own, for the way back
@@ -181,14 +181,14 @@ def _peft_config(about: Mapping, modules: list[str], rank: int, scale: float) ->
 
     made = LoraConfig(
         r=rank,
-        lora_alpha=cast(int, is_whole_regex(scale * rank)),  # PEFT takes a float, too
+        lora_alpha=cast(int, as_whole_number(scale * rank)),  # PEFT takes a float, too
         lora_dropout=about["lora_parameters"].get("dropout", 0.0),
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=modules if len({last(module) for module in modules}) == len(modules) else _common(modules),
         use_dora=about.get("fine_tune_type") == "dora",
     )
-    return is_plain_name({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": about.get("model")})
+    return as_plain_json({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": about.get("model")})
 
 
 def _common(modules: list[str]) -> list[str]:

@@ -11,8 +11,8 @@ from anyqlora.core.errors import UsageError
 PREFIX = "base_model.model."  # what PEFT puts before every name
 ALL = ("all", "all-linear")
 
-# What PEFT takes by default, by model_type: last parts of names, or a regex. Data, as a plan imports no PEFT; that it is the installed
-# PEFT's own table (TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING) is tested.
+# What PEFT takes by default, by model_type: last parts of names, or a regex. Data, as a plan imports no PEFT; tests
+# compare it with the installed PEFT's own table (TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING).
 PEFT_DEFAULTS = {
     **dict.fromkeys(("bart", "gpt_neo", "gptj", "opt", "stablelm"), "q_proj,v_proj"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "llama4", "mistral", "mixtral"), "q_proj,v_proj"),
@@ -33,9 +33,10 @@ PEFT_DEFAULTS = {
     "rwkv": "key,value,receptance,output",
     "rwkv7": "r_proj,k_proj,v_proj,o_proj,key,value",
 }
-# Last parts of names that PEFT takes, under transformers 5, for transformers 4's experts and routers of these mixtures whenever it reads
-# adapter_config.json: an adapter on such a layer, say `gate_proj` of a dense layer of Qwen3-MoE, could not be loaded again
-# (huggingface/peft#3711). Each name can go when tests/on_torch/test_compat.py::test_layers_that_peft_cannot_load_an_adapter_on says so.
+# Last parts of names that PEFT takes, under transformers 5, for transformers 4's experts and routers of these mixtures
+# whenever it reads adapter_config.json: an adapter on such a layer, say `gate_proj` of a dense layer of Qwen3-MoE,
+# could not be loaded again (huggingface/peft#3711). Each name can go when
+# tests/on_torch/test_compat.py::test_layers_that_peft_cannot_load_an_adapter_on says so.
 _QWEN_MOE = (
     "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
     "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum",
@@ -50,11 +51,11 @@ NOT_LOADABLE = {
 
 
 def select_targets(stated: str, model_type: str, layer_names: Iterable[str], where: str = "") -> set[str]:
-    """The names of the linear layers that get an adapter: those among `layer_names`, whole names of a `model_type` model's linear layers,
-    that `lora_target_modules`, stated at `where`, states.
+    """The names of the linear layers that get an adapter, among `layer_names`: all that a `model_type` model has.
 
-    `stated`: all of them, PEFT's default for the architecture, a comma-separated list of names or ends of names, or a regex of whole names.
-    Raises UsageError where it names none, one that is not there, or one that PEFT could not load an adapter on.
+    `stated`, at `where`, is `lora_target_modules`: all of them, PEFT's default for the architecture, a comma-separated
+    list of names or ends of names, or a regex of whole names. Raises UsageError where it names none, one that is not
+    there, or one that PEFT could not load an adapter on.
     """
     layers, selector = set(layer_names), parse_targets(stated, model_type, where)
     not_loadable = {name for name in layers if last(name) in NOT_LOADABLE.get(model_type, ())}
@@ -76,8 +77,8 @@ def select_targets(stated: str, model_type: str, layer_names: Iterable[str], whe
         chosen = set().union(*ends.values())
     if wrong := chosen & not_loadable:
         refuse(
-            f"PEFT cannot load an adapter on {min(wrong)} of a {model_type} model: it takes the name for one of the experts, or its kernel "
-            "passes the module by",
+            f"PEFT cannot load an adapter on {min(wrong)} of a {model_type} model: it takes the name for one of the "
+            "experts, or its kernel passes the module by",
             "among",
         )
     if not chosen:
@@ -86,8 +87,8 @@ def select_targets(stated: str, model_type: str, layer_names: Iterable[str], whe
 
 
 def parse_targets(stated: str, model_type: str, where: str = "") -> re.Pattern | list[str] | None:
-    """What `lora_target_modules` says of a `model_type` model, whatever layers it has: a regex of whole names, names or ends of names, or
-    None for all. Raises UsageError for what is no regex, and where PEFT has no default."""
+    """What `lora_target_modules` says of a `model_type` model, whatever layers it has: None for all, a regex of whole
+    names, or names and ends of names. Raises UsageError for what is no regex, and where PEFT has no default."""
     if stated in ALL:
         return None
     names = stated
@@ -110,8 +111,8 @@ def parse_targets(stated: str, model_type: str, where: str = "") -> re.Pattern |
 
 
 def shortest(taken: set[str], modules: Iterable[str]) -> list[str]:
-    """What to tell PEFT, and every other reader of adapter_config.json, of the `taken` among all `modules`: last parts of names where
-    they say it, else whole names."""
+    """What adapter_config.json says of the `taken` among all `modules`: last parts of names where those say it, else
+    whole names."""
     others = {last(name) for name in modules if name not in taken}
     return sorted({name if last(name) in others else last(name) for name in taken})
 
@@ -120,17 +121,17 @@ def last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def is_whole_regex(number: float) -> float | int:
+def as_whole_number(number: float) -> float | int:
     """32 for 32.0: readers of adapter_config.json expect a whole alpha."""
     return int(number) if number == int(number) else number
 
 
-def is_plain_name(value: Any) -> Any:
+def as_plain_json(value: Any) -> Any:
     """`value` as JSON with sets sorted, so that PYTHONHASHSEED does not show."""
     if isinstance(value, dict):
-        return {str(k): is_plain_name(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
+        return {str(k): as_plain_json(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, (set, frozenset)):
-        return sorted(is_plain_name(v) for v in value)
+        return sorted(as_plain_json(v) for v in value)
     if isinstance(value, (list, tuple)):
-        return [is_plain_name(v) for v in value]
+        return [as_plain_json(v) for v in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(getattr(value, "value", value))

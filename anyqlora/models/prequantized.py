@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from anyqlora.config.schema import TrainConfig
+from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
-from anyqlora.core.registry import AFFINE, BITS, QUANTIZERS
 from anyqlora.models.architectures import DEMO_BASE, model_config
 
-NEEDS_FULL_PRECISION = ("pissa", "loftq", "full")
 FROM = "quantized_from"  # in the config.json that `quantize` writes: the model that it was given
 
 
 def loadable(config: TrainConfig) -> str:
-    """The base as plain transformers and PEFT load it: the model that it was quantized from, where its weights are in MLX's packing."""
+    """The base as plain transformers and PEFT load it: what it was quantized from, where its weights are in MLX's packing."""
     about = model_config(config)
     stated = about.get(FROM) if is_mlx_packed(about) else None
     return str(DEMO_BASE) if config.is_demo else stated or config.model_name
@@ -24,37 +23,33 @@ def is_mlx_packed(about: dict) -> bool:
 
 
 def quantized_as(about: dict) -> str | None:
-    """The quantizer of a bitsandbytes checkpoint, from its parsed config.json; None when its weights are not quantized.
+    """The quantizer of a checkpoint, from its parsed config.json; None when its weights are not quantized.
 
-    Raises NotBuilt for weights quantized by another method.
+    Raises NotSupported for weights quantized as no quantizer here does.
     """
     if is_mlx_packed(about):
-        return _packed_by_mlx(about["quantization"])
-    about = about.get("quantization_config") or about.get("text_config", {}).get("quantization_config")
-    if not about:
-        return None
-    method = about.get(
-        "quant_method", "bitsandbytes" if "load_in_4bit" in about or "load_in_8bit" in about else "an unnamed method"
-    )
-    if method != "bitsandbytes":
-        raise NotSupported(
-            f"the checkpoint's weights are quantized by {method}, which is not read",
-            where="config.json: quantization_config",
-            cure="the same model with unquantized (bf16) weights",
+        about, where = about["quantization"], "config.json: quantization"
+        mode, bits = about.get("mode", "affine"), about.get("bits")
+        kind, what = f"mlx {mode}{bits if mode == 'affine' else ''}", f"{mode} in {bits} bits"
+        single = [key for key, value in about.items() if isinstance(value, (dict, bool))]
+    else:
+        about = about.get("quantization_config") or about.get("text_config", {}).get("quantization_config")
+        if not about:
+            return None
+        is_bnb, where, single = (
+            "load_in_4bit" in about or "load_in_8bit" in about,
+            "config.json: quantization_config",
+            [],
         )
-    return about.get("bnb_4bit_quant_type", "fp4") if about.get("load_in_4bit") else "int8"
-
-
-def _packed_by_mlx(about: dict) -> str:
-    """The quantizer that mlx-lm's `quantization` describes. Raises NotBuilt for one that is not in the table."""
-    mode, bits = about.get("mode", "affine"), about.get("bits")
-    name = mode if mode != "affine" else f"affine{bits}"
-    single = [key for key, value in about.items() if isinstance(value, (dict, bool))]
-    if name not in QUANTIZERS or single:
-        what = f"{mode} in {bits} bits" if name not in QUANTIZERS else f"layer by layer ({single[0]})"
+        method = about.get("quant_method", "bitsandbytes" if is_bnb else "an unnamed method")
+        form = about.get("bnb_4bit_quant_type", "4bit") if about.get("load_in_4bit") else "8bit"
+        kind, what = f"{method} {form}", f"by {method}"
+    name = next((name for name, row in registry.QUANTIZERS.items() if kind in row.checkpoints), None)
+    if name is None or single:
+        what = f"layer by layer ({single[0]})" if name else what
         raise NotSupported(
             f"the checkpoint's weights are quantized {what}, which is not read",
-            where="config.json: quantization",
+            where=where,
             cure="the same model with unquantized (bf16) weights",
         )
     return name
@@ -66,14 +61,15 @@ def resolve_quantizer(draft, about: dict) -> None:
     found, config = quantized_as(about), draft.config
     if found is None:
         return
-    if config.adapter in NEEDS_FULL_PRECISION:
+    row = registry.quantizer(found)
+    if registry.adapter(config.adapter).needs_full_weights:
         raise UsageError(
             f"adapter {config.adapter} needs the full-precision weights, and this checkpoint's are quantized ({found})",
             where=config.sources.get("adapter", ""),
             cure="--adapter lora, or the same model with unquantized weights",
         )
     group = (about.get("quantization") or {}).get("group_size", config.affine_group_size)
-    if found in AFFINE and group != config.affine_group_size:
+    if row.group == "affine_group_size" and group != config.affine_group_size:
         if config.asked("affine_group_size"):
             raise UsageError(
                 f"affine_group_size = {config.affine_group_size} contradicts the checkpoint, whose groups have {group}",
@@ -83,7 +79,8 @@ def resolve_quantizer(draft, about: dict) -> None:
         draft.choose("affine_group_size", group)
     if found != config.quantizer:
         asked = next((name for name in ("quantizer", "bits") if config.asked(name)), None)
-        asked = asked or ("train_type" if config.quantizer == "none" and config.asked("train_type") else None)
+        is_unquantized = not registry.quantizer(config.quantizer).is_quantized
+        asked = asked or ("train_type" if is_unquantized and config.asked("train_type") else None)
         if asked:
             raise UsageError(
                 f"{asked} = {getattr(config, asked)} contradicts the checkpoint, whose weights are quantized already: {found}",
@@ -91,4 +88,4 @@ def resolve_quantizer(draft, about: dict) -> None:
                 cure=f"--quantizer {found}, or the same model with unquantized weights",
             )
         draft.adjust("quantizer", found, "the checkpoint's weights are quantized already")
-        draft.choose("bits", BITS[found])
+        draft.choose("bits", row.bits)

@@ -47,15 +47,16 @@ def build(config: TrainConfig, runtime: Runtime) -> BuiltModel:
     """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect."""
     plan, directory = runtime.plan, base_directory(config)
     described = read_config(directory)
-    quantizer = to_mlx_array(plan.quantizer)(config, runtime.compute)
-    adapter = to_mlx_array(plan.adapter)(config, quantizer)
+    quantizer = registry.quantizer(plan.quantizer).load("mlx")(config, runtime.compute)
+    adapter = registry.adapter(plan.adapter).load("mlx")(config, quantizer)
     runtime.memory.start()
     model = load_model(directory, config.context_length, config.trust_remote_code)
-    check_names(model, directory, every=plan.adapter == "full")
+    trains_base = registry.adapter(plan.adapter).trains_base
+    check_names(model, directory, every=trains_base)
     materialize(
         model,
         quantizer,
-        mx.float32 if plan.adapter == "full" else STORED[plan.precision],
+        mx.float32 if trains_base else STORED[plan.precision],
         quantized_as(described) is not None,
     )
     names = adapter.attach(model, described["model_type"])
@@ -71,11 +72,6 @@ def build(config: TrainConfig, runtime: Runtime) -> BuiltModel:
     if plan.packing:
         try_out(model)
     return built
-
-
-def to_mlx_array(name: str):
-    """The class that stands for `name` here."""
-    return registry.load(registry.ON_MLX.get(name) or registry.QUANTIZERS[name])
 
 
 def materialize(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported
 from anyqlora.core.registry import ADAPTER
 from anyqlora.data import tokenizer
@@ -55,13 +56,14 @@ class MlxModel(FineTunedModel):
 
 def load_finetuned(run: FinishedRun, plan: RunPlan) -> MlxModel:
     """The run's model as `plan` says. Raises UsageError for an adapter that does not fit the base."""
-    if run.config.adapter == "pissa":
-        raise NotSupported("a PiSSA adapter on MLX", cure="another --backend")
+    adapter = registry.adapter(run.config.adapter)
+    if not adapter.mlx:
+        raise NotSupported(f"a {run.config.adapter} adapter on MLX", cure="another --backend")
     config = plan.config
     words = tokenizer.load_tokenizer(str(run.folder), config.trust_remote_code, config.revision, offline=True)
     runtime = Runtime(plan)
     built = build(config, runtime)
     runtime.prepare(built, SingleProcess())
-    if plan.adapter != "full":
+    if not adapter.trains_base:
         load(runtime, load_file(run.folder / ADAPTER), str(run.folder / ADAPTER))
     return MlxModel(run, plan, words, built)

@@ -37,7 +37,7 @@ class Runtime:
         self.process_group = ranks
         self.model, self.paths, self.loss = built.model, built.names, built.loss
         self.values, self.moments = built.trainable(), {name: {} for name in built.names}
-        self.updates, self.rule = 0, registry.load(registry.ON_MLX[self.config.optimizer])
+        self.updates, self.rule = 0, registry.OPTIMIZERS[self.config.optimizer].load("mlx")
         self.adapted = [
             module for _, module in self.model.named_modules() if hasattr(module, "lora_A") and module.dropout
         ]

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import ADAPTER
 from anyqlora.data import tokenizer
@@ -63,7 +64,7 @@ def load_finetuned(run: FinishedRun, plan: RunPlan) -> TorchModel:
     built = build(config, runtime)
     runtime.memory.close()  # no step follows, for which pages would be kept
     model, *_ = runtime.prepare(built.model, built.trainable, lambda parameters: None)
-    if plan.adapter != "full":
+    if not registry.adapter(plan.adapter).trains_base:
         saved = load_file(run.folder / ADAPTER)
         strange = sorted(saved.keys() ^ built.trainable.keys())
         if strange:

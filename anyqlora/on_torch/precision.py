@@ -6,6 +6,8 @@ import contextlib
 
 import torch
 
+from anyqlora.core import registry
+
 AUTOCAST = {"fp16_autocast": torch.float16, "bf16_autocast": torch.bfloat16, "bf16_buffers_autocast": torch.bfloat16}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, **AUTOCAST}
 STORED = {
@@ -19,7 +21,9 @@ STORED = {
 
 def autocast(plan, device: torch.device):
     """The plan's context for a forward pass."""
-    full_in_bf16 = plan.adapter == "full" and plan.precision == "bf16"  # float32 weights, computed in bf16
+    full_in_bf16 = (
+        registry.adapter(plan.adapter).trains_base and plan.precision == "bf16"
+    )  # float32 weights, computed in bf16
     dtype = torch.bfloat16 if full_in_bf16 else AUTOCAST.get(plan.precision)
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 

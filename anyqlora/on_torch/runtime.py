@@ -40,7 +40,7 @@ class Runtime:
 
     def __init__(self, plan):
         self.plan = plan
-        self.strategy = registry.strategy(plan.strategy)(
+        self.strategy = registry.strategy_class(plan.strategy)(
             plan, strategy_options.strategy_options(plan.config, plan.strategy)
         )
         self.strategy.setup()

@@ -10,6 +10,7 @@ from functools import partial
 from anyqlora.config.resolve import from_environment
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
+from anyqlora.core.entry_points import entry_point_targets
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures
@@ -22,6 +23,7 @@ from anyqlora.planning.capabilities import (
     BackendSpec,
     BackendUnavailable,
     Capabilities,
+    bits_of,
 )
 from anyqlora.planning.fitting import HEADROOM
 from anyqlora.planning.machine import Machine, free_memory, host_memory, observe
@@ -61,7 +63,7 @@ def built_in(table: Mapping[str, Capabilities] = CAPABILITIES) -> dict[str, Back
 
 def plugin(name: str) -> BackendSpec:
     """The spec of an installed third-party backend. Raises UsageError when its package does not give one."""
-    target = registry.entry_point_targets("backends")[name]
+    target = entry_point_targets("backends")[name]
     try:
         spec = registry.load(target)
     except Exception as error:  # somebody else's code: whatever is wrong with it is the finding
@@ -125,7 +127,7 @@ class BackendManager:
 
     def names(self) -> list[str]:
         """Every backend there is: built in, in the order in which auto tries them, then third parties'."""
-        return [str(name) for name in {**self._specs, **registry.entry_point_targets("backends")}]
+        return [str(name) for name in {**self._specs, **entry_point_targets("backends")}]
 
     def probe(self, name: str) -> BackendReport:
         """What this machine does of backend `name`."""
@@ -201,7 +203,7 @@ class BackendManager:
 
     def supports_quantization(self, bits: int) -> bool:
         """Whether frozen weights can be kept in so many bits here."""
-        return bits in {registry.BITS.get(quantizer, 16) for quantizer in self.found.quantizers}
+        return bits in bits_of(self.found.quantizers)
 
     def get_dtype(self, prefer_bfloat16: bool = True):
         """The torch dtype that `precision auto` computes in; with prefer_bfloat16=False the best other one."""
@@ -259,11 +261,13 @@ class BackendManager:
         return rows
 
     def _fits(self, billions: float, rows: int, length: int) -> bool:
-        quantizer = next((q for q in ("nf4", "int8", "none") if q in self.found.quantizers), "none")
+        preset = registry.TRAIN_TYPES["qlora"]
+        has_it = preset.quantizer in self.found.quantizers
+        quantizer = preset.quantizer if has_it else self.found.wider(preset.quantizer) or registry.UNQUANTIZED
         precision = PRECISION_OF[self.found.dtypes[0]]
         config = TrainConfig(
             quantizer=quantizer,
-            adapter="lora",
+            adapter=preset.adapter,
             precision=precision,
             batch_size=rows,
             context_length=length,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
+from anyqlora.core.registry import ADAPTERS, OPTIMIZERS, QUANTIZERS, STRATEGIES, offered
 from anyqlora.planning.machine import Device, Machine
 
 
@@ -20,6 +21,23 @@ class Backend(StrEnum):
     MLX = "mlx"
     MPS = "mps"
     CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class MemoryTraits:
+    """How a backend's way of computing shows in the bytes of a step, beside precision and kernels."""
+
+    logits_chunk: int = (
+        64 << 20
+    )  # bytes of the logits that are made at a time: near a processor's caches, or enough for a GPU
+    dropout_mask: int = 4  # bytes that dropout keeps of a value
+    is_host_heap: bool = False  # tensors lie in the process's own heap, beside what oneDNN compiles
+    blocked_attention: bool = False  # without padding, attention in 16 bits keeps no output of its own
+    updates_together: bool = False  # the update of all tensors is one operation
+    composed_activation: bool = False  # an MLP's activation is several operations, each of which keeps its input
+    keeps_norm_inputs: bool = False  # as they are, and not in float32
+    narrow_adapters: bool = False  # what is W x + scale B A x is computed in x's dtype
+    overlaps: bool = False  # up to ten operations are under way at a time
 
 
 @dataclass(frozen=True)
@@ -36,16 +54,17 @@ class Capabilities:
     products: tuple[str, ...] = ("full",)  # of frozen weights
     collective: str | None = None  # torch.distributed's (or mlx's) backend; None: one process only
     activation_offload: bool = False  # whether host memory is another memory
-    adapters: tuple[str, ...] = ("lora", "rslora", "dora", "pissa", "loftq", "full")
+    adapters: tuple[str, ...] = offered(ADAPTERS, "torch")
     autocast: bool = True  # whether weights of one dtype can be computed with in another
     lacks: Mapping[str, str] = field(default_factory=dict)  # settings that have no effect here, and why
     tested: frozenset[str] = frozenset()  # the cells that tests of this repository run on real hardware
     notes: str = ""
+    memory: MemoryTraits = MemoryTraits()
 
     @property
     def bits(self) -> tuple[int, ...]:
         """Bits a frozen weight can be kept in."""
-        return tuple(sorted({registry.BITS.get(quantizer, 16) for quantizer in self.quantizers}))
+        return bits_of(self.quantizers)
 
 
 @dataclass(frozen=True)
@@ -106,6 +125,12 @@ class BackendReport:
         """Why this machine does not do `cell`; "" when it does."""
         return self.reasons.get(cell, "")
 
+    def wider(self, quantizer: str) -> str:
+        """The quantizer that takes the place of one that is not here: that with the fewest bits more."""
+        known = [QUANTIZERS[name] for name in self.quantizers if name in QUANTIZERS]
+        rows = [row for row in known if row.bits > registry.quantizer(quantizer).bits]
+        return min(rows, key=lambda row: row.bits).name if rows else ""
+
 
 @dataclass(frozen=True)
 class BackendSpec:
@@ -124,19 +149,7 @@ class BackendUnavailable(UsageError, ValueError):
 LOOPS = {"torch": "", "mlx": ""}  # framework -> why no loop runs it; "" where one does
 
 
-BNB_4BIT = ("nf4", "fp4")
-
-
-TORCH_STRATEGIES = ("single", "ddp", "fsdp", "deepspeed", "tp", "accelerate")
-
-
-TORCH_OPTIMIZERS = ("adamw", "fused_adamw", "adam", "sgd", "adadelta")
-
-
-BNB_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit")
-
-
-NEEDS_BITSANDBYTES = (*BNB_4BIT, "int8", *BNB_OPTIMIZERS)
+NEEDS_BITSANDBYTES = registry.needing("bitsandbytes", QUANTIZERS, OPTIMIZERS)
 
 
 FLOAT8_FROM = (8, 9)  # compute capability
@@ -157,97 +170,74 @@ _GPU = Capabilities(
     "torch",
     "cuda",
     ("bf16", "fp16", "fp32"),
-    (*BNB_4BIT, "int8", "affine4", "none"),
-    TORCH_OPTIMIZERS + BNB_OPTIMIZERS,
-    strategies=TORCH_STRATEGIES,
+    offered(QUANTIZERS, "torch"),
+    offered(OPTIMIZERS, "torch"),
+    strategies=offered(STRATEGIES, "torch"),
     collective="nccl",
     activation_offload=True,
+    memory=MemoryTraits(logits_chunk=512 << 20, dropout_mask=1, updates_together=True),
 )
+_MLX = Capabilities(
+    "mlx",
+    "gpu",
+    ("bf16", "fp16", "fp32"),
+    offered(QUANTIZERS, "mlx"),
+    offered(OPTIMIZERS, "mlx"),
+    strategies=("single", *offered(STRATEGIES, "mlx")),
+    collective="ring",
+    adapters=offered(ADAPTERS, "mlx"),
+    autocast=False,
+    lacks=_NOT_ON_MLX,
+    notes="Apple silicon; what is marked ran on MLX's Linux CPU build",
+    memory=MemoryTraits(
+        logits_chunk=256 << 20,
+        composed_activation=True,
+        keeps_norm_inputs=True,
+        narrow_adapters=True,
+        overlaps=True,
+    ),
+)
+_CPU = Capabilities(
+    "torch",
+    "cpu",
+    ("bf16", "fp32", "fp16"),
+    offered(QUANTIZERS, "torch"),
+    offered(OPTIMIZERS, "torch", without=("gpu",)),
+    strategies=offered(STRATEGIES, "torch"),
+    collective="gloo",
+    kernels=("native", "portable"),
+    products=("full", "int8_backward", "int8"),
+    notes="any CPU; slow",
+    memory=MemoryTraits(is_host_heap=True, blocked_attention=True),
+)
+
+
+def _all_tested(row: Capabilities, *but: str) -> Capabilities:
+    """A row of which every cell is run by tests on real hardware, `but` some."""
+    cells = (*row.dtypes, *row.quantizers, *row.optimizers, *row.strategies, *row.kernels, *row.products, *row.adapters)
+    return replace(row, tested=frozenset(cells) - set(but))
 
 
 CAPABILITIES: dict[str, Capabilities] = {
     Backend.CUDA: replace(_GPU, kernels=("exact", "portable", "triton"), products=("full", "fp8"), notes="NVIDIA GPU"),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
     Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
-    Backend.MLX: Capabilities(
-        "mlx",
-        "gpu",
-        ("bf16", "fp16", "fp32"),
-        ("nf4", *registry.AFFINE, "mxfp4", "nvfp4", "none"),
-        ("adamw", "adam", "sgd", "adadelta"),
-        strategies=("single", "mlx"),
-        collective="ring",
-        adapters=("lora", "rslora", "dora", "full"),
-        autocast=False,
-        lacks=_NOT_ON_MLX,
-        notes="Apple silicon; what is marked ran on MLX's Linux CPU build",
-        tested=frozenset(
-            (
-                "fp32",
-                "bf16",
-                "fp16",
-                "nf4",
-                *registry.AFFINE,
-                "mxfp4",
-                "nvfp4",
-                "none",
-                "adamw",
-                "adam",
-                "sgd",
-                "adadelta",
-                "single",
-                "mlx",
-                "lora",
-                "rslora",
-                "dora",
-                "full",
-            )
-        ),
-    ),
+    Backend.MLX: _all_tested(_MLX, "portable"),
     Backend.MPS: Capabilities(
         "torch",
         "mps",
         ("bf16", "fp16", "fp32"),
-        (*BNB_4BIT, "int8", "affine4", "none"),
-        TORCH_OPTIMIZERS,
+        offered(QUANTIZERS, "torch"),
+        offered(OPTIMIZERS, "torch", without=("bitsandbytes",)),
         notes="Apple silicon through torch; one process, no collective",
     ),
-    Backend.CPU: Capabilities(
-        "torch",
-        "cpu",
-        ("bf16", "fp32", "fp16"),
-        (*BNB_4BIT, "int8", "affine4", "none"),
-        (*TORCH_OPTIMIZERS, "adamw_8bit"),
-        strategies=TORCH_STRATEGIES,
-        collective="gloo",
-        kernels=("native", "portable"),
-        products=("full", "int8_backward", "int8"),
-        notes="any CPU; slow",
-        tested=frozenset(
-            (
-                "fp32",
-                "bf16",
-                "fp16",
-                *BNB_4BIT,
-                "int8",
-                "int8_backward",
-                "affine4",
-                "none",
-                *TORCH_OPTIMIZERS,
-                "adamw_8bit",
-                *TORCH_STRATEGIES,
-                "native",
-                "portable",
-                "lora",
-                "rslora",
-                "dora",
-                "pissa",
-                "loftq",
-                "full",
-            )
-        ),
-    ),
+    Backend.CPU: _all_tested(_CPU),
 }
+
+
+def bits_of(quantizers: Iterable[str]) -> tuple[int, ...]:
+    """The bits of these quantizers, sorted; those of a third party's own count as none."""
+    return tuple(sorted({QUANTIZERS[name].bits if name in QUANTIZERS else 16 for name in quantizers}))
 
 
 def _called(device: Device) -> str:

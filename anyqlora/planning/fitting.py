@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from anyqlora.config.schema import AUTO, TrainConfig
+from anyqlora.core import registry
 from anyqlora.core.terminal import format_bytes
 from anyqlora.planning import memory, mesh
 
@@ -124,12 +125,9 @@ def plan_dequantized_layers(draft, shapes, free: int | None) -> None:
     if config.dequantized_layers != AUTO:
         return
     layers = 0
-    if (
-        shapes is not None
-        and free
-        and config.fused_lora
-        and (config.quantizer, config.frozen_matmul) != ("none", "full")
-    ):
+    is_quantized = registry.quantizer(config.quantizer).is_quantized
+    is_rounded = registry.FROZEN_MATMULS[config.frozen_matmul].is_rounded
+    if shapes is not None and free and config.fused_lora and (is_quantized or is_rounded):
         room = (1 << free.bit_length() - 1) // 2
         trials = (shapes.layers, shapes.layers // 2, shapes.layers // 4)
         layers = next(

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anyqlora.config.schema import AUTO, TrainConfig
+from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models.architectures import COLUMNS, ROWS, WHOLE, LinearShape, ModelShape
-from anyqlora.planning.memory.weights import BLOCK
 
 BATCH, MODEL = "batch", "model"
 DEFAULT = "default"
@@ -231,15 +231,15 @@ def check(config: TrainConfig, shapes: ModelShape | None) -> None:
             "a gradient scaler cannot mix the gradients of split and whole tensors",
             "--precision bf16 or fp32",
         )
-    if config.adapter not in ("lora", "rslora"):
+    if not registry.adapter(config.adapter).tensor_parallel:
         refuse(
             "adapter",
             "it needs whole weights where each process holds a slice",
             "--adapter lora or rslora, or --strategy fsdp",
         )
-    if config.quantizer not in ("nf4", "fp4", "none"):
+    if not registry.quantizer(config.quantizer).tensor_parallel:
         refuse("quantizer", "slices of weights that are kept so are not built", "--quantizer nf4, fp4 or none")
-    if config.optimizer not in ("adamw", "fused_adamw", "adam", "sgd", "adadelta"):
+    if not registry.OPTIMIZERS[config.optimizer].shardable:
         refuse("optimizer", "bitsandbytes' optimizers do not update split tensors", "--optimizer adamw")
     if shapes is None:
         return
@@ -301,10 +301,11 @@ def check_split(linear: LinearShape, split: str, ways: int, config: TrainConfig,
             cure=cure,
         )
     rows = linear.inputs // ways if split == ROWS else linear.inputs
-    if split != WHOLE and config.quantizer in ("nf4", "fp4") and rows % BLOCK:
+    block = registry.quantizer(config.quantizer).block
+    if split != WHOLE and block and rows % block:
         of = f"{linear.inputs} / {ways} = {rows} inputs per process" if split == ROWS else f"{rows} inputs"
         raise LayoutError(
-            f"{linear.name}: {of} are no multiple of {BLOCK}, the weights that share a {config.quantizer} scale",
+            f"{linear.name}: {of} are no multiple of {block}, the weights that share a {config.quantizer} scale",
             where=where,
             cure=cure,
         )

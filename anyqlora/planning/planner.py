@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.config.validate import validate
 from anyqlora.core import registry
+from anyqlora.core.descriptors import Info
 from anyqlora.core.errors import NotSupported, UsageError
-from anyqlora.core.registry import AFFINE, AFFINE_STRATEGIES, BITS, FUSED_STRATEGIES
 from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures, lora_targets, prequantized
 from anyqlora.planning import fitting, memory, mesh
+from anyqlora.planning.capabilities import bits_of
 
 NARROW = 1 << 18  # weights of an MLP's matrix: narrower ones are multiplied before a second thread has begun
 KEPT_FROM = 10**8  # linear weights whose quantization is kept for the next start: fewer take less than a second
@@ -97,7 +98,7 @@ class RunPlan:
         c = self.config
         trained = (
             "all weights"
-            if self.adapter == "full"
+            if registry.adapter(self.adapter).trains_base
             else f"{self.adapter} rank {c.lora_rank} on {c.lora_target_modules} linears"
         )
         saved = (
@@ -109,7 +110,8 @@ class RunPlan:
             f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
             f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
             f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels"
-            + f", frozen weights multiplied in {c.frozen_matmul.replace('_', ' in ')}" * (c.frozen_matmul != "full"),
+            + f", frozen weights multiplied in {c.frozen_matmul.replace('_', ' in ')}"
+            * registry.FROZEN_MATMULS[c.frozen_matmul].is_rounded,
             *self._choices(),
             f"batch       {self.batch_size} rows x {self.gradient_accumulation_steps} micro-batches"
             f"{f' x {self.data_processes} processes' * (self.data_processes > 1)} = "
@@ -257,7 +259,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         )
     draft.choose("backend", str(backend))
     if config.strategy in registry.STRATEGIES and config.strategy not in row.strategies:
-        _refuse(config, "strategy", backend, False, found, row.strategies)
+        _refuse(config, "strategy", backend, "", row.strategies)
     mesh.resolve_mesh(draft, len(found.devices))
     _processes(draft, backend, row, found)
     found = found.used(draft.config.world_size)
@@ -267,19 +269,12 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
         prequantized.resolve_quantizer(draft, described)
         _positions(draft, described)
     _quantizer(draft, backend, row, found)
-    if draft.config.quantizer in AFFINE and draft.config.strategy not in AFFINE_STRATEGIES:
-        raise NotSupported(
-            f"quantizer {draft.config.quantizer} with strategy {draft.config.strategy}: its weights are not split over processes yet",
-            where=draft.config.sources.get("quantizer", ""),
-            cure=f"--quantizer nf4, or --strategy {' or '.join(AFFINE_STRATEGIES[:2])}",
-        )
-    if draft.config.adapter not in row.adapters:
-        _refuse(draft.config, "adapter", backend, False, found, row.adapters)
+    _adapter(draft, backend, row, found)
     draft.config = validate(draft.config)  # what was changed may contradict what was asked
     _optimizer(draft, backend, row, found)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
-    if described and draft.config.adapter != "full":
+    if described and not registry.adapter(draft.config.adapter).trains_base:
         _targets(draft.config, described.get("model_type", ""), shapes)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
@@ -328,25 +323,26 @@ def _targets(config: TrainConfig, model_type: str, shapes: architectures.ModelSh
         lora_targets.select_targets(stated, model_type, shapes.adaptable_names, where)
 
 
-def _refuse(config, name: str, backend: str, row_has: bool, found, offered) -> None:
-    """Refuse the value of setting `name`, by the table or by the machine."""
+def _refuse(config, name: str, backend: str, why: str, offered) -> None:
+    """Refuse the value of setting `name`: for `why`, or else because the backend's row has no such cell."""
     value = getattr(config, name)
-    why = found.why(value) if row_has else f"backend {backend} has no {value}"
     raise UsageError(
-        f"{name} {value!r} is not available on backend {str(backend)!r}: {why}",
+        f"{name} {value!r} is not available on backend {str(backend)!r}: {why or f'backend {backend} has no {value}'}",
         where=config.sources.get(name, ""),
         cure=f"one of: {', '.join(offered) or 'none'}",
     )
 
 
+def _why(cell: str, cells: tuple[str, ...], found) -> str:
+    """Why this machine does not do a cell that the backend's row has; "" where the row lacks it."""
+    return found.why(cell) if cell in cells else ""
+
+
 def _processes(draft, backend, row, found) -> None:
     """How many processes, and the strategy they share the work by."""
     config, devices = draft.config, len(found.devices)
-    several = (
-        [name for name in row.strategies if name not in ("single", "tp") or name == config.strategy == "tp"]
-        if found.collective
-        else []
-    )
+    offered = [registry.strategy(name) for name in row.strategies] if found.collective else []
+    several = [s.name for s in offered if s.several and (not s.tensor_parallel or s.name == config.strategy)]
     if config.world_size == -1:
         draft.choose("world_size", devices if several and config.strategy != "single" else 1)
     elif config.world_size < 1:
@@ -370,8 +366,9 @@ def _processes(draft, backend, row, found) -> None:
     if config.strategy == AUTO:
         draft.choose("strategy", fitting.implied_strategy(config) or ("single" if size == 1 else several[0]))
     chosen = draft.config.strategy
-    if chosen not in row.strategies and not (row.framework == "torch" and registry.is_third_party(chosen)):
-        _refuse(draft.config, "strategy", backend, False, found, row.strategies)
+    is_built_in = chosen in registry.STRATEGIES
+    if chosen not in row.strategies and (is_built_in or not registry.strategy(chosen).target(row.framework)):
+        _refuse(draft.config, "strategy", backend, "", row.strategies)
 
 
 def _precision(draft, backend, row, found) -> None:
@@ -394,30 +391,56 @@ def _precision(draft, backend, row, found) -> None:
 
 def _quantizer(draft, backend, row, found) -> None:
     """What was asked for by name is kept or refused; only the default preset gives way, to more bits."""
-    config = draft.config
-    if config.quantizer in found.quantizers:
-        return
-    in_row = config.quantizer in row.quantizers
-    same_bits = next((name for name in found.quantizers if BITS.get(name) == BITS.get(config.quantizer)), None)
-    if config.asked("bits") and not config.asked("quantizer") and same_bits and not in_row:
-        draft.adjust(
-            "quantizer",
-            same_bits,
-            f"backend {backend} has no {config.quantizer}; this is its own of {config.bits} bits",
+    config, quantizer = draft.config, registry.quantizer(draft.config.quantizer)
+    why = _why(config.quantizer, row.quantizers, found) or _lacks(quantizer, found)
+    if config.quantizer not in found.quantizers and (why or not _is_another_packages(quantizer, row)):
+        same_bits = next((name for name in found.quantizers if bits_of([name]) == (quantizer.bits,)), None)
+        is_by_bits = config.asked("bits") and not config.asked("quantizer")
+        if is_by_bits and same_bits and config.quantizer not in row.quantizers:
+            why = f"backend {backend} has no {config.quantizer}; this is its own of {config.bits} bits"
+            draft.adjust("quantizer", same_bits, why)
+        elif not found.wider(config.quantizer) or any(map(config.asked, ("quantizer", "train_type", "bits"))):
+            _refuse(config, "quantizer", backend, why, found.quantizers)
+        else:
+            draft.adjust(
+                "quantizer", found.wider(config.quantizer), why or f"backend {backend} has no {config.quantizer}"
+            )
+            draft.choose("bits", registry.quantizer(draft.config.quantizer).bits)
+    quantizer = registry.quantizer(draft.config.quantizer)
+    if quantizer.strategies and draft.config.strategy not in quantizer.strategies:
+        raise NotSupported(
+            f"quantizer {draft.config.quantizer} with strategy {draft.config.strategy}: its weights are not split over "
+            "processes yet",
+            where=draft.config.sources.get("quantizer", ""),
+            cure=f"--quantizer nf4, or --strategy {' or '.join(quantizer.strategies[:2])}",
         )
-        return
-    if "none" not in found.quantizers or any(map(config.asked, ("quantizer", "train_type", "bits"))):
-        _refuse(config, "quantizer", backend, in_row, found, found.quantizers)
-    why = found.why(config.quantizer) if in_row else f"backend {backend} has no {config.quantizer}"
-    instead = "int8" if "int8" in found.quantizers else "none"
-    draft.adjust("quantizer", instead, why)
-    draft.choose("bits", 8 if instead == "int8" else 16)
+
+
+def _adapter(draft, backend, row, found) -> None:
+    adapter = registry.adapter(draft.config.adapter)
+    why = _lacks(adapter, found)
+    if draft.config.adapter not in row.adapters and (why or not _is_another_packages(adapter, row)):
+        _refuse(draft.config, "adapter", backend, why, row.adapters)
+
+
+def _is_another_packages(info: Info, row) -> bool:
+    """Whether a quantizer or adapter is another package's, for the framework of this row: no backend names it."""
+    return info not in (*registry.QUANTIZERS.values(), *registry.ADAPTERS.values()) and bool(info.target(row.framework))
+
+
+def _lacks(info: Info, found) -> str:
+    """Why what another package's quantizer or adapter needs is not here; "" where it is, and for our own."""
+    if info in (*registry.QUANTIZERS.values(), *registry.ADAPTERS.values()):
+        return ""
+    tables = registry.QUANTIZERS, registry.OPTIMIZERS
+    peers = (name for need in info.needs for name in registry.needing(need, *tables))
+    return next(filter(None, map(found.why, peers)), "")
 
 
 def _groups(draft, shapes) -> None:
     """Affine groups do not cross the end of a row. Raises UsageError naming every layer whose inputs are no multiple of one."""
     config = draft.config
-    group = memory.group_size(config)
+    group = registry.quantizer(config.quantizer).group_size(config)
     wrong = [f"{linear.name} has {linear.inputs}" for linear in shapes.linears if group and linear.inputs % group]
     if wrong:
         raise UsageError(
@@ -429,28 +452,34 @@ def _groups(draft, shapes) -> None:
 
 def _optimizer(draft, backend, row, found) -> None:
     if draft.config.optimizer not in found.optimizers:
-        _refuse(draft.config, "optimizer", backend, draft.config.optimizer in row.optimizers, found, found.optimizers)
+        _refuse(
+            draft.config, "optimizer", backend, _why(draft.config.optimizer, row.optimizers, found), found.optimizers
+        )
 
 
 def _kernels(draft, backend, row, found) -> None:
     """Ours take the place of modules that this process has whole: where strategies split the model, the framework's own run."""
-    is_split = draft.config.strategy not in FUSED_STRATEGIES
-    if draft.config.kernels == AUTO:
-        has_use = found.kernels[0] != "native" or draft.config.precision == "bf16"
-        draft.choose("kernels", found.kernels[0] if has_use and not is_split else "portable")
-    elif is_split and draft.config.kernels != "portable":
+    config = draft.config
+    is_split = not registry.strategy(config.strategy).fusable
+    kernels = registry.KERNELS[found.kernels[0] if config.kernels == AUTO else config.kernels]
+    is_for_it = not kernels.precisions or config.precision in kernels.precisions
+    if config.kernels == AUTO:
+        draft.choose("kernels", kernels.name if is_for_it and not is_split else "portable")
+    elif is_split and config.kernels != "portable":
+        whole = ", ".join(name for name, strategy in registry.STRATEGIES.items() if strategy.fusable)
         raise UsageError(
-            f"kernels {draft.config.kernels}: they are for strategies {', '.join(FUSED_STRATEGIES)}; {draft.config.strategy} runs on portable ones",
-            where=draft.config.sources.get("kernels", ""),
+            f"kernels {config.kernels}: they are for strategies {whole}; {config.strategy} runs on portable ones",
+            where=config.sources.get("kernels", ""),
             cure="--kernels portable, or leave it out",
         )
-    elif draft.config.kernels not in found.kernels:
-        _refuse(draft.config, "kernels", backend, draft.config.kernels in row.kernels, found, found.kernels)
-    elif draft.config.kernels == "native" and draft.config.precision != "bf16":
+    elif config.kernels not in found.kernels:
+        _refuse(config, "kernels", backend, _why(config.kernels, row.kernels, found), found.kernels)
+    elif not is_for_it:
         raise UsageError(
-            f"kernels native: they are for precision bf16, and this is {draft.config.precision}",
-            where=draft.config.sources.get("kernels", ""),
-            cure="--precision bf16, or leave out kernels",
+            f"kernels {config.kernels}: they are for precision {' or '.join(kernels.precisions)}, and this is "
+            f"{config.precision}",
+            where=config.sources.get("kernels", ""),
+            cure=f"--precision {kernels.precisions[0]}, or leave out kernels",
         )
 
 
@@ -458,7 +487,7 @@ def _products(draft, backend, row, found) -> None:
     """Products of frozen weights in fewer bits are for 16-bit arithmetic, where they are twice as fast."""
     config, asked = draft.config, draft.config.frozen_matmul
     where = config.sources.get("frozen_matmul", "")
-    if asked == "full":
+    if not registry.FROZEN_MATMULS[asked].is_rounded:
         return
     if asked not in found.products:
         why = found.why(f"{asked} products") or f"backend {backend} has no {asked} products"
@@ -469,7 +498,7 @@ def _products(draft, backend, row, found) -> None:
             where=where,
             cure="--frozen_matmul full",
         )
-    if config.strategy not in FUSED_STRATEGIES:
+    if not registry.strategy(config.strategy).fusable:
         raise NotSupported(
             f"frozen_matmul {asked}: not built for strategy {config.strategy} yet",
             where=where,
@@ -487,7 +516,7 @@ def _placement(draft, backend, row) -> None:
                 where=config.sources.get(name, ""),
                 cure=f"leave out {name}",
             )
-    if config.use_cpu_offload is True and config.strategy not in ("fsdp", "deepspeed"):
+    if config.use_cpu_offload is True and not registry.strategy(config.strategy).offloads:
         raise UsageError(
             f"use_cpu_offload: strategy {config.strategy} keeps all weights on the device",
             where=config.sources.get("use_cpu_offload", ""),
@@ -509,7 +538,7 @@ def _placement(draft, backend, row) -> None:
 
 def _fast_paths(draft, row, shapes, found) -> None:
     """What computes the same in less time or memory, wherever it applies."""
-    is_built = row.framework == "torch" and draft.config.strategy in FUSED_STRATEGIES
+    is_built = row.framework == "torch" and registry.strategy(draft.config.strategy).fusable
     for name in ("fused_lora", "padding_free"):
         if getattr(draft.config, name) is True and not is_built:
             raise NotSupported(
@@ -535,11 +564,11 @@ def _fused_head(draft, shapes, found) -> None:
             why
             for holds, why in (
                 (
-                    config.kernels != "native",
+                    not registry.KERNELS[config.kernels].in_c,
                     f"it is one of the native kernels, and this runs on {config.kernels} ones",
                 ),
                 (found.why("fused head"), found.why("fused head")),
-                (config.adapter == "full", "the head learns, whose gradient is made of logits"),
+                (registry.adapter(config.adapter).trains_base, "the head learns, whose gradient is made of logits"),
                 (config.logits_chunk_tokens == 0, "logits_chunk_tokens 0 asks for all logits"),
                 (shapes is not None and shapes.capped_logits, "the model caps its logits"),
             )
@@ -560,6 +589,7 @@ def _fused_head(draft, shapes, found) -> None:
 def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
     """Quantized weights are kept for the next start where one process quantizes the files' own weights whole, and that takes seconds."""
     config, asked = draft.config, draft.config.quantized_cache
+    quantizer, adapter = registry.quantizer(config.quantizer), registry.adapter(config.adapter)
     if asked is False:
         return
     why = next(
@@ -568,13 +598,10 @@ def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
             for holds, why in (
                 (row.framework != "torch", "it is not built for this backend"),
                 (described and prequantized.quantized_as(described), "the checkpoint's weights are quantized already"),
-                (config.quantizer not in registry.PACKED, f"quantizer {config.quantizer} writes no files"),
+                (not quantizer.writes_files, f"quantizer {config.quantizer} writes no files"),
+                (adapter.needs_full_weights, f"adapter {config.adapter} needs the full-precision weights"),
                 (
-                    config.adapter in prequantized.NEEDS_FULL_PRECISION,
-                    f"adapter {config.adapter} needs the full-precision weights",
-                ),
-                (
-                    config.strategy not in registry.WHOLE_STRATEGIES,
+                    not registry.strategy(config.strategy).quantizes_whole,
                     f"strategy {config.strategy} may quantize slices of weights",
                 ),
                 (config.trust_remote_code, "the model may have code of its own"),
@@ -663,6 +690,6 @@ def _warn(draft, backend, row, found) -> None:
 def _would_be_faster(config: TrainConfig, row) -> bool:
     """Whether `kernels auto` would have taken the backend's best kernels if this machine had them."""
     best = row.kernels[0]
-    if config.asked("kernels") or config.kernels == best or config.strategy not in FUSED_STRATEGIES:
+    if config.asked("kernels") or config.kernels == best or not registry.strategy(config.strategy).fusable:
         return False
     return best != "native" or config.precision == "bf16" or not config.asked("precision")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from anyqlora.core.registry import KERNELS, QUANTIZERS, needing
 from anyqlora.planning.capabilities import (
     FLOAT8_FROM,
     NEEDS_BITSANDBYTES,
@@ -23,12 +22,12 @@ def _absent(why: str) -> BackendReport:
 
 
 def _narrowed(
-    row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: Mapping[str, str], **more
+    row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: dict[str, str], **more
 ) -> BackendReport:
     """The row without the cells in `lacks` (cell -> why)."""
     lacks = dict(lacks)
     if machine.bitsandbytes.get("error"):
-        lacks = {**dict.fromkeys(NEEDS_BITSANDBYTES, machine.bitsandbytes["error"]), **lacks}
+        lacks = dict.fromkeys(NEEDS_BITSANDBYTES, str(machine.bitsandbytes["error"])) | lacks
     if row.collective and row.collective not in machine.torch.get("collectives", ()):
         lacks["collective"] = f"this torch has no {row.collective}"
     collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
@@ -47,6 +46,10 @@ def _narrowed(
     )
 
 
+def _slow_quantizers(backend: Backend) -> dict[str, str]:
+    return {name: row.slow[backend] for name, row in QUANTIZERS.items() if backend in row.slow}
+
+
 def _torch_gpu(
     row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str
 ) -> BackendReport:
@@ -59,8 +62,8 @@ def _torch_gpu(
         return _absent(error or f"torch finds no {maker} GPU")
     first, lacks, slow = devices[0], _no_bf16(devices[:1]), {}
     if "triton" in row.kernels and machine.triton.get("version", "") == "":
-        why = machine.triton.get("error", "triton was not looked for")
-        lacks |= dict.fromkeys(("exact", "triton"), why)
+        why = machine.triton.get("error") or "triton was not looked for"
+        lacks |= dict.fromkeys(needing("triton", KERNELS), why)
         slow["kernels"] = (
             f"{why}, so portable kernels run: 4-bit weights are unpacked and positions rotated in several launches "
             "instead of one each, at a price that nobody has measured here: pip install triton"
@@ -105,7 +108,8 @@ def _mps(row, machine):
             NEEDS_BITSANDBYTES, f"4-bit quantization fails on MPS here: {mps.get('error') or 'wrong result'}"
         )
     slow = dict.fromkeys(
-        ("nf4", "fp4", "int8"), "quantized weights run on torch fallback kernels, slower than 16-bit weights"
+        needing("bitsandbytes", QUANTIZERS),
+        "quantized weights run on torch fallback kernels, slower than 16-bit weights",
     )
     free = min(mps["memory_free"], machine.memory_available)  # the GPU's memory is the host's
     return _narrowed(row, machine, (Device("Metal", "", mps["memory_total"], free, mps["bf16"]),), lacks, slow=slow)
@@ -126,7 +130,7 @@ def _mlx(row, machine):
         return _absent("Metal finds no GPU here, as in a virtual machine or without a screen")
     room = _metal_memory(machine) if has_metal else machine.memory_total
     device = Device(f"mlx {machine.mlx.get('version')} ({build})", "", room, min(room, machine.memory_available), True)
-    slow = {"nf4": "NF4 weights are dequantized for each product; affine4 is MLX's own form"}
+    slow = _slow_quantizers(Backend.MLX)
     dtypes = row.dtypes
     if build == "mlx-cpu":
         slow[""] = "mlx's CPU build is there to try things out, and slow"
@@ -155,7 +159,7 @@ def _cpu(row, machine):
     if machine.torch.get("error"):
         return _absent(machine.torch["error"])
     is_fast = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
-    slow = {"": "training on a CPU is slow", "int8": "int8 products are slow on a CPU"}
+    slow = {"": "training on a CPU is slow", **_slow_quantizers(Backend.CPU)}
     if not is_fast:
         slow["bf16"] = "bf16 is emulated on this CPU, slower than fp32"
     dtypes = ("bf16", "fp32", "fp16") if is_fast else ("fp32", "bf16", "fp16")
@@ -169,7 +173,7 @@ def _cpu(row, machine):
     elif not missing and machine.prebuilt.get("error"):
         slow["native"] = f"kernels are compiled here at first use: {machine.prebuilt['error']}"
     kernels = ("portable",) if missing else row.kernels
-    kernels += ("exact", "triton") if machine.triton.get("interpreted") else ()  # slow: for tests
+    kernels += needing("triton", KERNELS) if machine.triton.get("interpreted") else ()  # slow: for tests
     lacks = {"native": missing} if missing else {}
     if missing or "avx512_vnni" not in machine.cpu_features:
         lacks["fused head"] = missing or f"this processor has no AVX512-VNNI{allowed}"

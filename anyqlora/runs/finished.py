@@ -12,6 +12,7 @@ from pathlib import Path
 
 from anyqlora.config.resolve import from_environment, from_file
 from anyqlora.config.schema import AUTO, SETTINGS, TrainConfig, parse_value, settings_with
+from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 from anyqlora.core.terminal import printable
@@ -38,7 +39,7 @@ class FinishedRun:
     @property
     def folder(self) -> Path:
         """Where the weights and the tokenizer are."""
-        return self.directory / ("model" if self.config.adapter == "full" else "adapter")
+        return self.directory / ("model" if registry.adapter(self.config.adapter).trains_base else "adapter")
 
     @property
     def style(self) -> str:
@@ -157,7 +158,8 @@ def plan_here(run: FinishedRun, changed: dict):
     """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is said."""
     from anyqlora.planning.backends import BackendManager  # not for reading a run
 
-    own = {"model_name": str(run.folder)} if run.config.adapter == "full" else {}  # a whole model needs no base
+    is_whole = registry.adapter(run.config.adapter).trains_base  # it needs no base
+    own = {"model_name": str(run.folder)} if is_whole else {}
     together = {name: SETTINGS[name].default for name in settings_with("several")}
     sources = {**run.config.sources, **dict.fromkeys(together, "default")}
     config = run.config.with_(

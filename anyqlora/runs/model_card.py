@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+from anyqlora.core import registry
 from anyqlora.core.redaction import redacted
 from anyqlora.core.terminal import printable
 from anyqlora.models.architectures import model_config
@@ -51,7 +52,7 @@ def model_card(run) -> str:
     """Markdown from what the run knows; the same run gives the same text. It is made to be published: local paths give their last
     part only, and nothing that looks like a key is in it."""
     config, plan = run.config, run.plan
-    full = plan.adapter == "full"
+    full = registry.adapter(plan.adapter).trains_base
     origin = loadable(config)
     base = "anyqlora/demo/base" if config.is_demo else public_name(origin)
     place = base if is_hub_id(origin) else f"PATH/TO/{base}"

@@ -64,10 +64,7 @@ class AdapterContract:
 
     def make(self) -> Adapter:
         """A new one, as a run makes it."""
-        target = (
-            registry.lookup("adapter", self.adapter, registry.ADAPTERS) if ":" not in self.adapter else self.adapter
-        )
-        return registry.load(str(target))(self.config(), torch.device("cpu"))
+        return registry.adapter(self.adapter).load()(self.config(), torch.device("cpu"))
 
     def test_it_has_what_an_adapter_has(self) -> None:
         adapter = self.make()
@@ -119,8 +116,9 @@ class AdapterContract:
         if (directory / "model").exists():
             return AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
         base = AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32)
-        if self.quantizer != "none":
-            quantizer = registry.load(registry.QUANTIZERS[self.quantizer])(torch.float32, model.run.config.double_quant)
+        row = registry.quantizer(self.quantizer)
+        if row.is_quantized:
+            quantizer = row.load()(model.run.config, torch.float32)
             for linear in linears(base).values():
                 layer = quantizer.empty_layer(linear)
                 weight = cast(nn.Parameter, linear.weight)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
 from anyqlora.extend import BroadcastQuantizer, ExpertQuantizer, FileQuantizer, KernelQuantizer, Quantizer
 
@@ -17,24 +18,21 @@ SHAPES = [(64, 64), (40, 96), (257, 192)]  # [out, in]
 class QuantizerContract:
     """Subclass it in a test module.
 
-    quantizer: a name or module:Class. tolerance: |dequantized - weight| / |weight| of normally distributed weights, at most, 2-norm.
-    product: how far the layer's output and input gradient may be from those of a linear layer on the dequantized weight, as a part of
-    their norms, in float32. shapes: [out, in] of layers that it takes.
+    quantizer: a name, or the module:Object of a row. settings: that it is made with. shapes: [out, in] of layers that it
+    takes. tolerance: |dequantized - weight| / |weight| of normally distributed weights, at most, 2-norm. product: how far
+    the layer's output and input gradient may be from those of a linear layer on the dequantized weight, as a part of their
+    norms, in float32.
     """
 
     quantizer = ""
+    settings: dict[str, Any] = {}
     tolerance = 0.15
     product = 1e-5
     shapes = SHAPES
 
     def make(self, compute_dtype: torch.dtype = torch.float32) -> Quantizer:
         """A new one, as a run makes it."""
-        target = (
-            registry.lookup("quantizer", self.quantizer, registry.QUANTIZERS)
-            if ":" not in self.quantizer
-            else self.quantizer
-        )
-        return registry.load(str(target))(compute_dtype, True)
+        return registry.quantizer(self.quantizer).load()(TrainConfig(**self.settings), compute_dtype)
 
     def layer(
         self, shape: tuple[int, int] = (40, 96), dtype: torch.dtype = torch.float32, seed: int = 0
@@ -68,6 +66,9 @@ class QuantizerContract:
         layer = quantizer.empty_layer(linear)
         assert isinstance(layer, quantizer.module_type)
         assert all(p.is_meta for p in layer.parameters()) and layer.bias is not None
+        assert not list(layer.buffers()), (
+            "transformers fills buffers itself when it has read a model: take plain attributes"
+        )
 
     @pytest.mark.parametrize("number", range(len(SHAPES)))
     def test_the_weight_is_kept_in_its_bits_and_comes_back(self, number: int) -> None:
@@ -81,6 +82,23 @@ class QuantizerContract:
         assert values.shape == weight.shape and values.dtype == torch.float32
         assert self.far(values, weight) <= self.tolerance
         assert torch.equal(quantizer.dequantize(layer), values)
+
+    def test_it_takes_the_bytes_that_its_row_says(self):
+        """Within 2 %: tables that a library keeps with each layer are in no row."""
+        row, shape = registry.quantizer(self.quantizer), (512, 512)
+        quantizer, layer, _ = self.layer(shape)
+        assert row.bits == quantizer.bits
+        if not row.is_quantized:
+            return
+        held = [
+            *layer.parameters(),
+            *layer.buffers(),
+            *(v for v in vars(layer).values() if isinstance(v, torch.Tensor)),
+        ]
+        if isinstance(quantizer, BroadcastQuantizer):
+            held += quantizer.state_tensors(quantizer.quant_state(layer)).values()
+        taken = sum({id(v): v.numel() * v.element_size() for v in held if v is not layer.bias}.values())
+        assert taken == pytest.approx(row.weight_bytes(*shape, TrainConfig(**self.settings), "torch"), rel=0.02)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     def test_the_layer_is_a_linear_layer_on_the_dequantized_weight(self, dtype: torch.dtype) -> None:
@@ -98,6 +116,13 @@ class QuantizerContract:
         expected.backward(gradient)
         assert x.grad is not None and y.grad is not None and self.far(x.grad, y.grad) <= near
         assert torch.equal(quantizer.dequantize(layer), weight), "computing changes what the layer holds"
+
+    def test_peft_reads_the_weight(self) -> None:
+        """DoRA's norms are of it: PEFT asks bitsandbytes' layers, and others by HQQ's `W_q` and `dequantize()`."""
+        from peft.utils.integrations import dequantize_module_weight
+
+        quantizer, layer, _ = self.layer((64, 64))
+        assert self.far(dequantize_module_weight(layer), quantizer.dequantize(layer)) <= self.product
 
     def test_codes_do_not_depend_on_the_precision(self) -> None:
         shape = (40, 96)

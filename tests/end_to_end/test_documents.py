@@ -128,6 +128,14 @@ def test_the_strategy_of_the_page_is_that_of_the_example():
     assert len(own) > 8 and [line for line in own if line not in example.splitlines()] == []
 
 
+def test_the_quantizers_row_of_the_page_is_that_of_the_example():
+    example = (ROOT / "examples" / "quantizer_plugin" / "rowwise" / "__init__.py").read_text(encoding="utf-8")
+    text = next(
+        "\n".join(lines) for _, lines in documents.page("extending.md").blocks() if "QuantizerInfo(" in "\n".join(lines)
+    )
+    assert text.strip() in example
+
+
 def test_the_backend_of_the_page_plans():
     """Extending's example of a backend, as it stands there: a spec whose probe answers for a described machine."""
     text = next(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from anyqlora.config.resolve import resolve
-from anyqlora.core.registry import ON_MLX, load
+from anyqlora.core.registry import OPTIMIZERS
 from anyqlora.on_mlx.optimizers import Rates
 from tests.support import runs, tiny_models
 
@@ -137,7 +137,7 @@ def test_updates_are_torchs_compiled_or_not(name, theirs):
     start, *gradients = (np.random.default_rng(n).normal(size=(8, 16)).astype(np.float32) for n in range(5))
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
     reference = theirs([parameter], weight_decay=0.1)
-    rule, calls = load(ON_MLX[name]), []
+    rule, calls = OPTIMIZERS[name].load("mlx"), []
 
     def update(value, state, gradient, *rates):
         calls.append(name)

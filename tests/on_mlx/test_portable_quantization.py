@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from anyqlora.__main__ import main
 from anyqlora.config.resolve import resolve
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models import nf4
 from anyqlora.on_mlx.build import to_mlx_array
@@ -78,7 +79,7 @@ def test_dequantized_weights_are_bit_equal_on_both(bases, tmp_path, kind):
     there = {name.removesuffix(".weight"): value.float().numpy() for name, value in started.held().items()}
     assert here.keys() == there.keys() and len(here) == 14
     assert all(np.array_equal(here[name], there[name]) for name in here)
-    fresh = {"affine4": Affine4(torch.float32), "nf4": Nf4(torch.float32)}[
+    fresh = {"affine4": Affine4(TrainConfig(), torch.float32), "nf4": Nf4(TrainConfig(), torch.float32)}[
         kind
     ]  # as when it is quantized on the way into memory
     for name, value in here.items():
@@ -147,7 +148,7 @@ def test_plain_mlx_lm_and_plain_transformers_read_the_files(bases):
 @torch.compiler.set_stance("force_eager")  # bitsandbytes compiles what it computes for the last shape: ten seconds
 def test_nf4_in_numpy_is_bitsandbytes(shape, double_quant):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.05
-    theirs = Nf4(torch.float32, double_quant)
+    theirs = Nf4(TrainConfig(double_quant=double_quant), torch.float32)
     codes, state = theirs.pack(weight)
     ours = nf4.pack(weight.numpy(), double_quant)
     assert np.array_equal(codes.reshape(-1).numpy(), ours.codes)
@@ -188,7 +189,7 @@ def test_a_checkpoint_that_says_otherwise_is_refused(bases, tmp_path):
 
 
 def test_the_writer_holds_a_shard_at_a_time(bases, tmp_path):
-    done = write_model(bases / "plain", tmp_path / "out", Affine4(torch.float32), shard=50_000)
+    done = write_model(bases / "plain", tmp_path / "out", Affine4(TrainConfig(), torch.float32), shard=50_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
     assert len(files) > 3 and set(index.values()) == {path.name for path in files} and done["packed"] == 14

@@ -18,6 +18,7 @@ from bitsandbytes.nn.modules import has_avx512bf16
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
+from anyqlora.config.schema import TrainConfig
 from anyqlora.models.lora_targets import NOT_LOADABLE
 from anyqlora.on_torch._compat import (
     attention_implementation,
@@ -163,8 +164,8 @@ def test_dora_still_loses_int8_scales():
 
 def test_rows_of_whole_blocks_are_left_to_bitsandbytes():
     with torch.device("meta"):
-        assert type(Nf4(torch.float32).empty_layer(torch.nn.Linear(128, 40))) is bnb.nn.Linear4bit
-        assert type(Nf4(torch.float32).empty_layer(torch.nn.Linear(96, 40))) is not bnb.nn.Linear4bit
+        assert type(Nf4(TrainConfig(), torch.float32).empty_layer(torch.nn.Linear(128, 40))) is bnb.nn.Linear4bit
+        assert type(Nf4(TrainConfig(), torch.float32).empty_layer(torch.nn.Linear(96, 40))) is not bnb.nn.Linear4bit
 
 
 def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_torch.quantizers.bnb import Int8, Nf4
 from anyqlora.on_torch.quantizers.experts import PackedExperts
@@ -92,7 +93,7 @@ def packed(quantizer, weights):
 def test_products_and_gradients_are_those_of_the_dequantized_weights(kind, way):
     """The reference is the same product with a plain weight."""
     torch.manual_seed(0)
-    experts = packed(kind(torch.float32), torch.randn(3, 40, 96))
+    experts = packed(kind(TrainConfig(), torch.float32), torch.randn(3, 40, 96))
     forms = {
         "linear": lambda x, w: F.linear(x, w, torch.ones(40)),
         "matmul": lambda x, w: x @ w,
@@ -114,10 +115,10 @@ def test_each_expert_is_quantized_by_itself():
     weights = torch.randn(3, 40, 96, generator=torch.Generator().manual_seed(0)) * torch.tensor(
         [1e-3, 1.0, 1e3]
     ).reshape(3, 1, 1)
-    experts = packed(Nf4(torch.float32), weights)
+    experts = packed(Nf4(TrainConfig(), torch.float32), weights)
     for number in range(3):
         assert (experts.dequantize(number) - weights[number]).norm() < 0.1 * weights[number].norm()
-        assert torch.equal(experts.codes[number], Nf4(torch.float32).pack(weights[number])[0])
+        assert torch.equal(experts.codes[number], Nf4(TrainConfig(), torch.float32).pack(weights[number])[0])
     assert experts.codes.numel() == weights.numel() // 2
 
 
@@ -136,7 +137,7 @@ def test_nothing_dequantized_is_kept_for_backward(tmp_path):
 
 
 def test_under_autocast_products_are_in_its_dtype():
-    experts = packed(Nf4(torch.bfloat16), torch.randn(2, 40, 96))
+    experts = packed(Nf4(TrainConfig(), torch.bfloat16), torch.randn(2, 40, 96))
     x = torch.randn(5, 96, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = F.linear(x, experts[0])

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.on_torch.linears import float32_modules, is_linear, linears, text_linears
 from anyqlora.on_torch.loading.stream import (
@@ -28,7 +29,7 @@ from tests.support.paths import ROOT
 
 
 def nf4(directory, dtype=torch.float32):
-    quantizer = Nf4(dtype)
+    quantizer = Nf4(TrainConfig(), dtype)
     return load_streamed(
         str(directory),
         LoadPolicy(quantizer, lambda name, module, weight: quantizer.quantize_into(module, weight), lambda model: None),
@@ -116,7 +117,8 @@ def test_a_gpu_would_reserve_the_packed_size(tmp_path):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
     stream = StreamingQuantizer(
-        _StreamConfig(LoadPolicy(Nf4(torch.float32), None, lambda model: None), torch.bfloat16), pre_quantized=False
+        _StreamConfig(LoadPolicy(Nf4(TrainConfig(), torch.float32), None, lambda model: None), torch.bfloat16),
+        pre_quantized=False,
     )
     stream._process_model_before_weight_loading(model)
     size = {name: stream.param_element_size(model, name, p) for name, p in model.named_parameters()}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from anyqlora.__main__ import main
 from anyqlora.config.resolve import resolve
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.files import MANIFEST, FileSystem
 from anyqlora.on_torch.loading.quantized_cache import QuantizedCache
@@ -269,7 +270,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(kept, tmp_path):
 
 
 def test_half_of_what_is_free_is_left_to_others(kept, tmp_path, monkeypatch):
-    needed = size(kept().source, Nf4(torch.float32))
+    needed = size(kept().source, Nf4(TrainConfig(), torch.float32))
     written = sum(path.stat().st_size for path in kept().entry().glob("*.safetensors"))
     assert needed - 14 * 4096 < written < needed + 14 * 4096
     shutil.rmtree(tmp_path / "kept")

@@ -41,7 +41,11 @@ def test_the_variable_takes_instruction_sets_away(flags, stated, expected):
     assert features(flags, stated) == expected
 
 
-@pytest.mark.parametrize("flags", [ZEN_3, ZEN_4, SAPPHIRE_RAPIDS, GRAVITON_3, set()], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [ZEN_3, ZEN_4, SAPPHIRE_RAPIDS, GRAVITON_3, set()],
+    ids=["Zen 3", "Zen 4", "Sapphire Rapids", "Graviton 3", "none"],
+)
 def test_nothing_that_it_names_adds_an_instruction_that_would_be_used(flags):
     """AMX alone may be named without being there, since only the framework uses it; and only where AVX512-BF16 and VNNI
     are.

@@ -86,7 +86,7 @@ def test_a_llama_of_so_many_billions_has_them(billions):
 @pytest.mark.parametrize(("kind", "double_quant"), [(Nf4, True), (Nf4, False), (Fp4, True), (Int8, True)])
 def test_quantized_bytes_are_those_of_bitsandbytes(kind, double_quant):
     linear = torch.nn.Linear(512, 384, bias=False)
-    quantizer = kind(torch.float32, double_quant)
+    quantizer = kind(TrainConfig(double_quant=double_quant), torch.float32)
     module = quantizer.empty_layer(linear)
     weight = quantizer.quantize_into(module, linear.weight)
     tensors = [weight.data]

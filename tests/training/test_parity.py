@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from anyqlora.config.resolve import resolve
+from anyqlora.config.schema import TrainConfig
 from anyqlora.data import dataset, tokenizer
 from anyqlora.data.stream import BatchStream
 from anyqlora.models.architectures import DEMO_BASE
@@ -107,7 +108,7 @@ def test_float32_equals_the_hand_written_loop(base, tmp_path, batch, accumulatio
 def test_nf4_equals_the_hand_written_loop_on_the_dequantized_weights(base, tmp_path):
     settings = {**SETTINGS, "batch_size": 2, "gradient_accumulation_steps": 2, "train_type": "qlora"}
     directory = runs.run(tmp_path, model_name=str(base), **settings)
-    quantizer = Nf4(torch.float32)
+    quantizer = Nf4(TrainConfig(), torch.float32)
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     weights = {
         name: quantizer.unpack(*quantizer.pack(module.weight))

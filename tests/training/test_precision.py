@@ -289,7 +289,10 @@ HAS_MLX = importlib.util.find_spec("mlx") is not None
 
 
 def test_every_name_in_the_tables_resolves():
-    for table in (registry.QUANTIZERS, registry.ADAPTERS, registry.STRATEGIES):
-        for name, target in table.items():
-            if not target.startswith("!") and (HAS_MLX or not target.startswith("anyqlora.on_mlx.")):
-                assert callable(registry.load(target)), name
+    for table in (registry.QUANTIZERS, registry.ADAPTERS, registry.STRATEGIES, registry.OPTIMIZERS):
+        for name, row in table.items():
+            frameworks = [framework for framework in ("torch", "mlx") if row.target(framework)]
+            assert bool(frameworks) != bool(row.refused), name
+            for framework in frameworks:
+                if framework == "torch" or HAS_MLX:
+                    assert callable(row.load(framework)), name

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from anyqlora.config.schema import TrainConfig
-from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, select_targets, shortest
+from anyqlora.models.lora_targets import PREFIX, as_plain_json, as_whole_number, select_targets, shortest
 from anyqlora.models.prequantized import loadable
 from anyqlora.on_mlx.nn.layers import linears, replace
 from anyqlora.on_mlx.nn.quantizers import unpacked_matmul
@@ -148,14 +148,14 @@ class Lora:
 
         made = LoraConfig(
             r=self.config.lora_rank,
-            lora_alpha=is_whole_regex(self.config.lora_alpha),
+            lora_alpha=as_whole_number(self.config.lora_alpha),
             lora_dropout=self.config.lora_dropout,
             target_modules=shortest(self.chosen, self.modules),
             bias="none",
             task_type="CAUSAL_LM",
             **self.variant,
         )
-        return is_plain_name(
+        return as_plain_json(
             {**made.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
         )
 

@@ -116,8 +116,11 @@ def _class_of(kind: type) -> type:
 def fuse_layers(
     model: nn.Module, quantizer, cached: int = 0, product=lora_linears, whole: FrozenMatmul = FULL
 ) -> list[str]:
-    """Put a fused layer, computed by `product` and `whole`, in the place of each of PEFT's LoRA layers in `model`; the first `cached`
-    layers of it keep their dequantized weights. Returns the names of those that stay as they are, since they do more than add B A x: DoRA, int8's rounded activations."""
+    """Put a fused layer, computed by `product` and `whole`, in the place of each of PEFT's LoRA layers in `model`.
+
+    The first `cached` layers of the model keep their dequantized weights. Returns the names of the LoRA layers that stay as
+    they are, since they do more than add B A x, as DoRA's do.
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
     fused = {}
     for name, module in layers.items():
@@ -139,12 +142,11 @@ def _is_plain(module: lora.LoraLayer, quantizer) -> bool:
     base = module.base_layer
     is_product = (
         isinstance(base, quantizer.module_type)
-        if quantizer.bits == 4
+        if quantizer.bits < 16
         else isinstance(base, nn.Linear) and is_linear(base)
     )
     return (
         is_product
-        and quantizer.bits != 8
         and type(module) in PLAIN
         and not (module.lora_variant or any(module.lora_bias.values()) or module.fan_in_fan_out)
     )

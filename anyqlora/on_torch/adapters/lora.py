@@ -11,11 +11,11 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from anyqlora.config.schema import TrainConfig
+from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, RunError
-from anyqlora.models.lora_targets import PREFIX, is_plain_name, is_whole_regex, select_targets, shortest
+from anyqlora.models.lora_targets import PREFIX, as_plain_json, as_whole_number, select_targets, shortest
 from anyqlora.models.prequantized import loadable
 from anyqlora.on_torch.linears import linear_inputs, text_linears
-from anyqlora.planning.memory.weights import BLOCK
 from anyqlora.training.schedule import uniform_start
 
 
@@ -41,7 +41,7 @@ class Lora:
     def attach(self, model: nn.Module) -> nn.Module:
         self.peft_config = LoraConfig(
             r=self.config.lora_rank,
-            lora_alpha=is_whole_regex(self.config.lora_alpha),
+            lora_alpha=as_whole_number(self.config.lora_alpha),
             lora_dropout=self.config.lora_dropout,
             target_modules=shortest(self.chosen, (name for name, _ in model.named_modules())),
             bias="none",
@@ -73,7 +73,7 @@ class Lora:
         return trainable
 
     def adapter_config(self) -> dict:
-        return is_plain_name(
+        return as_plain_json(
             {**self.peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
         )
 
@@ -92,10 +92,12 @@ class Dora(Lora):
     def select_targets(self, model: nn.Module, held: type = nn.Linear) -> None:
         super().select_targets(model, held)
         # PEFT takes a row's norm from bitsandbytes' own dequantization, which is wrong there (see quantizers/bnb.py).
-        across = sorted(name for name in self.chosen if linear_inputs(model.get_submodule(name)) % BLOCK)
-        if across and self.config.quantizer in ("nf4", "fp4") and self.device.type == "cpu":
+        block = registry.quantizer(self.config.quantizer).block or 1
+        across = sorted(name for name in self.chosen if linear_inputs(model.get_submodule(name)) % block)
+        if across and self.device.type == "cpu":
             raise NotSupported(
-                f"DoRA on {self.config.quantizer} weights of {across[0]}, whose inputs are no multiple of {BLOCK}, on a CPU",
+                f"DoRA on {self.config.quantizer} weights of {across[0]}, whose inputs are no multiple of {block}, "
+                "on a CPU",
                 cure="--adapter lora, or --quantizer none",
             )
 

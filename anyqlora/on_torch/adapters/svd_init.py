@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from anyqlora.core.errors import RunError
-from anyqlora.models.lora_targets import PREFIX, is_plain_name
+from anyqlora.models.lora_targets import PREFIX, as_plain_json
 from anyqlora.on_torch.adapters.lora import Lora
 from anyqlora.training.schedule import uniform_start
 
@@ -83,7 +83,7 @@ class Pissa(_SvdInitialized):
 
     def adapter_config(self) -> dict:
         about = super().adapter_config()
-        return is_plain_name({**about, "r": 2 * about["r"], "lora_alpha": 2 * about["lora_alpha"]})
+        return as_plain_json({**about, "r": 2 * about["r"], "lora_alpha": 2 * about["lora_alpha"]})
 
 
 class Loftq(_SvdInitialized):

@@ -34,19 +34,16 @@ from anyqlora.on_torch.loading.base_model import BaseModelLoader, WeightPacker
 from anyqlora.on_torch.loading.quantized_cache import QuantizedCache
 from anyqlora.on_torch.memory.malloc import return_freed_pages
 from anyqlora.on_torch.precision import COMPUTE, STORED
+from anyqlora.on_torch.quantizers.base import KernelQuantizer
 from anyqlora.on_torch.runtime import Runtime
 
 
 def choose_parts(context: BuildContext) -> list[str]:
     """The adapter and the quantizer that the plan names. Returns what of the kernels the quantizer cannot use."""
     plan, config = context.runtime.plan, context.config
-    adapter = registry.load(registry.lookup("adapter", plan.adapter, registry.ADAPTERS))
-    quantizer = registry.load(registry.lookup("quantizer", plan.quantizer, registry.QUANTIZERS))
-    context.adapter = adapter(config, context.device)
-    context.quantizer = quantizer(COMPUTE[plan.precision], config.double_quant)
-    if plan.quantizer in registry.AFFINE:
-        context.quantizer.group = config.affine_group_size
-    if hasattr(context.quantizer, "set_kernels"):
+    context.adapter = registry.adapter(plan.adapter).load()(config, context.device)
+    context.quantizer = registry.quantizer(plan.quantizer).load()(config, COMPUTE[plan.precision])
+    if isinstance(context.quantizer, KernelQuantizer):
         return context.quantizer.set_kernels(context.kernels, context.device)
     return []
 
@@ -136,12 +133,10 @@ def optimizer_factory(config: TrainConfig):
     """parameters -> optimizer; the learning rate is set at every step."""
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        kind = registry.load(registry.OPTIMIZERS[config.optimizer])
-        options = {"lr": config.lr, "weight_decay": config.weight_decay}
-        if "adam" in config.optimizer:
+        row = registry.OPTIMIZERS[config.optimizer]
+        options = {"lr": config.lr, "weight_decay": config.weight_decay, **row.options}
+        if row.is_adam:
             options |= {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-        if config.optimizer == "fused_adamw":
-            options["fused"] = True
-        return kind(parameters, **options)
+        return row.load()(parameters, **options)
 
     return make

@@ -126,7 +126,7 @@ def specify_loss(context: BuildContext) -> list[str]:
 def narrow_last_mlp(context: BuildContext) -> list[str]:
     """The last block's MLP on trained tokens only, where every process has the whole model and it reaches no other
     token."""
-    if context.loss_spec.chunk_tokens and context.runtime.plan.strategy in registry.FUSED_STRATEGIES:
+    if context.loss_spec.chunk_tokens and registry.strategy(context.runtime.plan.strategy).fusable:
         with context.runtime.autocast():
             context.specify(narrows_last_mlp=can_narrow_last_mlp(context.model))
     return []

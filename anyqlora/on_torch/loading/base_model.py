@@ -61,7 +61,7 @@ class BaseModelLoader:
         if not self.is_prequantized and not cached:
             policy = stream.LoadPolicy(self.quantizer, pack, self.adapter.select_targets)
             return stream.load_streamed(self.directory, policy, **options)
-        read = stream.load_packed if self.quantizer_name in registry.AFFINE else stream.load_quantized
+        read = stream.load_packed if registry.quantizer(self.quantizer_name).is_mlx_packed else stream.load_quantized
         model = read(str(cached or self.directory), self.quantizer, **options)
         model.name_or_path = self.directory
         self.adapter.select_targets(model, self.quantizer.module_type)

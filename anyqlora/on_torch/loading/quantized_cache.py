@@ -20,7 +20,7 @@ from anyqlora.config.schema import TrainConfig
 from anyqlora.core import hashing
 from anyqlora.core.errors import DiskFull, NotSupported
 from anyqlora.core.files import MANIFEST, REMOVED, STAGED, FileSystem, sealed_manifest
-from anyqlora.core.registry import PACKED
+from anyqlora.core.registry import QUANTIZERS
 from anyqlora.core.terminal import format_bytes
 from anyqlora.models.hub import weight_files
 from anyqlora.on_torch.loading import writer
@@ -29,7 +29,7 @@ from anyqlora.runs.provenance import processor, versions
 FORMAT = 1  # raised when the same settings come to give other bytes
 READING = 600  # seconds after its last use for which an entry may still be read
 DAY = 24 * 3600  # after which what is not finished was left by a process that was killed
-ENTRY = re.compile(rf".+-({'|'.join(PACKED)})-[0-9a-f]{{16}}")
+ENTRY = re.compile(rf".+-({'|'.join(name for name, row in QUANTIZERS.items() if row.writes_files)})-[0-9a-f]{{16}}")
 UNFINISHED = re.compile(rf"{ENTRY.pattern}\.[0-9a-f]{{8}}({re.escape(STAGED)}|{re.escape(REMOVED)})?")
 
 

@@ -23,6 +23,7 @@ from anyqlora.models.prequantized import FROM, quantized_as
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.linears import linears
 from anyqlora.on_torch.loading.stream import refuse_what_stays
+from anyqlora.on_torch.quantizers.base import KernelQuantizer
 from anyqlora.on_torch.quantizers.experts import expert_parameters
 
 SHARD = 1 << 30  # bytes of one file at most, and so of what is in memory at a time beside the tensor at work
@@ -36,11 +37,9 @@ COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt
 
 def packed_config(config: TrainConfig, device: torch.device | str = "cpu"):
     """The quantizer of `config` that writes files on `device`: what they say of arithmetic is float32, whatever they are read for."""
-    quantizer = registry.load(registry.QUANTIZERS[config.quantizer])(torch.float32, config.double_quant)
-    if config.quantizer in registry.AFFINE:
-        quantizer.group = config.affine_group_size
+    quantizer = registry.quantizer(config.quantizer).load()(config, torch.float32)
     if (
-        hasattr(quantizer, "set_kernels")
+        isinstance(quantizer, KernelQuantizer)
         and torch.device(device).type == "cpu"
         and config.kernels != "portable"
         and bindings.available("quantize_4bit")
@@ -165,7 +164,7 @@ def linear_weights(source: Path) -> set[str]:
 
 def check_widths(source: Path, packed: set[str], quantizer) -> None:
     """Raises UsageError naming every weight whose rows are no whole groups."""
-    group = getattr(quantizer, "group", 1)
+    group = quantizer.group
     wrong = []
     for file in weight_files(source):
         with safe_open(source / file, "pt") as tensors:

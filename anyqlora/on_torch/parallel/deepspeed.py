@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from anyqlora.config.strategy_options import DeepSpeedOptions
+from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.on_torch._compat import link_moments, without_shared_memory_operation
 from anyqlora.on_torch.memory.malloc import return_freed_pages
@@ -136,9 +137,9 @@ class DeepSpeed(MultiProcessStrategy):
 
     def _refuse(self, model: nn.Module) -> None:
         config = self.plan.config
-        if self.stage == 3 and self.plan.quantizer == "int8":
+        if self.stage == 3 and not registry.quantizer(self.plan.quantizer).shardable:
             raise NotSupported(
-                "int8 weights cannot be sharded: their scales are not with them",
+                f"{self.plan.quantizer} weights cannot be sharded: their scales are not with them",
                 cure="--quantizer nf4, or --deepspeed_zero_stage 2",
             )
         if self.stage == 3 and any(isinstance(module, PackedExperts) for module in model.modules()):
@@ -146,7 +147,7 @@ class DeepSpeed(MultiProcessStrategy):
                 "quantized experts cannot be sharded yet: every process would hold all of them",
                 cure="--deepspeed_zero_stage 2",
             )
-        if self.stage and ("8bit" in config.optimizer or "paged" in config.optimizer):
+        if self.stage and not registry.OPTIMIZERS[config.optimizer].shardable:
             raise NotSupported(f"optimizer {config.optimizer} does not know sharded moments", cure="--optimizer adamw")
 
     def _shard(self, root: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from anyqlora.config.strategy_options import FsdpOptions
+from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.on_torch._compat import block_classes, multiply_each_
 from anyqlora.on_torch.device import highest_precision
@@ -41,7 +42,9 @@ class Fsdp(ShardedStrategy):
     @property
     def needs_logits(self) -> str:
         return (
-            "fsdp sums the gradient of a trained head behind the model's output" if self.plan.adapter == "full" else ""
+            "fsdp sums the gradient of a trained head behind the model's output"
+            if registry.adapter(self.plan.adapter).trains_base
+            else ""
         )
 
     def _mesh(self):
@@ -83,9 +86,9 @@ class Fsdp(ShardedStrategy):
         return Prepared(root, self.optimizer)
 
     def _refuse(self, model: nn.Module) -> None:
-        if self.plan.quantizer == "int8":
+        if not registry.quantizer(self.plan.quantizer).shardable:
             raise NotSupported(
-                "int8 weights cannot be sharded: their scales are not with them",
+                f"{self.plan.quantizer} weights cannot be sharded: their scales are not with them",
                 cure="--quantizer nf4, or --strategy ddp",
             )
         if any(isinstance(module, PackedExperts) for module in model.modules()):
@@ -93,7 +96,7 @@ class Fsdp(ShardedStrategy):
                 "quantized experts cannot be sharded yet: every process would hold all of them",
                 cure="--strategy ddp, or --quantizer none",
             )
-        if "8bit" in self.plan.config.optimizer or "paged" in self.plan.config.optimizer:
+        if not registry.OPTIMIZERS[self.plan.config.optimizer].shardable:
             raise NotSupported(
                 f"optimizer {self.plan.config.optimizer} does not know sharded parameters", cure="--optimizer adamw"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from anyqlora.config.schema import TrainConfig
 from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
 
 SMALLEST = 1e-7  # of a scale: what MLX divides by where a group is constant
@@ -83,8 +84,8 @@ class Affine4:
     bits = 4
     module_type = AffineLinear
 
-    def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True, group: int = 64):
-        self.compute_dtype, self.group = compute_dtype, group
+    def __init__(self, config: TrainConfig, compute_dtype: torch.dtype):
+        self.compute_dtype, self.group = compute_dtype, config.affine_group_size
 
     def empty_layer(self, linear: nn.Linear) -> AffineLinear:
         return AffineLinear(linear, self.bits, self.group)

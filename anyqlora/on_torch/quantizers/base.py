@@ -14,7 +14,7 @@ from torch import nn
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """How linear weights are kept, one at a time.
+    """How linear weights are kept, one at a time. Made of (config: TrainConfig, compute_dtype: torch.dtype).
 
     bits: of one weight, without scales; 16 where nothing is quantized. module_type: the class of the layers that hold packed weights
     (subclasses count). compute_dtype: what `dequantize` gives and layers multiply in.
@@ -30,8 +30,11 @@ class Quantizer(Protocol):
         ...
 
     def quantize_into(self, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
-        """What becomes `module.weight`, frozen, of `weight` [out, in] in float32 or bf16 on its final device. Scales and the like go onto
-        the module or the parameter. Nothing of `weight` is kept."""
+        """What becomes `module.weight`, frozen, of `weight` [out, in] in float32 or bf16 on its final device.
+
+        Scales and the like become plain attributes of the module or the parameter: transformers fills buffers itself
+        when it has read a model. Nothing of `weight` is kept.
+        """
         ...
 
     def dequantize(self, module: nn.Module) -> torch.Tensor:
@@ -79,7 +82,12 @@ class BroadcastQuantizer(Quantizer, Protocol):
 
 @runtime_checkable
 class FileQuantizer(Quantizer, Protocol):
-    """One whose packed weights can be written: by `python -m anyqlora quantize` and for the next start (`quantized_cache`)."""
+    """One whose packed weights can be written: by `anyqlora quantize`, and for the next start (`quantized_cache`).
+
+    group: weights of a row that share a scale, of which every row has a whole number; 1 where rows may have any length.
+    """
+
+    group: int
 
     def tensors(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """{name in the file: value} of the weight `name`, under the names by which a checkpoint is read."""

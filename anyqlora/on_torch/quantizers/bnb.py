@@ -9,6 +9,7 @@ import torch
 from bitsandbytes import functional as F
 from torch import nn
 
+from anyqlora.config.schema import TrainConfig
 from anyqlora.on_torch._compat import keep_weights_as_packed
 from anyqlora.on_torch.kernels.cpu.nf4_quantize import BLOCK, quantize_4bit
 from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
@@ -28,14 +29,15 @@ def unpacked_linear(codes: torch.Tensor, state: F.QuantState) -> torch.Tensor:
 
 class _FourBit:
     bits = 4
+    group = 1  # scales know no rows
     module_type = bnb.nn.Linear4bit
     kind: str
     unpack = staticmethod(unpacked_linear)
     layer = bnb.nn.Linear4bit  # where rows end where blocks end
     is_native = False  # whether codes are computed in C
 
-    def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
-        self.compute_dtype, self.double_quant = compute_dtype, double_quant
+    def __init__(self, config: TrainConfig, compute_dtype: torch.dtype):
+        self.compute_dtype, self.double_quant = compute_dtype, config.double_quant
 
     def empty_layer(self, linear: nn.Linear) -> bnb.nn.Linear4bit:
         kind = self.layer if linear.in_features % BLOCK == 0 else UnalignedLinear4bit
@@ -202,7 +204,7 @@ class Int8:
     bits = 8
     module_type = bnb.nn.Linear8bitLt
 
-    def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
+    def __init__(self, config: TrainConfig, compute_dtype: torch.dtype):
         self.compute_dtype = compute_dtype
 
     def empty_layer(self, linear: nn.Linear) -> bnb.nn.Linear8bitLt:

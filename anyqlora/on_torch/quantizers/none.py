@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from anyqlora.config.schema import TrainConfig
+
 
 class Unquantized:
     bits = 16
     module_type = nn.Linear
 
-    def __init__(self, compute_dtype: torch.dtype, double_quant: bool = True):
+    def __init__(self, config: TrainConfig, compute_dtype: torch.dtype):
         self.compute_dtype = compute_dtype
 
     def empty_layer(self, linear: nn.Linear) -> nn.Linear:

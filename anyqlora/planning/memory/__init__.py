@@ -5,7 +5,6 @@ from anyqlora.planning.memory.estimate import COMPILED, HOLES, LIBRARIES, OF_PRO
 from anyqlora.planning.memory.weights import (
     adapter_parameters,
     cache_bytes,
-    group_size,
     quantized_bytes,
     targets,
     weight_bytes,
@@ -23,7 +22,6 @@ __all__ = [
     "adapter_parameters",
     "cache_bytes",
     "estimate",
-    "group_size",
     "head_room",
     "is_fused",
     "logits_chunk_tokens",

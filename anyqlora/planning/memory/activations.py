@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from anyqlora.config.schema import TrainConfig
-from anyqlora.core.registry import FUSED_ADAPTERS
+from anyqlora.config.schema import AUTO, TrainConfig
+from anyqlora.core import registry
+from anyqlora.core.descriptors import KernelInfo
 from anyqlora.models.architectures import LinearShape, ModelShape, source_of
 from anyqlora.planning.memory.weights import (
     HEAD_TOKENS,
@@ -14,15 +15,11 @@ from anyqlora.planning.memory.weights import (
     HEAD_VOCAB_PARTS,
     adapter_parameters,
     targets,
+    trains_base,
 )
-from anyqlora.planning.memory.widths import FULL, FUSED_DROPOUT, DtypeSizes, batch_tokens, is_fused, recomputed
+from anyqlora.planning.memory.widths import FULL, DtypeSizes, batch_tokens, is_fused, recomputed, traits_of
 
-LOSS_BYTES, LOSS_BYTES_ON_MLX, LOSS_BYTES_ON_GPU, UNKNOWN_VOCABULARY = (
-    64 << 20,
-    256 << 20,
-    512 << 20,
-    128_000,
-)  # of the logits that are made at a time
+UNKNOWN_VOCABULARY = 128_000  # words of a model that is not here yet
 
 
 SCORES_ON_MLX = 128 << 20  # of the pairs of tokens of the heads that attention looks at together
@@ -38,6 +35,10 @@ TAKE_ATTENTION = (
 ROWS = 512  # tokens whose sums in int32 are there at a time: they stay in a processor's caches
 
 
+def kernels_of(config: TrainConfig) -> KernelInfo:
+    return registry.KERNELS["portable" if config.kernels == AUTO else config.kernels]
+
+
 def activation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """What autograd keeps from forward to backward: all that layers need, or what enters those that are recomputed, and the last norm.
 
@@ -51,7 +52,7 @@ def activation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
         return kept + recomputing_bytes(shapes, config)
     # the last norm stands for the first layer's, which needs no gradient, unless that has none or learns itself
     hidden = batch_tokens(config) * shapes.hidden
-    return kept + hidden * FULL * (2 if config.adapter == "full" else shapes.post_norm) + head_bytes(shapes, config)
+    return kept + hidden * FULL * (2 if trains_base(config) else shapes.post_norm) + head_bytes(shapes, config)
 
 
 def recomputing_bytes(shapes: ModelShape, config: TrainConfig) -> int:
@@ -61,7 +62,7 @@ def recomputing_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     layers = 1 if config.use_activation_cpu_offload else recomputed(shapes, config)
     return (
         layers * hidden * width.stored
-        + hidden * (width.stored if config.kernels == "native" else FULL)
+        + hidden * (width.stored if kernels_of(config).in_c else FULL)
         + head_bytes(shapes, config)
     )
 
@@ -86,8 +87,8 @@ def norm_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Per token and layer: each norm's input in float32 (native, MLX: as it is), and the normalized values where the norm's own weight learns."""
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     normed = (1 if shapes.parallel else shapes.norms) * shapes.hidden + (queries + keys if shapes.qk_norm else 0)
-    as_it_is = shapes.norm_bias or config.kernels == "native" or config.backend == "mlx"
-    return normed * (DtypeSizes.of(config).stored if as_it_is else FULL) * (2 if config.adapter == "full" else 1)
+    as_it_is = shapes.norm_bias or kernels_of(config).in_c or traits_of(config).keeps_norm_inputs
+    return normed * (DtypeSizes.of(config).stored if as_it_is else FULL) * (2 if trains_base(config) else 1)
 
 
 def attention_bytes(shapes: ModelShape, config: TrainConfig) -> int:
@@ -109,7 +110,7 @@ def in_blocks(shapes: ModelShape, config: TrainConfig) -> bool:
     """Whether attention is by blocks (kernels/attention.py), which keeps no output of its own: bf16 on a CPU, without padding."""
     is_ours = (
         config.padding_free is True
-        and config.backend == "cpu"
+        and traits_of(config).blocked_attention
         and config.precision.startswith("bf16")
         and not shapes.eager_attention
     )
@@ -120,7 +121,7 @@ def in_c(shapes: ModelShape, config: TrainConfig) -> bool:
     """Whether attention is by attention.c, which takes heads of whole registers."""
     return (
         config.padding_free is True
-        and config.kernels == "native"
+        and kernels_of(config).in_c
         and not shapes.eager_attention
         and shapes.head_dim % 16 == 0
     )
@@ -133,10 +134,10 @@ def mlp_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     Experts keep their outputs before and after weighting too; they are not linear modules, so autocast makes them 16 bits.
     """
     width, values = DtypeSizes.of(config), 3 if shapes.gated else 1
-    if config.backend == "mlx":
+    if traits_of(config).composed_activation:
         values += 1 if shapes.silu_gate or (shapes.fused_qkv and shapes.gated) else 3
     if not shapes.experts:
-        return width.inner * (2 if config.kernels == "native" and shapes.silu_gate else values) * shapes.intermediate
+        return width.inner * (2 if kernels_of(config).in_c and shapes.silu_gate else values) * shapes.intermediate
     routed = (
         width.computed * shapes.experts_per_token * (values * shapes.intermediate + 2 * shapes.hidden)
         + FULL * shapes.hidden
@@ -146,7 +147,7 @@ def mlp_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 def input_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Per token and layer: what linears keep because something in them learns, on average where layers differ."""
-    if config.adapter == "full":
+    if trains_base(config):
         return _input_bytes(shapes.linears, shapes, config)
     layers = Counter(targets(shapes, config))
     return sum(count * _input_bytes(linears, shapes, config) for linears, count in layers.items()) // shapes.layers
@@ -159,18 +160,11 @@ def _input_bytes(linears: Iterable[LinearShape], shapes: ModelShape, config: Tra
     which is there already; otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
     """
     width = DtypeSizes.of(config)
-    is_full, fused = config.adapter == "full", is_fused(config)
-    narrow = fused or (
-        config.backend == "mlx" and config.adapter in FUSED_ADAPTERS
-    )  # the adapter is multiplied in its input's dtype
-    drawn_again = fused and config.kernels == "triton"  # kernels/dropout.py keeps a seed
-    mask = (
-        0
-        if is_full or not config.lora_dropout or drawn_again
-        else 1
-        if narrow or config.backend in FUSED_DROPOUT
-        else FULL
-    )
+    adapter, traits, fused = registry.adapter(config.adapter), traits_of(config), is_fused(config)
+    is_full = adapter.trains_base
+    narrow = fused or (traits.narrow_adapters and adapter.fusable)  # the adapter is multiplied in its input's dtype
+    drawn_again = fused and kernels_of(config).redraws_dropout
+    mask = 0 if is_full or not config.lora_dropout or drawn_again else 1 if narrow else traits.dropout_mask
     copied = width.computed if narrow else width.copied
     is_shared = fused or ((narrow or config.precision == "fp32") and not mask)
     is_there = is_shared and (
@@ -184,7 +178,7 @@ def _input_bytes(linears: Iterable[LinearShape], shapes: ModelShape, config: Tra
         if is_shared:
             seen.add(source)
         kept += 0 if is_full else config.lora_rank * copied
-        kept += linear.outputs * (width.inner + width.copied) if config.adapter == "dora" else 0
+        kept += linear.outputs * (width.inner + width.copied) if adapter.keeps_outputs else 0
     return kept
 
 
@@ -193,12 +187,9 @@ def cast_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     width = DtypeSizes.of(config)
     if not width.autocast or is_fused(config):
         return 0
-    adapters = 0 if config.adapter == "full" else adapter_parameters(shapes, config) // shapes.layers
-    frozen = (
-        sum(linear.parameters for linear in shapes.linears)
-        if config.quantizer == "none" and width.stored == FULL
-        else 0
-    )
+    adapters = 0 if trains_base(config) else adapter_parameters(shapes, config) // shapes.layers
+    is_cast = not registry.quantizer(config.quantizer).is_quantized and width.stored == FULL
+    frozen = sum(linear.parameters for linear in shapes.linears) if is_cast else 0
     return (adapters + frozen) * width.computed
 
 
@@ -209,7 +200,7 @@ def head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     if logits_chunk_tokens(shapes, config):
         return hidden * (FULL if config.precision == "fp16_autocast" else width.computed)
     cast = shapes.vocab * shapes.hidden * width.computed if width.autocast and width.stored == FULL else 0
-    return cast + (hidden * (width.computed + FULL) if config.adapter == "full" else 0)
+    return cast + (hidden * (width.computed + FULL) if trains_base(config) else 0)
 
 
 def logits_chunk_tokens(shapes: ModelShape | None, config: TrainConfig) -> int:
@@ -219,16 +210,8 @@ def logits_chunk_tokens(shapes: ModelShape | None, config: TrainConfig) -> int:
         return int(config.logits_chunk_tokens)
     if config.fused_linear_cross_entropy is True:
         return HEAD_TOKENS
-    budget = (
-        LOSS_BYTES_ON_MLX
-        if config.backend == "mlx"
-        else LOSS_BYTES_ON_GPU
-        if config.backend in FUSED_DROPOUT
-        else LOSS_BYTES
-    )
-    rows = budget // (
-        (shapes.vocab if shapes else UNKNOWN_VOCABULARY) * (2 if config.kernels == "native" else 2 * FULL)
-    )
+    vocab, width = shapes.vocab if shapes else UNKNOWN_VOCABULARY, 2 if kernels_of(config).in_c else 2 * FULL
+    rows = traits_of(config).logits_chunk // (vocab * width)
     return 1 << min(max(rows, 16), 4096).bit_length() - 1
 
 
@@ -249,7 +232,7 @@ def logit_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     weight = (
         shapes.vocab
         * shapes.hidden
-        * ((width.computed if width.computed != width.stored else 0) + (FULL if config.adapter == "full" else 0))
+        * ((width.computed if width.computed != width.stored else 0) + (FULL if trains_base(config) else 0))
     )
     return (
         head_room(shapes, config, min(rows, tokens), is_learned=True) + tokens * shapes.hidden * width.computed + weight
@@ -273,7 +256,7 @@ def head_room(shapes: ModelShape, config: TrainConfig, rows: int, is_learned: bo
 def chunk_width(shapes: ModelShape, config: TrainConfig) -> int:
     """Bytes per logit of the tokens that are looked at together; native: the gradient takes the logit's place."""
     width = DtypeSizes.of(config)
-    if config.kernels == "native" and not shapes.capped_logits:
+    if kernels_of(config).in_c and not shapes.capped_logits:
         return width.computed
     return FULL + width.computed * (1 if width.computed == FULL else 2) + (2 * FULL if shapes.capped_logits else 0)
 
@@ -283,15 +266,12 @@ def work_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     four times as much, or where that is more, of the pairs of tokens the scores, their softmax and the gradients of both, or twice as much
     of those that attention looks at together (eager: of all)."""
     width, tokens = DtypeSizes.of(config), batch_tokens(config)
-    weight = (
-        max(linear.outputs * linear.inputs for linear in shapes.linears) * width.computed
-        if config.quantizer != "none"
-        else 0
-    )
+    largest = max(linear.outputs * linear.inputs for linear in shapes.linears)
+    weight = largest * width.computed if registry.quantizer(config.quantizer).is_quantized else 0
     gradients = (
         2 * tokens * (shapes.intermediate * (shapes.experts_per_token or 1) + shapes.shared_intermediate) * width.inner
     )
-    if config.backend == "mlx":
+    if traits_of(config).overlaps:
         one = config.context_length**2 * width.computed  # head
         pairs = min(4 * int(config.batch_size) * shapes.heads * one, 8 * max(SCORES_ON_MLX, one))
         gradients = max(4 * gradients, 3 * scores_bytes(shapes, config) if shapes.eager_attention else pairs)
@@ -300,13 +280,14 @@ def work_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 def rounding_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     """Of a product in 8 bits: a token's codes, and on a CPU the int32 sums of so many tokens."""
-    if config.frozen_matmul == "full":
+    products = registry.FROZEN_MATMULS[config.frozen_matmul]
+    if not products.is_rounded:
         return 0
     widest, tokens = (
         max(max(linear.outputs, linear.inputs) for linear in shapes.linears),
         batch_tokens(config),
     )
-    return widest * (tokens + (0 if config.frozen_matmul == "fp8" else FULL * min(ROWS, tokens)))
+    return widest * (tokens + products.sum_bytes * min(ROWS, tokens))
 
 
 def evaluation_bytes(shapes: ModelShape, config: TrainConfig) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyqlora.config.schema import TrainConfig
+from anyqlora.core import registry
 from anyqlora.models.architectures import ModelShape
 from anyqlora.planning.memory.activations import (
     activation_bytes,
@@ -16,16 +17,15 @@ from anyqlora.planning.memory.activations import (
     work_bytes,
 )
 from anyqlora.planning.memory.weights import (
-    MOMENTS,
-    ShardFactors,
     largest_tensor,
+    shard_factors,
     targets,
     together_bytes,
     trained_parameters,
     update_bytes,
     weight_bytes,
 )
-from anyqlora.planning.memory.widths import FULL, recomputed
+from anyqlora.planning.memory.widths import FULL, recomputed, traits_of
 
 LIBRARIES, HOLES = (
     24 << 20,
@@ -74,10 +74,11 @@ def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
 
     Gradients are made in backward and cleared after the update, so they are there during the loss only when accumulating.
     """
-    shards = ShardFactors.of(config)
+    shards = shard_factors(config)
     weights = {part: -(-count // shards.weights) for part, count in weight_bytes(shapes, config).items()}
     trained = trained_parameters(shapes, config)
-    optimizer = {"optimizer": round(trained * MOMENTS[config.optimizer] / shards.optimizer)}
+    state = registry.OPTIMIZERS[config.optimizer].state_bytes
+    optimizer = {"optimizer": round(trained * state / shards.optimizer)}
     gradients = {"gradients": trained * FULL // shards.gradients}
     if shards.weights > 1:
         weights["layers put together"] = together_bytes(shapes, config)
@@ -107,7 +108,7 @@ def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
     }
     if config.eval_dataset or config.eval_fraction:
         moments["evaluation"] = weights | optimizer | {"logits and loss": evaluation_bytes(shapes, config)}
-    if config.backend == "cpu":
+    if traits_of(config).is_host_heap:
         is_in_c = (
             config.fused_linear_cross_entropy is True
             and config.fused_lora
@@ -124,12 +125,3 @@ def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
 def products(shapes: ModelShape) -> int:
     """How many compiled products oneDNN may keep: more for a mixture, since each expert has tokens of its own number."""
     return COMPILED * (4 if shapes.experts else 1)
-
-
-# ------------------------------------------------------------------------------------------------------------ weights
-
-
-# -------------------------------------------------------------------------------------------------------- activations
-
-
-# -------------------------------------------------------------------------------------------------------- at the peaks

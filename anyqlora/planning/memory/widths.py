@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anyqlora.config.schema import TrainConfig
-from anyqlora.core.registry import FUSED_ADAPTERS, FUSED_QUANTIZERS, FUSED_STRATEGIES
+from anyqlora.config.schema import AUTO, TrainConfig
+from anyqlora.core import registry
+from anyqlora.core.entry_points import entry_point_targets
 from anyqlora.models.architectures import ModelShape
+from anyqlora.planning.capabilities import CAPABILITIES, Capabilities, MemoryTraits
 
 FULL = 4  # bytes of float32: adapters, gradients and moments in every precision
 
@@ -20,7 +22,21 @@ STORED = {
 }  # of an unquantized frozen weight
 
 
-FUSED_DROPOUT = ("cuda", "rocm", "xpu")  # there dropout keeps a byte per value, elsewhere a float32
+UNKNOWN = Capabilities(
+    "torch", "cpu", ("fp32",), (registry.UNQUANTIZED,), ("adamw",)
+)  # a backend that nobody has chosen yet
+
+
+def capabilities_of(config: TrainConfig) -> Capabilities:
+    """The row of the configuration's backend."""
+    if config.backend in CAPABILITIES:
+        return CAPABILITIES[config.backend]
+    target = entry_point_targets("backends").get(config.backend)
+    return registry.load(target).capabilities if target else UNKNOWN
+
+
+def traits_of(config: TrainConfig) -> MemoryTraits:
+    return capabilities_of(config).memory
 
 
 @dataclass(frozen=True)
@@ -34,11 +50,12 @@ class DtypeSizes:
 
     @classmethod
     def of(cls, config: TrainConfig) -> DtypeSizes:
-        is_full = config.adapter == "full"
+        is_full = registry.adapter(config.adapter).trains_base
         stored = FULL if is_full else stored_bytes(config)
         computed = FULL if config.precision == "fp32" else 2
         autocast = config.precision.endswith("autocast") or (is_full and computed == 2)
-        return cls(stored, computed, stored if config.quantizer in ("nf4", "fp4") else computed, autocast)
+        inner = stored if registry.quantizer(config.quantizer).keeps_dtype else computed
+        return cls(stored, computed, inner, autocast)
 
     @property
     def copied(self) -> int:
@@ -47,8 +64,9 @@ class DtypeSizes:
 
 
 def stored_bytes(config: TrainConfig) -> int:
-    """Of an unquantized frozen weight. MLX has no autocast: it keeps in 16 bits what it computes in 16 bits."""
-    return 2 if config.backend == "mlx" and config.precision != "fp32" else STORED[config.precision]
+    """Of an unquantized frozen weight. A backend without autocast keeps in 16 bits what it computes in 16 bits."""
+    is_narrow = config.precision != "fp32" and not capabilities_of(config).autocast
+    return 2 if is_narrow else STORED[config.precision]
 
 
 def recomputed(shapes: ModelShape, config: TrainConfig) -> int:
@@ -63,9 +81,9 @@ def recomputed(shapes: ModelShape, config: TrainConfig) -> int:
 def is_fused(config: TrainConfig) -> bool:
     """Whether LoRA runs in one function with its frozen weight: as stated, else wherever it can."""
     fits = (
-        config.adapter in FUSED_ADAPTERS
-        and config.quantizer in FUSED_QUANTIZERS
-        and config.strategy in ("auto", *FUSED_STRATEGIES)
+        registry.adapter(config.adapter).fusable
+        and registry.quantizer(config.quantizer).fusable
+        and (config.strategy == AUTO or registry.strategy(config.strategy).fusable)
     )
     return fits if config.fused_lora == "auto" else config.fused_lora is True
 

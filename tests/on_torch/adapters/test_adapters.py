@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from anyqlora.config.resolve import resolve
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.models.architectures import read_config
@@ -21,7 +22,7 @@ from anyqlora.on_torch.quantizers.bnb import Nf4
 from tests.support import runs, tiny_models
 from tests.support.paths import ROOT
 
-KINDS = [name for name, row in registry.ADAPTERS.items() if not row.startswith("!") and name != "full"]
+KINDS = [name for name in registry.offered(registry.ADAPTERS, "torch") if not registry.adapter(name).trains_base]
 IDS = torch.arange(5, 35).reshape(2, 15) * 7 % 500
 
 
@@ -41,8 +42,7 @@ def assert_same(ours, theirs, tolerance=2e-5):
 
 PAIRS = [
     (quantizer, kind)
-    for quantizer, row in registry.QUANTIZERS.items()
-    if row.startswith("anyqlora.on_torch.")
+    for quantizer in registry.offered(registry.QUANTIZERS, "torch")
     for kind in KINDS
     if (quantizer, kind) != ("none", "loftq")
 ]
@@ -168,7 +168,7 @@ def test_pissa_after_training_acts_on_the_original_base(quantizer, base, tmp_pat
 def test_pissa_loses_less_to_quantization_than_plain_nf4(base, tmp_path):
     started, quantizer = (
         tiny_models.Started(tmp_path, base, adapter="pissa", lora_rank=16, lora_alpha=16),
-        Nf4(torch.float32),
+        Nf4(TrainConfig(), torch.float32),
     )
     original, initial = tiny_models.plain(base), started.built.adapter.initial
     for name, held in started.held().items():

@@ -267,7 +267,7 @@ def copied(objects, tmp_path):
         (V3 - {"fma"}, ("avx2",), None),
         ({"asimd", "bf16"}, ("asimd", "bf16"), None),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_the_object_is_the_best_one_that_the_processor_has_all_instructions_for(objects, flags, features, level):
     found = native_kernels.prebuilt(flags, features, objects, {})

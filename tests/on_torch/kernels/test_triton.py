@@ -27,6 +27,7 @@ pytest.importorskip(
 import triton
 from triton.runtime import interpreter
 
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import RunError
 from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.assembly.fast_paths import choose_kernels
@@ -182,7 +183,7 @@ def test_dequantization_is_bitsandbytes_own_bit_for_bit(kind, nested, dtype, sha
 
 
 def test_a_buffer_that_does_not_fit_is_refused():
-    codes, state = Nf4(torch.float32, True).quantize(some(8, 64))
+    codes, state = Nf4(TrainConfig(), torch.float32).quantize(some(8, 64))
     for wrong in (torch.empty(8, 63), torch.empty(64, 8).T):
         with pytest.raises(ValueError, match="contiguous buffer of 512 numbers"):
             dequantizing.dequantize(codes, state, wrong.to(DEVICE))
@@ -551,7 +552,7 @@ def test_windows_reach_as_far_back(architecture, tmp_path):
 
 
 def test_a_layer_with_work_enough_unpacks_its_weight_by_the_kernel():
-    quantizer = Nf4(torch.float32)
+    quantizer = Nf4(TrainConfig(), torch.float32)
     quantizer.set_kernels("exact", torch.device(DEVICE))
     kernel, asked = quantizer.unpack, []
     quantizer.unpack = lambda codes, state: asked.append(state.shape) or kernel(codes, state)
@@ -634,7 +635,7 @@ def test_kernels_that_do_not_run_are_refused_when_asked_for_and_named_when_not(t
 
 def test_a_dequantization_that_gives_something_else_is_named_and_not_used(monkeypatch):
     monkeypatch.setattr(dequantizing, "dequantize", lambda codes, state: dequantizing.reference(codes, state) * 1.01)
-    quantizer = Nf4(torch.float32)
+    quantizer = Nf4(TrainConfig(), torch.float32)
     assert quantizer.set_kernels("exact", torch.device(DEVICE)) == [
         "bitsandbytes unpacks the weights: the kernel for it gives something else on this device"
     ]

@@ -287,9 +287,9 @@ def test_two_packages_with_one_name(name, tmp_path, monkeypatch):
 
 
 def test_every_strategy_of_the_table_is_refused_or_there():
-    for name, target in registry.STRATEGIES.items():
-        if target.startswith("!"):
+    for name, row in registry.STRATEGIES.items():
+        if row.refused:
             with pytest.raises(NotSupported):
-                registry.strategy_target(name)
-        elif importlib.util.find_spec("mlx") or ".on_mlx." not in target:
-            assert registry.strategy(name).name == name
+                registry.strategy(name)
+        elif importlib.util.find_spec("mlx") or row.torch:
+            assert registry.strategy_class(name).name == name

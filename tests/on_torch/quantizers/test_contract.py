@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
 from anyqlora.extend import BroadcastQuantizer, ExpertQuantizer, FileQuantizer, KernelQuantizer
 from anyqlora.testing import QuantizerContract
 
-BUILT = [name for name, row in registry.QUANTIZERS.items() if row.startswith("anyqlora.on_torch.")]  # the rest is MLX's
+BUILT = registry.offered(registry.QUANTIZERS, "torch")
 
 
 class TestNf4(QuantizerContract):
@@ -23,12 +24,7 @@ class TestInt8(QuantizerContract):
 
 
 class TestAffine4(QuantizerContract):
-    quantizer = "affine4"
-
-    def make(self, compute_dtype=torch.float32):
-        made = super().make(compute_dtype)
-        made.group = 32  # of which rows of 96 are whole
-        return made
+    quantizer, settings = "affine4", {"affine_group_size": 32}  # of which rows of 96 are whole
 
 
 class TestUnquantized(QuantizerContract):
@@ -54,6 +50,6 @@ def test_every_built_in_one_is_here():
 )
 def test_what_more_each_can_do(name, protocols):
     """So that no part of the contract passes because a member has got another name."""
-    made = registry.load(registry.QUANTIZERS[name])(torch.float32, True)
+    made = registry.quantizer(name).load()(TrainConfig(), torch.float32)
     every = {ExpertQuantizer, BroadcastQuantizer, FileQuantizer, KernelQuantizer}
     assert {protocol for protocol in every if isinstance(made, protocol)} == protocols

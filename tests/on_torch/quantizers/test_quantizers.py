@@ -20,15 +20,13 @@ from anyqlora.on_torch.loading import writer
 from anyqlora.on_torch.quantizers import bnb as quantizers
 from tests.support import tiny_models
 
-BUILT = [name for name, row in registry.QUANTIZERS.items() if row.startswith("anyqlora.on_torch.")]  # the rest is MLX's
+BUILT = registry.offered(registry.QUANTIZERS, "torch")
 SHAPES = [(64, 64), (96, 40), (3, 5), (257, 129)]  # blocks of 64 cross rows, and the last one is not full
 
 
 def quantizer(name, dtype=torch.float32, double_quant=True):
-    made = registry.load(registry.QUANTIZERS[name])(dtype, double_quant)
-    if name in registry.AFFINE:
-        made.group = 32  # of which rows of 96 are whole
-    return made
+    config = TrainConfig(double_quant=double_quant, affine_group_size=32)  # of which rows of 96 are whole
+    return registry.quantizer(name).load()(config, dtype)
 
 
 def filled(name, weight, bias=None, dtype=torch.float32):
