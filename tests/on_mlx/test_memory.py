@@ -13,8 +13,9 @@ import mlx.nn as nn
 import torch
 
 from anyqlora.config.resolve import resolve
+from anyqlora.core import registry
 from anyqlora.data.stream import Batch
-from anyqlora.on_mlx.build import build, materialize, to_mlx_array
+from anyqlora.on_mlx.build import build, materialize
 from anyqlora.on_mlx.generate import continue_sequences
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
 from anyqlora.on_mlx.nn.quantizers import UnpackedLinear
@@ -53,7 +54,7 @@ def taken(call) -> tuple[object, int, int]:
 
 @pytest.mark.parametrize("quantizer", ["affine4", "affine8", "nf4"])
 def test_a_model_is_never_whole_in_memory_while_it_is_packed(wide, quantizer):
-    kind = to_mlx_array(quantizer)(
+    kind = registry.quantizer(quantizer).load("mlx")(
         resolve({"model_name": str(wide), "dataset": "demo", "quantizer": quantizer}, environ={}), mx.bfloat16
     )
     model = load_model.load_model(wide, longest=64)
@@ -122,13 +123,15 @@ def test_backward_keeps_no_weight_that_forward_unpacked(adapter, quantizer, drop
     few kernels are compiled."""
     settings = {"quantizer": quantizer, "adapter": adapter, "lora_rank": 4, "lora_dropout": dropout}
     config = resolve({"model_name": "demo", "dataset": "demo", **settings}, environ={})
-    kind = to_mlx_array(quantizer)(config, mx.float32)
+    kind = registry.quantizer(quantizer).load("mlx")(config, mx.float32)
     layers = []
     for _ in range(COUNT):
         base = kind.pack(nn.Linear(256, 256, bias=False))
         base.__class__ = UnpackedLinear if type(base) is nn.QuantizedLinear else type(base)
         layers.append(
-            to_mlx_array(adapter)(config, kind).wrap(base, mx.random.normal((4, 256)) / 16, mx.zeros((256, 4)))
+            registry.adapter(adapter)
+            .load("mlx")(config, kind)
+            .wrap(base, mx.random.normal((4, 256)) / 16, mx.zeros((256, 4)))
         )
     model = nn.Sequential(*layers)
     model.freeze()

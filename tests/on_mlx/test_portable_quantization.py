@@ -13,9 +13,9 @@ from safetensors import safe_open
 from anyqlora.__main__ import main
 from anyqlora.config.resolve import resolve
 from anyqlora.config.schema import TrainConfig
+from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.models import nf4
-from anyqlora.on_mlx.build import to_mlx_array
 from anyqlora.on_mlx.mlx_lm_bridge import load_model as bridge
 from anyqlora.on_mlx.nn.layers import linears
 from anyqlora.on_torch.loading.writer import write_model
@@ -60,7 +60,7 @@ def test_packing_is_mlxs_bit_for_bit(shape, group):
 
 
 def held_on_mlx(directory, quantizer="affine4", **more):
-    kind = to_mlx_array(quantizer)(
+    kind = registry.quantizer(quantizer).load("mlx")(
         resolve({"model_name": str(directory), "dataset": "demo", "quantizer": quantizer, **more}, environ={}),
         mx.float32,
     )
