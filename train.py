@@ -2,7 +2,7 @@
 """Fine-tune a language model: this is the command; the loop stands whole in anyqlora/recipes/sft.py.
 
 flags      config/resolve.py      command line > environment > file > default, each value with its source
-plan       planning/backends.py   the BackendManager consults its table and the machine, and says what it changed and why
+plan       planning/backends.py   the BackendManager asks its table and the machine, and says what it changed and why
 data       data/dataset.py        rows -> conversations -> tokens and loss mask -> batches, a function of the step
 engine     on_torch/ or on_mlx/   the quantized base model, its adapter, its optimizer
 loop       recipes/sft.py         gradients, step, report, evaluate, save

@@ -2,8 +2,9 @@
 
     import anyqlora
 
-    plan = anyqlora.plan(model_name="demo", dataset="demo", max_steps=20)    # what a run would do, and the memory it takes
-    result = anyqlora.train(model_name="demo", dataset="demo", max_steps=20)    # trains; the content of result.json
+    settings = {"model_name": "demo", "dataset": "demo", "max_steps": 20}
+    plan = anyqlora.plan(**settings)      # what a run would do, and the memory it takes
+    result = anyqlora.train(**settings)   # trains; the content of result.json
     model = anyqlora.load_finetuned(result["directory"])
     print(model.generate("Name three colours."))
 
@@ -59,12 +60,13 @@ _MODULES = {  # name -> the module that it stands in
 def train(config: TrainConfig | None = None, /, **settings: object) -> dict[str, Any]:
     """Train as `config` or as `settings` say: from the rows to the finished adapter.
 
-    `settings` are those of the command line (`python train.py --help`), with Python values; environment and files count as they do
-    there, and without any setting the embedded job is run. A strategy for several processes starts them on this machine.
+    `settings` are those of the command line (`python train.py --help`), with Python values; environment and files count
+    as they do there, and without any setting the embedded job is run. A strategy for several processes starts them on
+    this machine.
 
-    Returns the content of result.json (status, figures, evaluation) and `directory`, the run directory. Raises RunError (UsageError
-    for what cannot be used), whose text says where, why and what to do; SystemExit with its code where one of several processes has
-    failed and said why.
+    Returns the content of result.json (status, figures, evaluation) and `directory`, the run directory. Raises RunError
+    (UsageError for what cannot be used), whose text says where, why and what to do; SystemExit with its code where one
+    of several processes has failed and said why.
     """
     from anyqlora.recipes import sft
 
@@ -74,8 +76,8 @@ def train(config: TrainConfig | None = None, /, **settings: object) -> dict[str,
 def plan(config: TrainConfig | None = None, /, **settings: object) -> RunPlan:
     """What `train` would do with the same arguments on this machine: nothing is loaded, downloaded or written.
 
-    The plan has each choice and why it was made (`explain()`, `adjustments`) and the predicted memory (`memory`, in bytes). Raises
-    UsageError for what the run would refuse.
+    The plan has each choice and why it was made (`explain()`, `adjustments`) and the predicted memory (`memory`, in
+    bytes). Raises UsageError for what the run would refuse.
     """
     from anyqlora.planning.backends import BackendManager
 
@@ -86,9 +88,10 @@ def plan(config: TrainConfig | None = None, /, **settings: object) -> RunPlan:
 def load_finetuned(run: str | PathLike[str] = "", /, **settings: object) -> FineTunedModel:
     """The model of a finished run, with what it has learned, ready to `generate` and to `evaluate`.
 
-    `run` is a run directory or the name of one in ./runs; without it, the newest finished run is taken. `settings` take the place of
-    the run's own where this machine or this use differs: backend, model_name, max_new_tokens, seed, eval_batch_size, offline ...
-    Raises UsageError for a run that is not finished or was changed, and for a base model or a backend that is not here.
+    `run` is a run directory or the name of one in ./runs; without it, the newest finished run is taken. `settings` take
+    the place of the run's own where this machine or this use differs: backend, model_name, max_new_tokens, seed,
+    eval_batch_size, offline ... Raises UsageError for a run that is not finished or was changed, and for a base model
+    or a backend that is not here.
     """
     from anyqlora.config.resolve import canonical_settings, parse_value
     from anyqlora.runs import opened

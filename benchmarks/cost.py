@@ -4,7 +4,8 @@
     python benchmarks/cost.py                                                     (a CPU)
     python benchmarks/cost.py --shape llama-3-8b --length 2048 --batch 2          (a GPU)
 
-One of the four is varied at a time, each value in a fresh process. Writes the numbers, and a plot of each, to benchmarks/results/.
+One of the four is varied at a time, each value in a fresh process. Writes the numbers, and a plot of each, to
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def svg(title: str, xs: list[float], panels: dict[str, list[float]]) -> str:
         parts += [
             f'<text x="{x0}" y="{top - 6}" fill="#555">{escape(name)}</text>',
             f'<path d="M{x0} {top + 20 + height}h{width}" stroke="#999"/>',
-            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in at)}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
+            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in at)}" fill="none" stroke="#1f6feb" '
+            f'stroke-width="2"/>',
         ]
         for (x, y), shown, value in zip(at, xs, ys, strict=True):
             parts += [
@@ -99,7 +101,8 @@ def main() -> None:
             done[key] = one = done.get(key) or measure(a, case)
             found[name].append(one)
             print(
-                f"{name:>6} {case[name]:5}: {one['tokens_per_second']:8.0f} tokens/s  {one['peak_rise_bytes'] / 2**20:7.0f} MiB",
+                f"{name:>6} {case[name]:5}: {one['tokens_per_second']:8.0f} tokens/s  "
+                f"{one['peak_rise_bytes'] / 2**20:7.0f} MiB",
                 flush=True,
             )
     backend = found["length"][0]["backend"]

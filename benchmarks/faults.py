@@ -45,7 +45,8 @@ MUST = {
     "8": "caught before the update, rows named, nothing of it saved, never shown as 0",
     "8b": "exit code 4",
     "9": "skipped, and no clean step is",
-    "10": "the whole step is run again; identical to a run with the smaller micro-batch from that step on; the new size is in the checkpoint",
+    "10": "the whole step is run again; identical to a run with the smaller micro-batch from that step on; the new "
+    "size is in the checkpoint",
     "10b": "the same",
     "10c": "goes on with the smaller micro-batch; the end is identical",
     "11": "the same adapter, byte for byte",
@@ -110,7 +111,8 @@ def document() -> str:
             if (value := one.get(name)) is not None
         ]
         rows.append(
-            f"| {one['row']} | {'; '.join([one['trial'], *more])} | {one['held']} of {one['trials']} | {MUST[one['row']]} |"
+            f"| {one['row']} | {'; '.join([one['trial'], *more])} | {one['held']} of {one['trials']} | "
+            f"{MUST[one['row']]} |"
         )
     held, trials = (sum(one[name] for one in found) for name in ("held", "trials"))
     return TEXT.format(rows="\n".join(rows), gpu=GPU, held=held, trials=trials)

@@ -1,4 +1,6 @@
-"""What every benchmark shares: made models and rows, one fresh process per measurement, alternation, medians, a JSON result."""
+"""What every benchmark shares: made models and rows, one fresh process per measurement, alternation, medians, a JSON
+result.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ SHAPES = {  # config.json of Llamas with random weights
 
 
 def make_model(directory: Path, shape: str, seed: int = 0) -> Path:
-    """A Llama of `shape` with random bf16 weights and the embedded base's tokenizer; "demo" is the embedded base itself."""
+    """A Llama of `shape` with random bf16 weights and the embedded base's tokenizer; "demo" is the embedded base
+    itself.
+    """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -109,7 +113,9 @@ def make_rows(path: Path, tokenizer_directory: Path, count: int, length: int | N
 
 
 def attended_length(rows: Path, tokenizer_directory: Path) -> float:
-    """The length of equal rows whose attention would cost as much for each token as these rows' does: of squares, not of lengths."""
+    """The length of equal rows whose attention would cost as much for each token as these rows' does: of squares, not
+    of lengths.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
@@ -128,7 +134,9 @@ def alternate(
     quiet: bool = False,
     after: Callable[[], None] = lambda: None,
 ) -> dict[str, list[dict]]:
-    """Run each side's command `rounds` times, A B A B ..., each in a fresh process; a side's last line of output is its JSON. `after` each round."""
+    """Run each side's command `rounds` times, A B A B ..., each in a fresh process; a side's last line of output is its
+    JSON. `after` each round.
+    """
     found: dict[str, list[dict]] = {name: [] for name in sides}
     width = max(map(len, sides))
     for number in range(rounds):
@@ -149,7 +157,8 @@ def alternate(
             if quiet:
                 continue
             print(
-                f"round {number + 1} {name:>{width}}: {result['tokens_per_second']:8.0f} tokens/s, {result['trained_tokens_per_second']:8.0f} trained"
+                f"round {number + 1} {name:>{width}}: {result['tokens_per_second']:8.0f} tokens/s, "
+                f"{result['trained_tokens_per_second']:8.0f} trained"
                 f"  {result['peak_rise_bytes'] / 2**20:7.0f} MiB"
                 f"  first step after {result['time_to_first_step_s']:.1f} s  ({time.perf_counter() - began:.0f} s)",
                 flush=True,
@@ -192,8 +201,9 @@ def product_rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device:
 
 
 def train_flops(shape: dict, length: float, rank: int, trained_part: float = 1.0) -> float:
-    """FLOP per token of a QLoRA step without recomputation: forward and input gradients of the frozen base, LoRA's three
-    products, causal attention forward and backward, and the head on trained tokens (FACTS: floor.py)."""
+    """FLOP per token of a QLoRA step without recomputation: forward and input gradients of the frozen base, LoRA's
+    three products, causal attention forward and backward, and the head on trained tokens (FACTS: floor.py).
+    """
     h = shape["hidden_size"]
     lora = sum(2 * rank * (a + b) for a, b in linear_shapes(shape))
     attention = 4 * (length / 2) * h

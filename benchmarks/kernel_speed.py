@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""How fast is each kernel, against its definition, against the library whose place it takes, and against the machine's own rates?
+"""How fast is each kernel, against its definition, against the library whose place it takes, and against the machine's
+own rates?
 
-    python benchmarks/kernel_speed.py                    (an NVIDIA GPU: Triton's kernels, at Llama-3-8B's shapes and 8192 tokens)
-    python benchmarks/kernel_speed.py --cut 32           (a CPU: the portable implementations, of the shapes' rows a thirty-second, and those in C)
+    python benchmarks/kernel_speed.py            an NVIDIA GPU: Triton's kernels, at Llama-3-8B's shapes and 8192 tokens
+    python benchmarks/kernel_speed.py --cut 32   a CPU: portable kernels, on a 32nd of the shapes' rows, and those in C
 
-The limit is the time that the kernel's inputs and outputs take to be read and written once, at the rate of a plain copy in the same run; of
-attention and of the head, the time of their products at the rate of large ones.
+The limit is the time that the kernel's inputs and outputs take to be read and written once, at the rate of a plain copy
+in the same run; of attention and of the head, the time of their products at the rate of large ones.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ LINEARS = {
 
 @dataclass
 class Case:
-    """One kernel at one shape. `ways`: implementation -> what is timed; all give the same, the definition's, within rounding."""
+    """One kernel at one shape.
+
+    `ways`: implementation -> what is timed; all give the same, the definition's, within rounding.
+    """
 
     kernel: str
     shape: str
@@ -97,7 +101,10 @@ def quantizations(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Iterator[Case]:
-    """Norm, gate, rotation, forward and backward alone, and dropout's products. The definitions stand beside Triton's kernels."""
+    """Norm, gate, rotation, forward and backward alone, and dropout's products.
+
+    The definitions stand beside Triton's kernels.
+    """
     if not ours:
         return
     size = dtype.itemsize
@@ -224,7 +231,9 @@ def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[C
 
 
 def narrow(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """LoRA's own products at SmolLM2's widths, of factors in float32: into the rank, back into it, and a factor's gradient."""
+    """LoRA's own products at SmolLM2's widths, of factors in float32: into the rank, back into it, and a factor's
+    gradient.
+    """
     if device != "cpu" or dtype != torch.bfloat16 or not bindings.available("lora_matmul"):
         return
     ways = {"whole": frozen_matmul.FullMatmul(), "whole, in C": frozen_matmul.CpuFullMatmul()}

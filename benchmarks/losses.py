@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """How far are the losses of fifty steps from TRL's in bf16, and how far is either from float32, over several seeds?
 
-    python benchmarks/losses.py                                       (the embedded base, NF4, rank 16, four rows a step)
+    python benchmarks/losses.py               (the embedded base, NF4, rank 16, four rows a step)
 
-One seed is one start of the adapters and one order of the rows, the same for all sides. In bf16 a run's losses leave those of float32 by
-chance as much as by fault, and TRL's do, too: a difference means something only beside TRL's own. Float32 is ours, which
-`train_speed.py --shape demo --precision fp32` finds equal to TRL's.
+One seed is one start of the adapters and one order of the rows, the same for all sides. In bf16 a run's losses leave
+those of float32 by chance as much as by fault, and TRL's do, too: a difference means something only beside TRL's own.
+Float32 is ours, which `train_speed.py --shape demo --precision fp32` finds equal to TRL's.
 
-PEFT rounds a layer's output twice, the frozen layer's before LoRA's is added, and ours once. Two sides more say what that makes: ours with
-PEFT's own modules, which rounds twice, and TRL with layers that round once (`peers/trl_once.py`).
+PEFT rounds a layer's output twice, the frozen layer's before LoRA's is added, and ours once. Two sides more say what
+that makes: ours with PEFT's own modules, which rounds twice, and TRL with layers that round once (`peers/trl_once.py`).
 """
 
 from __future__ import annotations
@@ -102,14 +102,17 @@ def main() -> None:
         statistics.fmean(run[PEER][-tenth:]) / statistics.fmean(run[PEER][:tenth]) for run in losses
     )
     print(
-        f"\n{a.steps} steps, {left:.0%} of TRL's first loss left{'' if left <= LEARNED else ': TOO MUCH, nothing was learned'}; over {a.seeds} seeds:"
+        f"\n{a.steps} steps, {left:.0%} of TRL's first loss "
+        f"left{'' if left <= LEARNED else ': TOO MUCH, nothing was learned'}; over {a.seeds} seeds:"
     )
     per_step, mean = LOSS["bf16"]
     for name, each in found.items():
         worst, means = [d["worst"] for d in each], [abs(d["mean"]) for d in each]
         print(
-            f"{name:38} worst step {statistics.median(worst):.2%} ({min(worst):.2%}..{max(worst):.2%}), within {per_step:.0%} in {sum(d <= per_step for d in worst)} of {a.seeds}; "
-            f"rms {statistics.median(d['rms'] for d in each):.2%}; mean {statistics.median(means):.3%} (at most {max(means):.3%}), "
+            f"{name:38} worst step {statistics.median(worst):.2%} ({min(worst):.2%}..{max(worst):.2%}), within "
+            f"{per_step:.0%} in {sum(d <= per_step for d in worst)} of {a.seeds}; "
+            f"rms {statistics.median(d['rms'] for d in each):.2%}; mean {statistics.median(means):.3%} (at most "
+            f"{max(means):.3%}), "
             f"within {mean:.1%} in {sum(d <= mean for d in means)}"
         )
     harness.write(

@@ -3,8 +3,9 @@
 
     python benchmarks/memory.py [NUMBER ...]
 
-Each configuration is a real run of three steps in a fresh process: the rise of the process's own memory from just before the weights are
-read to the end of step 3, against what the plan said. Demanded: every one within 15 %, the median within 7 %.
+Each configuration is a real run of three steps in a fresh process: the rise of the process's own memory from just
+before the weights are read to the end of step 3, against what the plan said. Demanded: every one within 15 %, the
+median within 7 %.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def main() -> None:
     chosen = [int(n) for n in sys.argv[1:]] or range(len(CONFIGURATIONS))
     rows = []
     print(
-        f"{'':3} {'shape':16} {'rows':>4} {'tokens':>6} {'measured MiB':>12} {'predicted MiB':>13} {'error':>7}  beside nf4, fp32, rank 16"
+        f"{'':3} {'shape':16} {'rows':>4} {'tokens':>6} {'measured MiB':>12} {'predicted MiB':>13} {'error':>7}  "
+        f"beside nf4, fp32, rank 16"
     )
     for number in chosen:
         shape, batch, length, others = CONFIGURATIONS[number]
@@ -118,7 +120,8 @@ def main() -> None:
     errors = [abs(r["error"]) for r in rows]
     large, smallest = sum(r["measured_bytes"] >= 1 << 30 for r in rows), min(r["measured_bytes"] for r in rows)
     print(
-        f"\nlargest error {100 * max(errors):.1f} %, median {100 * statistics.median(errors):.1f} %; {large} rises of 1 GiB or more, "
+        f"\nlargest error {100 * max(errors):.1f} %, median {100 * statistics.median(errors):.1f} %; {large} rises of "
+        f"1 GiB or more, "
         f"the smallest {smallest / 2**20:.0f} MiB"
     )
     if len(rows) == len(CONFIGURATIONS):

@@ -4,9 +4,9 @@
     python benchmarks/mlx_speed.py                                   (MLX's Linux CPU build: the embedded base)
     python benchmarks/mlx_speed.py --shape smollm2-135m --length 512      (a Mac)
 
-All read one directory in MLX's own 4 bits (affine4), and compute in bf16, the dtype of its other weights; rank 16 on all linears with float32
-adapters, AdamW, no recomputation, each side with its own start of the adapter and its own order of the rows. Each side is a fresh process, the
-sides alternate, and a figure is the median of the rounds.
+All read one directory in MLX's own 4 bits (affine4), and compute in bf16, the dtype of its other weights; rank 16 on
+all linears with float32 adapters, AdamW, no recomputation, each side with its own start of the adapter and its own
+order of the rows. Each side is a fresh process, the sides alternate, and a figure is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def main() -> None:
             for key in ("peak_rise_bytes", "peak_memory_bytes")
         )
         print(
-            f"{name}: {ratios[name]:.2f} times the speed of mlx-lm (rounds {min(rounds):.2f}..{max(rounds):.2f}), {memory:.2f} of its process's "
+            f"{name}: {ratios[name]:.2f} times the speed of mlx-lm (rounds {min(rounds):.2f}..{max(rounds):.2f}), "
+            f"{memory:.2f} of its process's "
             f"memory{f', {own:.2f} of what MLX counts' if name == 'anyqlora' else ''}"
         )
     print("losses of the last step:", *(f"{name} {sides[0]['losses'][-1]:.3f}" for name, sides in found.items()))

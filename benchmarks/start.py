@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""How long from process start, and from imports done, to the end of step 1 - a model's first start, the second, and TRL's?
+"""How long from process start, and from imports done, to the end of step 1 - a model's first start, the second, and
+TRL's?
 
     python benchmarks/start.py --shape wide --rounds 3
 
-The first start hashes the base, quantizes it and keeps that; the second finds it; a third one is told not to look. The step is a small
-one, so that loading is what counts. The files of the model are in the system's memory on all sides.
+The first start hashes the base, quantizes it and keeps that; the second finds it; a third one is told not to look. The
+step is a small one, so that loading is what counts. The files of the model are in the system's memory on all sides.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def main() -> None:
             result["from_imports_s"] = result["time_to_first_step_s"] - result["imports_s"]
             found[side].append(result)
             print(
-                f"round {number + 1} {side:>8}: step 1 ends {result['time_to_first_step_s']:6.2f} s after process start, {result['from_imports_s']:6.2f} s after "
+                f"round {number + 1} {side:>8}: step 1 ends {result['time_to_first_step_s']:6.2f} s after process "
+                f"start, {result['from_imports_s']:6.2f} s after "
                 f"imports, loss {result['losses'][0]:.6f}",
                 flush=True,
             )
@@ -79,7 +81,8 @@ def main() -> None:
     }
     for side, ratio in ratios.items():
         print(
-            f"{side:>8}: {ratio['from_imports_s']:.2f} of TRL's from imports, {ratio['time_to_first_step_s']:.2f} from process start"
+            f"{side:>8}: {ratio['from_imports_s']:.2f} of TRL's from imports, {ratio['time_to_first_step_s']:.2f} from "
+            f"process start"
         )
     figures = [
         {
@@ -92,7 +95,8 @@ def main() -> None:
     ]
     for figure in figures:
         print(
-            f"{'PASS' if figure['met'] else 'MISS'}  {figure['figure']}: {figure['value']:.4g}, wanted {figure['bound']:.4g}"
+            f"{'PASS' if figure['met'] else 'MISS'}  {figure['figure']}: {figure['value']:.4g}, wanted "
+            f"{figure['bound']:.4g}"
         )
     harness.write(
         a.name or f"start-{a.shape}-nf4-{a.precision}" + f"-threads-{a.threads}" * bool(a.threads),

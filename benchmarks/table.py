@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The table of speed on docs/performance.md, one row for each backend, from benchmarks/results/train-*.json: what was not measured is left empty.
+"""The table of speed on docs/performance.md, one row for each backend, from benchmarks/results/train-*.json: what was
+not measured is left empty.
 
 python benchmarks/table.py
 """

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """How fast do we train, and in how much memory, against TRL and Unsloth on the same weights, rows and settings?
 
-    python benchmarks/train_speed.py --settings equal                                   (512 tokens each, SmolLM2-135M's shape)
+    python benchmarks/train_speed.py --settings equal              (512 tokens each, SmolLM2-135M's shape)
     python benchmarks/train_speed.py --settings best --checkpointing both --shape wide
-    python benchmarks/train_speed.py --settings best --length 0                         (a chat-like mix, and packed rows)
-    python benchmarks/train_speed.py --shape demo --precision fp32 --steps 50 --rounds 1       (the losses, step by step)
+    python benchmarks/train_speed.py --settings best --length 0    (a chat-like mix, and packed rows)
+    python benchmarks/train_speed.py --shape demo --precision fp32 --steps 50 --rounds 1    (losses, step by step)
 
-Each side is a fresh process, the sides alternate, and a figure is the median of the rounds. `best` gives every peer each of its documented
-settings that might be its fastest, and compares with the fastest; `equal` has float32 adapters and the same recomputation on all sides.
+Each side is a fresh process, the sides alternate, and a figure is the median of the rounds. `best` gives every peer
+each of its documented settings that might be its fastest, and compares with the fastest; `equal` has float32 adapters
+and the same recomputation on all sides.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Side:
 
 
 def our_sides(settings: dict, ways: list[str], products: list[str]) -> dict[str, Side]:
-    """Ours on each set of kernels, and in fewer bits as somebody else: what is in 8 bits is another arithmetic, and compared by itself."""
+    """Ours on each set of kernels, and in fewer bits as somebody else: what is in 8 bits is another arithmetic, and
+    compared by itself.
+    """
     sides = {
         f"anyqlora {way}" if number else "anyqlora": Side("anyqlora", {**settings, "kernels": way})
         for number, way in enumerate(ways)
@@ -79,7 +82,8 @@ def equal_sides(recompute: bool, ways: list[str], products: list[str]) -> dict[s
 
 
 def best_sides(recompute: bool, mixed: bool, batch: int, ways: list[str], products: list[str]) -> dict[str, Side]:
-    """Ours as the plan chooses, theirs with adapters in the dtype that they choose, in bf16 and under autocast (their default); all with torch's fused AdamW.
+    """Ours as the plan chooses, theirs with adapters in the dtype that they choose, in bf16 and under autocast (their
+    default); all with torch's fused AdamW.
 
     With recomputation, where memory is what counts, one side of each.
     """
@@ -93,7 +97,9 @@ def best_sides(recompute: bool, mixed: bool, batch: int, ways: list[str], produc
     for peer in ("trl", "unsloth"):
         sides[f"{peer} autocast"] = Side(peer, checkpointing, {**own, "bf16": True})
     sides["unsloth compiled"] = Side("unsloth", checkpointing, {**own, "compile": True})
-    if mixed:  # TRL lays the packed rows of a batch one after another under one mask: one at a time may be faster. Unsloth has no packing on a CPU
+    # TRL lays the packed rows of a batch one after another under one mask: one at a time may be faster. Unsloth has no
+    # packing on a CPU
+    if mixed:
         packed, one = {**own, "packing": True}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": batch}
         sides |= {
             f"{name} packed": Side(side.peer, {**side.settings, "packing": True})
@@ -143,7 +149,8 @@ def compare_speed(found: dict, sides: dict[str, Side], wanted: dict[str, float],
             ]
             ratio = statistics.median(rounds)
             detail = (
-                f"{harness.median(found[ours], 'trained_tokens_per_second'):.0f} for {harness.median(found[theirs], 'trained_tokens_per_second'):.0f} "
+                f"{harness.median(found[ours], 'trained_tokens_per_second'):.0f} for "
+                f"{harness.median(found[theirs], 'trained_tokens_per_second'):.0f} "
                 f"trained tokens/s; rounds {min(rounds):.2f}..{max(rounds):.2f}"
             )
             if peer in wanted and not recompute:
@@ -202,7 +209,9 @@ def compare_losses(found: dict, own: str, precision: str, figures: Figures) -> f
 def limit(
     shape: dict, tokens: int, length: float, rank: int, precision: str, products: str = "full"
 ) -> tuple[float, float]:
-    """(FLOP/s of plain products of the frozen weights' kind at the model's own shapes, the tokens/s that these allow)."""
+    """(FLOP/s of plain products of the frozen weights' kind at the model's own shapes, the tokens/s that these
+    allow).
+    """
     import torch
 
     def rate(dtype: str) -> float:
@@ -305,9 +314,9 @@ def main() -> None:
     }
     limits: dict[str, list[tuple[float, float]]] = {own: [] for own in us(sides)} if a.shape in harness.SHAPES else {}
 
-    def take_limits() -> (
-        None
-    ):  # of each round: the machine's speed moves by a fifth within an hour. Rows of any length fill a batch when they are packed
+    # of each round: the machine's speed moves by a fifth within an hour. Rows of any length fill a batch when they are
+    # packed
+    def take_limits() -> None:
         attended = a.length or harness.attended_length(Path(dataset), directory)
         for own, taken in limits.items():
             kind = own.removeprefix("anyqlora").strip() or "full"

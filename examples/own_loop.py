@@ -44,14 +44,15 @@ def train(batch_size=4, epochs=3, state="", **settings) -> tuple[float, float, d
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)
     loader = DataLoader(rows, batch_size=batch_size)
-    # In any order. The optimizer is made again over the parameters as sharding leaves them; each row is seen by one process.
+    # In any order. The optimizer is made again over the parameters as sharding leaves them; each row is seen by one
+    # process.
     loader, model, optimizer, scheduler = runtime.prepare(loader, model, optimizer, scheduler)
 
     for epoch in range(epochs):
         batches = iter(loader)
         while step := list(itertools.islice(batches, MICRO_BATCHES)):
-            # A step's loss is the mean over all of its rows, on all processes: count them first, divide each part by the whole.
-            # Gradients are summed, so however the rows are dealt and split, the step is the same.
+            # A step's loss is the mean over all of its rows, on all processes: count them first, divide each part by
+            # the whole. Gradients are summed, so however the rows are dealt and split, the step is the same.
             count = runtime.reduce(torch.tensor(float(sum(len(x) for x, _ in step))))
             total = torch.zeros(())
             for number, (x, y) in enumerate(step, 1):

@@ -1,7 +1,9 @@
-"""Make the demo: generated text, a tokenizer, a very small Llama pre-trained on that text, and a task the Llama has never seen.
+"""Make the demo: generated text, a tokenizer, a very small Llama pre-trained on that text, and a task the Llama has
+never seen.
 
-python scripts/make_base.py writes anyqlora/demo/base, anyqlora/demo/task and anyqlora/demo/SHA256SUMS. Everything is drawn from
-fixed seeds on one thread, so one machine writes the same bytes each time; other machines differ in the weights' last bits only.
+python scripts/make_base.py writes anyqlora/demo/base, anyqlora/demo/task and anyqlora/demo/SHA256SUMS. Everything is
+drawn from fixed seeds on one thread, so one machine writes the same bytes each time; other machines differ in the
+weights' last bits only.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ def list_words(text: str) -> list[str]:
     return text.split()
 
 
-# The text. Names are stem + ending, so that there are enough of them that they must be copied and cannot be memorised. People
-# and towns begin with different letters, and no ending is hidden in a stem: a model this small copies by looking up the token
-# before, and takes Millis for Millport and Vinin for Vino.
+# The text. Names are stem + ending, so that there are enough of them that they must be copied and cannot be memorised.
+# People and towns begin with different letters, and no ending is hidden in a stem: a model this small copies by looking
+# up the token before, and takes Millis for Millport and Vinin for Vino.
 PEOPLE = [
     stem + ending
     for stem, ending in product(
@@ -48,7 +50,8 @@ TOWNS = [
     )
 ]
 KINDS = list_words("red blue green black white yellow brown golden silver wooden old tiny heavy round")
-GOODS = list_words("""lamps chairs kettles baskets clocks ladders mirrors teapots blankets barrels bottles buttons candles carpets
+GOODS = list_words("""
+    lamps chairs kettles baskets clocks ladders mirrors teapots blankets barrels bottles buttons candles carpets
     drums hammers helmets jackets maps pillows ropes spoons tents wagons""")
 DAYS = list_words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 SENTENCES = [
@@ -64,7 +67,8 @@ SENTENCES = [
 KEYS = {"who": "{who}", "qty": "{n}", "item": "{kind} {goods}", "where": "{town}", "day": "{day}", "kind": "{kind}"}
 TASK_KEYS = ("who", "qty", "item", "where")
 
-# The model: every linear layer's in_features is a multiple of 64, the block size of NF4 and the group size of other formats.
+# The model: every linear layer's in_features is a multiple of 64, the block size of NF4 and the group size of other
+# formats.
 LLAMA = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -109,10 +113,11 @@ def dump_json(values: dict) -> str:
 
 
 def draw_base_row(rng: random.Random) -> Row:
-    """What the base is pre-trained on: find one or several things in a sentence, repeat a sentence, or repeat a line of JSON.
+    """What the base is pre-trained on: find one or several things in a sentence, repeat a sentence, or repeat a line of
+    JSON.
 
-    The line of JSON goes with no sentence, and its values go with other keys. It trains every token that the task emits, which
-    LoRA on a frozen embedding could not make up for, and leaves sentence to JSON to be learned.
+    The line of JSON goes with no sentence, and its values go with other keys. It trains every token that the task
+    emits, which LoRA on a frozen embedding could not make up for, and leaves sentence to JSON to be learned.
     """
     fact = draw_fact(rng)
     choice = rng.random()
@@ -138,7 +143,9 @@ def draw_task_row(rng: random.Random, people: list[str], towns: list[str]) -> Ro
 
 
 def draw_task() -> tuple[list[Row], list[Row]]:
-    """(train, heldout): no row twice, and no person or town of heldout is in train, so that only the skill can carry over."""
+    """(train, heldout): no row twice, and no person or town of heldout is in train, so that only the skill can carry
+    over.
+    """
     rng = random.Random(1)
     people, towns = rng.sample(PEOPLE, len(PEOPLE)), rng.sample(TOWNS, len(TOWNS))
     train: dict[str, Row] = {}
@@ -194,7 +201,10 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def make_batch(rows: list[Row], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, [B, T] each. Prompt and completion are tokenized apart; the completion and <eos> are trained."""
+    """Tokens and labels, [B, T] each.
+
+    Prompt and completion are tokenized apart; the completion and <eos> are trained.
+    """
     tokens, labels = [], []
     for row in rows:
         prompt, completion = (
@@ -262,7 +272,10 @@ def round_to_nf4(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def check_quality(folder: Path, tokenizer, heldout: list[Row], count: int) -> list[str]:
-    """Print how good the written base is. Returns what is not good enough: it must know its own text and not yet the task."""
+    """Print how good the written base is.
+
+    Returns what is not good enough: it must know its own text and not yet the task.
+    """
     rng, wrong = random.Random(4), []
     base_rows = [draw_base_row(rng) for _ in range(count)]
     for label, change, least in (("bf16", lambda model: model, 0.95), ("nf4", round_to_nf4, 0.85)):

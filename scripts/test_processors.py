@@ -5,8 +5,9 @@
     python scripts/test_processors.py zen3 amx -- -x tests/config
                                                           some settings; what follows `--` goes to pytest
 
-torch and oneDNN take fewer instructions than there are when they are told to (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA), and this package
-chooses as on a smaller processor, or as on one with AMX, where ANYQLORA_CPU_FEATURES says so. Exits with 1 when a run has failed.
+torch and oneDNN take fewer instructions than there are when they are told to (ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA),
+and this package chooses as on a smaller processor, or as on one with AMX, where ANYQLORA_CPU_FEATURES says so. Exits
+with 1 when a run has failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The house: folders are floors. A file imports from folders above its own in this list, or from its own folder without a circle."""
+"""The house: folders are floors.
+
+A file imports from folders above its own in this list, or from its own folder without a circle.
+"""
 
 import ast
 import subprocess
@@ -106,7 +109,9 @@ def test_no_circles():
 
 
 def test_the_package_imports_no_module_that_a_users_directory_could_hold():
-    """train.py, data.py and utils.py are in everybody's directory; the package has its own modules below its own name only."""
+    """train.py, data.py and utils.py are in everybody's directory; the package has its own modules below its own name
+    only.
+    """
     for path in PRODUCT:
         own = {name.split(".")[0] for name in imported_names(path)} & {p.stem for p in ROOT.glob("*.py")}
         assert not own, f"{path} imports {own}"

@@ -1,4 +1,6 @@
-"""The public names: `import anyqlora` is quick and imports no framework; plan, train and load_finetuned do the embedded job for real."""
+"""The public names: `import anyqlora` is quick and imports no framework; plan, train and load_finetuned do the embedded
+job for real.
+"""
 
 import ast
 import json
@@ -63,7 +65,8 @@ def sort_key(name: str) -> tuple:
 
 def test_what_plugins_import_needs_no_framework():
     code = (
-        "import sys; from anyqlora.extend import BackendSpec, Capabilities, Machine, StrategyOptions, StepResult, option; "
+        "import sys; from anyqlora.extend import BackendSpec, Capabilities, Machine, StrategyOptions, StepResult, "
+        "option; "
         "import anyqlora.testing; print(sorted({'torch', 'transformers', 'mlx', 'peft', 'pytest'} & set(sys.modules)))"
     )
     assert fresh(code) == "[]"

@@ -14,8 +14,11 @@ WHERE = "command line"
 
 
 def read(argv: list[str], own: Mapping[str, type], settings: tuple[str, ...] = ()) -> tuple[str, dict]:
-    """(the one argument that is no flag, or ""; {flag: value}). Values of `own` are text or numbers of at least 0, those of
-    `settings` are as train.py takes them. Raises UsageError naming the argument."""
+    """(the one argument that is no flag, or ""; {flag: value}).
+
+    Values of `own` are text or numbers of at least 0, those of `settings` are as train.py takes them. Raises UsageError
+    naming the argument.
+    """
     name, values, position = "", {}, 0
     while position < len(argv):
         word = argv[position]
@@ -72,7 +75,10 @@ def _number(key: str, raw: str) -> float:
 
 
 def temperature(values: dict) -> float:
-    """Take the temperature out of `values`; 0 where none was given. Raises UsageError for one that logits cannot be divided by."""
+    """Take the temperature out of `values`; 0 where none was given.
+
+    Raises UsageError for one that logits cannot be divided by.
+    """
     from anyqlora.runs.opened import COLDEST
 
     found = values.pop("temperature", 0.0)

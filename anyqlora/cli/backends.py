@@ -18,7 +18,10 @@ COLUMNS = {
     "strategies": "strategies",
 }
 TESTED = "✓"
-LEGEND = f"{TESTED} = run by a test of this repository on that hardware. The rest follows from documentation and is untested."
+LEGEND = (
+    f"{TESTED} = run by a test of this repository on that hardware. The rest follows from documentation and is "
+    f"untested."
+)
 
 
 def cells(table: Mapping[str, Capabilities] = CAPABILITIES) -> Iterator[tuple[str, str, str, bool]]:

@@ -13,11 +13,13 @@ from anyqlora.core.terminal import printable
 if TYPE_CHECKING:
     from anyqlora.runs.opened import FineTunedModel
 
-USAGE = """usage: python -m anyqlora chat [RUN] [--max_new_tokens N] [--temperature T] [--seed N] [--backend NAME] [--model_name BASE]
-                              [--offline true] [--trust_remote_code true]
+USAGE = """usage: python -m anyqlora chat [RUN] [--max_new_tokens N] [--temperature T] [--seed N]
+                               [--backend NAME] [--model_name BASE] [--offline true]
+                               [--trust_remote_code true]
 
-RUN is a run directory, or a name in ./runs; without it the newest finished run is taken. A run that was trained on conversations
-goes on in one, through the tokenizer's chat template; any other answers one question at a time, put as its rows put theirs."""
+RUN is a run directory, or a name in ./runs; without it the newest finished run is
+taken. A run that was trained on conversations goes on in one, through the tokenizer's
+chat template; any other answers one question at a time, put as its rows put theirs."""
 SETTINGS = ("max_new_tokens", "seed", "backend", "model_name", "offline", "trust_remote_code")
 PLACE = 512  # tokens of an answer, unless the run or a flag allows more
 

@@ -10,8 +10,9 @@ from anyqlora.core.terminal import printable
 
 USAGE = """usage: python -m anyqlora config explain [--name value ...]
 
-Prints `name = value  where it came from` for every setting of train.py: the command line, an environment variable, a line of a
-file, the preset of train_type, or the default. What is auto is chosen by the plan: python -m anyqlora plan shows it."""
+Prints `name = value where it came from` for every setting of train.py: the command
+line, an environment variable, a line of a file, the preset of train_type, or the
+default. What is auto is chosen by the plan: python -m anyqlora plan shows it."""
 
 
 def main(argv: list[str]) -> int:

@@ -12,8 +12,10 @@ from anyqlora.core.terminal import printable
 
 USAGE = """usage: python -m anyqlora convert DIR --to mlx|hf --out DIR
 
-Writes a model directory in the other form: names, shapes, dtypes, tied weights and quantization are kept, bit for bit, and what could not be
-brought back is refused. --to mlx also puts what transformers 5 writes into config.json into the words that mlx-lm reads."""
+Writes a model directory in the other form: names, shapes, dtypes, tied weights and
+quantization are kept, bit for bit, and what could not be brought back is refused. --to
+mlx also puts what transformers 5 writes into config.json into the words that mlx-lm
+reads."""
 KINDS = ("mlx", "hf")
 
 

@@ -88,7 +88,8 @@ def report(found: dict) -> list[str]:
             if isinstance(count, int) and name != "rows"
         )
         lines.append(
-            f"{source['name']}: {source['rows']} rows, format {source.get('format', 'unknown')}, weight {source['weight']:g}{counted}"
+            f"{source['name']}: {source['rows']} rows, format {source.get('format', 'unknown')}, weight "
+            f"{source['weight']:g}{counted}"
         )
         unused = audit.unused(source)
         lines += [f"  {note}" for note in source["notes"] + [f"columns that are not used: {unused}"] * bool(unused)]
@@ -105,7 +106,8 @@ def report(found: dict) -> list[str]:
 
 def _part(name: str, part: dict) -> list[str]:
     lines = [
-        f"{name}: {part['examples']} examples, {part['tokens']} tokens, {part['trained_tokens']} of them trained, longest {part['longest']}"
+        f"{name}: {part['examples']} examples, {part['tokens']} tokens, {part['trained_tokens']} of them trained, "
+        f"longest {part['longest']}"
     ]
     lines.append(
         "  answers end with "

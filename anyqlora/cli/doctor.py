@@ -24,8 +24,9 @@ from anyqlora.planning.machine import observe
 
 USAGE = """usage: python -m anyqlora doctor [--backend NAME] [--output_dir DIR]
 
-Trains, saves, loads and evaluates the embedded base on each backend of this machine (or on the one that is named), and looks at
-what a run needs beside it. Exit code 1 when something is wrong."""
+Trains, saves, loads and evaluates the embedded base on each backend of this machine (or
+on the one that is named), and looks at what a run needs beside it. Exit code 1 when
+something is wrong."""
 INDEX = "https://download.pytorch.org/whl"
 BUILDS = {  # what is in the machine -> (torch's name of its build, how to get it)
     "NVIDIA GPU": ("cuda", "pip install --force-reinstall torch==2.13.0"),
@@ -117,7 +118,8 @@ def findings(only: str, output_dir: str) -> Iterator[Finding]:
     yield Finding(
         "ok",
         f"{machine.system} {machine.os_version} {machine.arch}, Python {machine.python}, "
-        f"torch {machine.torch.get('version')}, {machine.cores} cores, {format_bytes(machine.memory_available)} of {format_bytes(machine.memory_total)} memory available",
+        f"torch {machine.torch.get('version')}, {machine.cores} cores, {format_bytes(machine.memory_available)} of "
+        f"{format_bytes(machine.memory_total)} memory available",
     )
     for name in [only] if only else manager.names():
         why = manager.probe(name).why("available") or manager.no_loop(name)
@@ -194,7 +196,10 @@ def places(output_dir: Path, cache: Path) -> Iterator[Finding]:
 
 
 def hardware() -> set[str]:
-    """The accelerators that the system knows, whatever torch thinks. (Intel's driver also drives processors' own graphics.)"""
+    """The accelerators that the system knows, whatever torch thinks.
+
+    (Intel's driver also drives processors' own graphics.)
+    """
     found = set()
     if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists():
         found.add("NVIDIA GPU")
@@ -204,7 +209,9 @@ def hardware() -> set[str]:
 
 
 def builds(machine, hardware: set[str]) -> Iterator[Finding]:
-    """A torch that is not built for what is in the machine, a driver that fails, a bitsandbytes that does not load, no compiler."""
+    """A torch that is not built for what is in the machine, a driver that fails, a bitsandbytes that does not load, no
+    compiler.
+    """
     torch = machine.torch
     for what in sorted(hardware):
         build, mend = BUILDS[what]
@@ -281,7 +288,10 @@ def judged(backend: str, found: dict) -> Finding:
             "WRONG", f"{backend}: {found['error']}", found["cure"] or f"python train.py --backend {backend} shows where"
         )
     before, after, again = found["before"], found["after"], found["reloaded"]
-    told = f"{backend}: {found['quantizer']}, {found['precision']}, {found['kernels']} kernels: loss {before:.4f} -> {after:.4f} in {found['steps']} steps"
+    told = (
+        f"{backend}: {found['quantizer']}, {found['precision']}, {found['kernels']} kernels: loss {before:.4f} -> "
+        f"{after:.4f} in {found['steps']} steps"
+    )
     if not after < before:
         return Finding(
             "WRONG",

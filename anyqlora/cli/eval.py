@@ -1,15 +1,19 @@
-"""python -m anyqlora eval RUN: loss, perplexity and exact match of a finished run, on its own held-out rows or on others."""
+"""python -m anyqlora eval RUN: loss, perplexity and exact match of a finished run, on its own held-out rows or on
+others.
+"""
 
 from __future__ import annotations
 
 from anyqlora.cli import arguments
 from anyqlora.core.terminal import printable
 
-USAGE = """usage: python -m anyqlora eval [RUN] [--dataset FILE] [--max_new_tokens N] [--eval_batch_size N] [--exact_match true|false]
-                              [--num_samples N] [--backend NAME] [--model_name BASE] [--offline true] [--trust_remote_code true]
+USAGE = """usage: python -m anyqlora eval [RUN] [--dataset FILE] [--max_new_tokens N]
+                               [--eval_batch_size N] [--exact_match true|false]
+                               [--num_samples N] [--backend NAME] [--model_name BASE]
+                               [--offline true] [--trust_remote_code true]
 
-RUN is a run directory, or a name in ./runs; without it the newest finished run is taken. Without --dataset the run's own held-out
-rows are evaluated, as at its end."""
+RUN is a run directory, or a name in ./runs; without it the newest finished run is
+taken. Without --dataset the run's own held-out rows are evaluated, as at its end."""
 SETTINGS = (
     "dataset",
     "max_new_tokens",

@@ -15,8 +15,10 @@ from anyqlora.core.terminal import printable
 
 USAGE = """usage: python -m anyqlora export RUN|DIR --to mlx|peft --out DIR [--model_name BASE]
 
---to mlx writes the adapter of a finished run (or of a PEFT directory) as mlx_lm.load(..., adapter_path=DIR) takes it, and, where MLX is
-installed and RUN is a run, compares the logits of plain mlx-lm with ours. --to peft writes an mlx-lm adapter directory as PEFT's."""
+--to mlx writes the adapter of a finished run (or of a PEFT directory) as
+mlx_lm.load(..., adapter_path=DIR) takes it, and, where MLX is installed and RUN is a
+run, compares the logits of plain mlx-lm with ours. --to peft writes an mlx-lm adapter
+directory as PEFT's."""
 KINDS = ("mlx", "peft")
 WHOLE = ("merged", "gguf")
 MERGE = """PEFT merges it:

@@ -9,12 +9,16 @@ from anyqlora.cli import arguments
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import printable
 
-USAGE = """usage: python -m anyqlora generate [RUN] --prompt TEXT | --file PROMPTS [--max_new_tokens N] [--temperature T] [--seed N]
-                                  [--backend NAME] [--model_name BASE] [--offline true] [--trust_remote_code true]
+USAGE = """usage: python -m anyqlora generate [RUN] --prompt TEXT | --file PROMPTS
+                                   [--max_new_tokens N] [--temperature T] [--seed N]
+                                   [--backend NAME] [--model_name BASE] [--offline true]
+                                   [--trust_remote_code true]
 
-RUN is a run directory, or a name in ./runs; without it the newest finished run is taken. A prompt is put as the run's rows put
-theirs. The answer to --prompt is printed as it is; PROMPTS has one prompt in each line, and its answers are printed as JSON lines.
-Temperature 0, the default, takes the likeliest token each time; a higher one (0.0001 at least) draws from all tokens."""
+RUN is a run directory, or a name in ./runs; without it the newest finished run is
+taken. A prompt is put as the run's rows put theirs. The answer to --prompt is printed
+as it is; PROMPTS has one prompt in each line, and its answers are printed as JSON
+lines. Temperature 0, the default, takes the likeliest token each time; a higher one
+(0.0001 at least) draws from all tokens."""
 SETTINGS = ("max_new_tokens", "seed", "backend", "model_name", "offline", "trust_remote_code")
 
 

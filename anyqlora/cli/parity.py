@@ -1,4 +1,6 @@
-"""python -m anyqlora verify --parity: the same tiny job on several backends of this machine, step by step side by side."""
+"""python -m anyqlora verify --parity: the same tiny job on several backends of this machine, step by step side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ from anyqlora.core.terminal import printable
 from anyqlora.reporting.summary import read_lines
 from anyqlora.training.schedule import uniform_start
 
-USAGE = """usage: python -m anyqlora verify --parity [--backends cpu,mlx] [--quantizer none|affine4|nf4] [--steps N]
+USAGE = """usage: python -m anyqlora verify --parity [--backends cpu,mlx]
+                                 [--quantizer none|affine4|nf4] [--steps N]
 
-Trains the embedded base on the embedded task for N steps (20) on each backend, in float32, from the same start: two micro-batches a step, rows of
-several lengths, dropout 0. Prints the relative differences of each step's loss and gradient norm from the first backend's, and how far the
-adapters end from each other, as a part of the way they went (after a few steps that is mostly AdamW's first ones, which are as long where
-rounding alone makes a gradient). Exit code 0: within the bounds; 1: not."""
+Trains the embedded base on the embedded task for N steps (20) on each backend, in
+float32, from the same start: two micro-batches a step, rows of several lengths, dropout
+0. Prints the relative differences of each step's loss and gradient norm from the first
+backend's, and how far the adapters end from each other, as a part of the way they went
+(after a few steps that is mostly AdamW's first ones, which are as long where rounding
+alone makes a gradient). Exit code 0: within the bounds; 1: not."""
 JOB = {
     "model_name": "demo",
     "dataset": "demo",
@@ -79,8 +84,10 @@ def main(argv: list[str]) -> int:
         within = all(far[name] <= bound for name, bound in bounds.items())
         agree &= within
         print(
-            f"{first} and {other}: loss within {far['loss']:.1e} ({bounds['loss']:.0e}), gradient norm within {far['grad_norm']:.1e} "
-            f"({bounds['grad_norm']:.0e}), adapter within {far['adapter']:.1e} ({bounds['adapter']:.0e}) of the way it went: "
+            f"{first} and {other}: loss within {far['loss']:.1e} ({bounds['loss']:.0e}), gradient norm within "
+            f"{far['grad_norm']:.1e} "
+            f"({bounds['grad_norm']:.0e}), adapter within {far['adapter']:.1e} ({bounds['adapter']:.0e}) of the way it "
+            f"went: "
             f"{'they agree' if within else 'THEY DO NOT AGREE'}\n"
         )
     return 0 if agree else 1
@@ -109,7 +116,9 @@ def read_metrics(run: Path) -> tuple[list[dict], dict[str, np.ndarray]]:
 
 
 def differences(one: tuple, other: tuple) -> dict[str, float]:
-    """The largest relative difference of a step's loss and gradient norm, and |a - b| / |a - start| of the adapters (2-norm over all)."""
+    """The largest relative difference of a step's loss and gradient norm, and |a - b| / |a - start| of the adapters
+    (2-norm over all).
+    """
     steps = list(zip(one[0], other[0], strict=True))
     found = {name: max(abs(b[name] / a[name] - 1) for a, b in steps) for name in ("loss", "grad_norm")}
     far = math.sqrt(sum(np.square(one[1][name].astype(np.float64) - other[1][name]).sum() for name in one[1]))
@@ -128,7 +137,8 @@ def start(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def table(first: str, other: str, ours: list[dict], theirs: list[dict]) -> list[str]:
     """A line for each step."""
     lines = [
-        f"{'step':>4}  {'loss ' + first:>12}  {'loss ' + other:>12}  {'differs':>8}  {'norm ' + first:>12}  {'norm ' + other:>12}  {'differs':>8}"
+        f"{'step':>4}  {'loss ' + first:>12}  {'loss ' + other:>12}  {'differs':>8}  {'norm ' + first:>12}  "
+        f"{'norm ' + other:>12}  {'differs':>8}"
     ]
     for a, b in zip(ours, theirs, strict=True):
         cells = [

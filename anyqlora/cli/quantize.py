@@ -10,11 +10,14 @@ from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import format_bytes, printable
 
-USAGE = """usage: python -m anyqlora quantize MODEL --to affine4|nf4 --out DIR [--affine_group_size 32|64|128] [--double_quant true|false]
-                                  [--revision R] [--offline true]
+USAGE = """usage: python -m anyqlora quantize MODEL --to affine4|nf4 --out DIR
+                                   [--affine_group_size 32|64|128]
+                                   [--double_quant true|false] [--revision R]
+                                   [--offline true]
 
-Writes DIR with MODEL's linear weights quantized and everything else as it is, reading one tensor at a time. affine4 (scale and bias, MLX's
-packing) is read by every backend here and by mlx-lm; nf4 by every backend here, transformers and bitsandbytes."""
+Writes DIR with MODEL's linear weights quantized and everything else as it is, reading
+one tensor at a time. affine4 (scale and bias, MLX's packing) is read by every backend
+here and by mlx-lm; nf4 by every backend here, transformers and bitsandbytes."""
 KINDS = [name for name, row in registry.QUANTIZERS.items() if row.writes_files]
 SETTINGS = ("affine_group_size", "double_quant", "revision", "offline")
 
@@ -50,7 +53,8 @@ def main(argv: list[str]) -> int:
     done = write_model(directory, Path(out), packed_config(config), base=base)
     print(
         printable(
-            f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, {format_bytes(done['bytes'])}"
+            f"{out}: {done['packed']} linear weights in {kind}, {done['kept']} other tensors as they were, "
+            f"{format_bytes(done['bytes'])}"
         )
     )
     return 0

@@ -45,8 +45,15 @@ def shown(name: str) -> Iterator[str]:
         default = f.default if f.default is not MISSING else ""
         choices = f" [{'|'.join(map(str, about['choices']))}]" if about.get("choices") else ""
         setting = f"; --{about['setting']} says the same" if about.get("setting") else ""
-        yield f"  {f.name} ({kinds[f.name].__name__}, {str(default).lower() if isinstance(default, bool) else default}){choices}: {about.get('help', '')}{setting}"
-    yield f"as --strategy_opt NAME=VALUE,..., in a --strategy_config FILE, or as ANYQLORA_{name.upper().replace('-', '_')}_NAME in the environment"
+        yield (
+            f"  {f.name} ({kinds[f.name].__name__}, "
+            f"{str(default).lower() if isinstance(default, bool) else default}){choices}: "
+            f"{about.get('help', '')}{setting}"
+        )
+    yield (
+        f"as --strategy_opt NAME=VALUE,..., in a --strategy_config FILE, or as "
+        f"ANYQLORA_{name.upper().replace('-', '_')}_NAME in the environment"
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,6 @@
-"""python -m anyqlora verify --resume RUN: proves on a run's own settings that a stopped and resumed run ends like one that was never stopped."""
+"""python -m anyqlora verify --resume RUN: proves on a run's own settings that a stopped and resumed run ends like one
+that was never stopped.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ from anyqlora.core.terminal import printable
 from anyqlora.reporting.summary import read_lines
 from anyqlora.runs.checkpoints import MOMENTS, Checkpoints
 
-USAGE = """usage: python -m anyqlora verify --resume RUN [--steps N] [--backend NAME] [--model_name BASE] [--offline true] [--trust_remote_code true]
+USAGE = """usage: python -m anyqlora verify --resume RUN [--steps N] [--backend NAME]
+                                 [--model_name BASE] [--offline true]
+                                 [--trust_remote_code true]
 
-Trains N steps (8) with RUN's settings in a temporary directory, twice: whole, and stopped by SIGTERM on the way and resumed. Compares
-adapter, optimizer moments and metrics byte for byte. Exit code 0: equal; 1: not."""
+Trains N steps (8) with RUN's settings in a temporary directory, twice: whole, and
+stopped by SIGTERM on the way and resumed. Compares adapter, optimizer moments and
+metrics byte for byte. Exit code 0: equal; 1: not."""
 SETTINGS = ("backend", "model_name", "offline", "trust_remote_code")
 TIMING = ("seconds", "_per_second", "_bytes")  # ends of the names of what differs from run to run
 
@@ -57,7 +62,8 @@ def main(argv: list[str]) -> int:
     verdict = "NOT equal" if found else "equal, byte for byte"
     print(
         printable(
-            f"{directory}: {steps} steps whole, and stopped after {stopped_at} and resumed: adapter, moments and metrics are {verdict}"
+            f"{directory}: {steps} steps whole, and stopped after {stopped_at} and resumed: adapter, moments and "
+            f"metrics are {verdict}"
         )
     )
     return 1 if found else 0

@@ -12,7 +12,8 @@ from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
 
-# What adapter_config.json may say without changing what is computed here, beside what `_brought` reads and what is false, empty or none.
+# What adapter_config.json may say without changing what is computed here, beside what `_brought` reads and what is
+# false, empty or none.
 NEUTRAL = {
     "peft_type",
     "peft_version",
@@ -45,7 +46,9 @@ CURE = "the directory of a finished run or of its adapter"
 
 
 def init_adapter_directory(config: TrainConfig) -> Path:
-    """Where the adapter is: a directory of PEFT's, that of a run or of its checkpoint, or the local Hugging Face cache's. Raises UsageError."""
+    """Where the adapter is: a directory of PEFT's, that of a run or of its checkpoint, or the local Hugging Face
+    cache's. Raises UsageError.
+    """
     name, where = config.init_adapter, config.sources.get("init_adapter", "")
     local = Path(os.path.expanduser(name))
     if not os.path.isdir(local):
@@ -105,10 +108,11 @@ def _cached_snapshot(name: str, where: str) -> Path:
 
 
 def apply_init_adapter(config: TrainConfig) -> TrainConfig:
-    """`config` with what the adapter that it starts from decides: its kind, rank, alpha and targets, and, where none is stated, dropout and
-    the chat template that is saved with it.
+    """`config` with what the adapter that it starts from decides: its kind, rank, alpha and targets, and, where none is
+    stated, dropout and the chat template that is saved with it.
 
-    Raises UsageError where another value was asked for and for what is no adapter, NotBuilt for one that learns otherwise than ours.
+    Raises UsageError where another value was asked for and for what is no adapter, NotBuilt for one that learns
+    otherwise than ours.
     """
     described = init_adapter_directory(config) / ADAPTER_CONFIG
     brought = _adapter_settings(config, _adapter_config(described), described)
@@ -118,7 +122,8 @@ def apply_init_adapter(config: TrainConfig) -> TrainConfig:
     ):  # of the targets the tensors tell
         if getattr(config, name) != brought[name]:
             raise UsageError(
-                f"{name}: {getattr(config, name)} was asked for, and the adapter that the run starts from has {brought[name]}",
+                f"{name}: {getattr(config, name)} was asked for, and the adapter that the run starts from has "
+                f"{brought[name]}",
                 where=config.sources[name],
                 cure=f"leave out {name} or init_adapter",
             )
@@ -160,7 +165,8 @@ def _adapter_settings(config: TrainConfig, about: dict, described: Path) -> dict
         ).adapter
         if preset not in ("lora", kind):
             raise UsageError(
-                f"train_type: {config.train_type} means adapter {preset}, and the adapter that the run starts from is {kind}",
+                f"train_type: {config.train_type} means adapter {preset}, and the adapter that the run starts from is "
+                f"{kind}",
                 where=config.sources["train_type"],
                 cure="leave out train_type or init_adapter",
             )

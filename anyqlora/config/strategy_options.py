@@ -1,4 +1,6 @@
-"""The options of strategies: a frozen dataclass each, filled from code, environment, file and defaults, in this order."""
+"""The options of strategies: a frozen dataclass each, filled from code, environment, file and defaults, in this
+order.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def option(default, help: str, *, choices=(), low=None, setting: str = ""):
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The options of one strategy: subclass it, give each field by `option`. Raises UsageError for a value that a field cannot have."""
+    """The options of one strategy: subclass it, give each field by `option`.
+
+    Raises UsageError for a value that a field cannot have.
+    """
 
     def __post_init__(self):
         for f in fields(self):
@@ -56,7 +61,10 @@ class StrategyOptions:
 
     @classmethod
     def from_file(cls, values: Mapping[str, tuple[object, str]], config) -> dict:
-        """{option: value} of what an options file states, as {key: (value, "file:line")}. Raises UsageError for what does not fit `config`."""
+        """{option: value} of what an options file states, as {key: (value, "file:line")}.
+
+        Raises UsageError for what does not fit `config`.
+        """
         for name, (_, where) in values.items():
             cls.known(name, where)
         return {name: value for name, (value, _) in values.items()}
@@ -97,7 +105,7 @@ def parse_option(f, raw: object, where: str, kind: type) -> object:
     return value
 
 
-# ------------------------------------------------------------------------------------------------------ the built-in ones
+# ---------------------------------------------------------------------------------------------------- the built-in ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +175,9 @@ class DeepSpeedOptions(StrategyOptions):
 
     @classmethod
     def from_file(cls, values: Mapping[str, tuple[object, str]], config) -> dict:
-        """Our own options, or a DeepSpeed configuration as it is: what DeepSpeed decides is taken, what we decide must agree."""
+        """Our own options, or a DeepSpeed configuration as it is: what DeepSpeed decides is taken, what we decide must
+        agree.
+        """
         if "zero_optimization" not in values:
             return super().from_file(values, config)
         stated = dict(values)
@@ -219,7 +229,10 @@ class AccelerateOptions(DdpOptions):
 
 
 def options_class(strategy: str) -> type[StrategyOptions] | None:
-    """The dataclass of a strategy's options; None: it has none. A third party's is asked of its class, which imports it."""
+    """The dataclass of a strategy's options; None: it has none.
+
+    A third party's is asked of its class, which imports it.
+    """
     if strategy not in registry.STRATEGIES:
         return getattr(registry.strategy_class(strategy), "plugin_cls", None)
     options = registry.STRATEGIES[strategy].options
@@ -227,7 +240,10 @@ def options_class(strategy: str) -> type[StrategyOptions] | None:
 
 
 def strategy_options(config, strategy: str | None = None) -> StrategyOptions | None:
-    """The options of the configuration's strategy. Raises UsageError for one that it does not have, and for a bad value."""
+    """The options of the configuration's strategy.
+
+    Raises UsageError for one that it does not have, and for a bad value.
+    """
     name = strategy or config.strategy
     cls = options_class(name)
     where = {key: config.sources.get(key, "") for key in ("strategy_opt", "strategy_config")}
@@ -251,7 +267,8 @@ def strategy_options(config, strategy: str | None = None) -> StrategyOptions | N
     for key in plain.keys() & said.keys():
         if str(plain[key]).lower() != str(said[key]).lower():
             raise UsageError(
-                f"strategy_opt {key}={plain[key]} contradicts {cls.__dataclass_fields__[key].metadata['setting']} {said[key]}",
+                f"strategy_opt {key}={plain[key]} contradicts {cls.__dataclass_fields__[key].metadata['setting']} "
+                f"{said[key]}",
                 where=where["strategy_opt"],
                 cure="one of them",
             )

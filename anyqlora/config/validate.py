@@ -208,7 +208,9 @@ NEEDS = {  # what settings need -> (the setting that decides it, whether it is t
 
 
 def is_explicit(config: TrainConfig, name: str) -> bool:
-    """Whether somebody means this setting: it was stated, and not merely as its default in a file that may state all."""
+    """Whether somebody means this setting: it was stated, and not merely as its default in a file that may state
+    all.
+    """
     is_file = _layer(config.sources.get(name, "")) == "file"
     return config.asked(name) and not (is_file and getattr(config, name) == SETTINGS[name].default)
 
@@ -237,7 +239,8 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
             contradiction(name, "train_type", f"{config.train_type} means {name} {row.name}")
     poles = [_is_pole(row) for row in chosen.values()]
     if poles != [_is_pole(row) for row in meant.values()] and (like := _preset_like(preset, poles)):
-        # a higher layer has overridden the preset: in a run's directory, where one file states all, the two would contradict
+        # a higher layer has overridden the preset: in a run's directory, where one file states all, the two would
+        # contradict
         config = config.with_(train_type=like)
         sources["train_type"] = "preset"
     if registry.TRAIN_TYPES[config.train_type].fused and config.fused_lora is not True:

@@ -125,8 +125,9 @@ def explained(program: str):
 
 
 def _has_been_in_a_group() -> bool:
-    """Whether this process has to end at once: gloo's threads may still hold tensors, and one that lets go of a tensor while the
-    interpreter ends aborts the process, whether or not the group was left in order."""
+    """Whether this process has to end at once: gloo's threads may still hold tensors, and one that lets go of a tensor
+    while the interpreter ends aborts the process, whether or not the group was left in order.
+    """
     distributed = sys.modules.get("torch.distributed")
     return "anyqlora.on_torch.parallel.process_group" in sys.modules or bool(
         distributed and distributed.is_available() and distributed.is_initialized()

@@ -1,4 +1,6 @@
-"""Files that are complete or absent: staged, synced, hashed and renamed; every call of the file system can be made to fail."""
+"""Files that are complete or absent: staged, synced, hashed and renamed; every call of the file system can be made to
+fail.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ SAFETENSORS = {
 
 
 class FileSystem:
-    """Every file-system call that changes a run directory's checkpoints and results, so that a test can make each one of them fail."""
+    """Every file-system call that changes a run directory's checkpoints and results, so that a test can make each one
+    of them fail.
+    """
 
     def make_directory(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -113,9 +117,9 @@ def tensors_to_bytes(
 ) -> list:
     """A safetensors file, as pieces: a header, then the tensors' own memory, which is not copied.
 
-    The library's own `save` makes one block of all: of a whole model and its moments that is three times the model. The bytes are
-    the same for tensors of one dtype (https://github.com/huggingface/safetensors#format). `dtypes` names the format's type of tensors
-    whose bits numpy holds as another: it has no bf16.
+    The library's own `save` makes one block of all: of a whole model and its moments that is three times the model. The
+    bytes are the same for tensors of one dtype (https://github.com/huggingface/safetensors#format). `dtypes` names the
+    format's type of tensors whose bits numpy holds as another: it has no bf16.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -136,8 +140,9 @@ def tensors_to_bytes(
 
 
 def pretrained_files(thing, directory: Path, disk: FileSystem, **options) -> dict[str, bytes]:
-    """{name: content} of what `thing.save_pretrained` writes: into a stage in `directory`, since the system's place for temporary files may
-    be memory. Raises OSError."""
+    """{name: content} of what `thing.save_pretrained` writes: into a stage in `directory`, since the system's place for
+    temporary files may be memory. Raises OSError.
+    """
     staged = directory / PRETRAINED
     try:
         disk.make_directory(staged)
@@ -152,8 +157,11 @@ def pretrained_files(thing, directory: Path, disk: FileSystem, **options) -> dic
 
 
 def as_os_error(error: Exception) -> Exception:
-    """The OSError that `error` tells of. Rust's libraries give the system's number in words alone: safetensors in a SafetensorError,
-    tokenizers in a bare Exception. Anything else stays what it is."""
+    """The OSError that `error` tells of.
+
+    Rust's libraries give the system's number in words alone: safetensors in a SafetensorError, tokenizers in a bare
+    Exception. Anything else stays what it is.
+    """
     found = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(found[1]), os.strerror(int(found[1]))) if found and not isinstance(error, OSError) else error
 
@@ -201,7 +209,10 @@ def replace_file(path: Path, content: bytes, disk: FileSystem) -> None:
 def write_directory(
     path: Path, files: Mapping[str, Content], disk: FileSystem, *, manifest: dict | None = None
 ) -> None:
-    """Write `files` as directory `path`, whole or not at all. With `manifest`, a manifest of sizes and hashes is added."""
+    """Write `files` as directory `path`, whole or not at all.
+
+    With `manifest`, a manifest of sizes and hashes is added.
+    """
     staged, old = path.with_name(path.name + STAGED), path.with_name(path.name + OLD)
     try:
         if staged.exists():
@@ -227,8 +238,10 @@ def write_directory(
 
 
 def remove_leftovers(directory: Path, disk: FileSystem) -> list[str]:
-    """Take away what a killed process left half done in `directory`, and nothing that somebody else has put there. Returns the names of
-    what was there."""
+    """Take away what a killed process left half done in `directory`, and nothing that somebody else has put there.
+
+    Returns the names of what was there.
+    """
     left = sorted(path for path in directory.glob("*") if HALF_DONE.fullmatch(path.name))
     for path in left:
         if path.suffix == OLD and not path.with_suffix("").exists():

@@ -70,7 +70,10 @@ def _read_memo() -> dict:
 
 
 def _write_memo(known: dict) -> None:
-    """Write it whole or not at all. Where the cache cannot be written, files are read again the next time: nothing else changes."""
+    """Write it whole or not at all.
+
+    Where the cache cannot be written, files are read again the next time: nothing else changes.
+    """
     path = memo_file()
     staged = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):

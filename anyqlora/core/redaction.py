@@ -1,4 +1,6 @@
-"""Secrets out of what leaves this machine: tokens and keys by their shape, by the environment that holds them, and in URLs."""
+"""Secrets out of what leaves this machine: tokens and keys by their shape, by the environment that holds them, and in
+URLs.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:
-    """The values as a line of blocks, the smallest the lowest; at most WIDTH of them, each a mean. What is not finite is a gap."""
+    """The values as a line of blocks, the smallest the lowest; at most WIDTH of them, each a mean.
+
+    What is not finite is a gap.
+    """
     blocks = BLOCKS if encoding.lower().startswith("utf") else ASCII
     size = -(-len(values) // WIDTH) or 1
     points = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]

@@ -58,7 +58,9 @@ def histogram(lengths: np.ndarray) -> dict[str, int]:
 
 
 def duplicates(found: list[tuple[Example, int]]) -> dict:
-    """Rows, each with the number of its source, whose content stood in an earlier row: the same file may be named twice."""
+    """Rows, each with the number of its source, whose content stood in an earlier row: the same file may be named
+    twice.
+    """
     first: dict[str, tuple[str, int]] = {}
     return rows(e for e, source in found if first.setdefault(e.key, (e.where, source)) != (e.where, source))
 
@@ -75,7 +77,10 @@ def skipped(bad: list[BadRow]) -> list[dict]:
 
 
 def warnings(report: dict) -> list[str]:
-    """What to know before these rows are trained or evaluated on, a line each. `report` is data_report.json, or a part of it."""
+    """What to know before these rows are trained or evaluated on, a line each.
+
+    `report` is data_report.json, or a part of it.
+    """
     passed_over = [f"{bad['where']}: {bad['reason']}" for bad in report["skipped"]]
     found = {"rows that cannot be used and are skipped": {"count": len(passed_over), "first": passed_over}}
     for part in ("train", "held_out"):
@@ -116,7 +121,9 @@ def unused(source: dict) -> str:
 
 
 def _meant(name: str, columns: tuple[str, ...]) -> str:
-    """What a column may have been meant to be: one of the two names begins with the other, as system_prompt and inputs do."""
+    """What a column may have been meant to be: one of the two names begins with the other, as system_prompt and inputs
+    do.
+    """
     low = name.lower()
     meant = next(
         (column for column in columns if low.startswith(column) or len(low) > 2 and column.startswith(low)), None

@@ -16,16 +16,23 @@ from anyqlora.data.readers.bad_rows import BadRow, writable
 from anyqlora.data.tokenizer import RenderedText
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes one for the other
-# Llama 3's template and others write today's date into the system turn: a run that is resumed tomorrow would read other tokens.
+# Llama 3's template and others write today's date into the system turn: a run that is resumed tomorrow would read other
+# tokens.
 _PINNED = (
-    "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') | "
-    "replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') | replace('%a', 'Fri') | "
-    "replace('%H', '12') | replace('%I', '12') | replace('%M', '00') | replace('%S', '00') | replace('%p', 'PM') }}{%- endmacro -%}"
+    "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') "
+    "| "
+    "replace('%m', '07') | replace('%Y', '2024') | replace('%y', '24') | replace('%A', 'Friday') | replace('%a', "
+    "'Fri') | "
+    "replace('%H', '12') | replace('%I', '12') | replace('%M', '00') | replace('%S', '00') | replace('%p', 'PM') }}{%- "
+    "endmacro -%}"
 )
 
 
 def requested_template(config: TrainConfig) -> str:
-    """The template that the setting chat_template names: one of ours, or what is in a file; "" where it names none. Raises UsageError."""
+    """The template that the setting chat_template names: one of ours, or what is in a file; "" where it names none.
+
+    Raises UsageError.
+    """
     name, where = config.chat_template, config.sources.get("chat_template", "")
     if not name:
         return ""
@@ -50,7 +57,10 @@ def requested_template(config: TrainConfig) -> str:
 
 
 def set_template(tokenizer, config: TrainConfig) -> None:
-    """Give the tokenizer the template that is stated, with which it is then saved. Raises UsageError where it does not fit."""
+    """Give the tokenizer the template that is stated, with which it is then saved.
+
+    Raises UsageError where it does not fit.
+    """
     from jinja2 import TemplateError, TemplateSyntaxError
 
     text = requested_template(config)
@@ -85,8 +95,9 @@ def fingerprint(tokenizer) -> str | None:
 def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
     """The conversation as text; with `generation`, up to where the assistant begins to speak.
 
-    Arguments of tool calls are objects to most templates; others join them to text, and get them as JSON text: the first of the two that a
-    template does not refuse or write as Python does. Raises UsageError without a chat template, BadRow where it refuses the conversation.
+    Arguments of tool calls are objects to most templates; others join them to text, and get them as JSON text: the
+    first of the two that a template does not refuse or write as Python does. Raises UsageError without a chat template,
+    BadRow where it refuses the conversation.
     """
     refusals, objects, texts = [], list(messages), [_with_text(message) for message in messages]
     for form in (objects, texts) if objects != texts else (objects,):
@@ -167,13 +178,17 @@ def _cure(refused: str, messages) -> str:
 
 
 def _template(tokenizer, tools) -> str:
-    """The tokenizer's template, of several that for tools or the default one. Raises UsageError where there is none such."""
+    """The tokenizer's template, of several that for tools or the default one.
+
+    Raises UsageError where there is none such.
+    """
     found = tokenizer.chat_template
     if not found:
         raise UsageError(
             "the tokenizer has no chat template, and the rows are conversations",
             where=str(tokenizer.name_or_path),
-            cure=f"--chat_template {'|'.join(CHAT_TEMPLATES)} or a Jinja file, an instruct model's tokenizer, or rows with prompt and completion",
+            cure=f"--chat_template {'|'.join(CHAT_TEMPLATES)} or a Jinja file, an instruct model's tokenizer, or rows "
+            f"with prompt and completion",
         )
     if isinstance(found, dict) and not {"default", *(["tool_use"] if tools else [])} & found.keys():
         raise UsageError(
@@ -185,11 +200,12 @@ def _template(tokenizer, tools) -> str:
 
 
 def documents(tokenizer, talk: Conversation, marks: tuple[str, ...]) -> list[RenderedText]:
-    """One document; or one for each learned turn, where the template writes earlier turns otherwise than it wrote them (Qwen3
-    takes the reasoning out of them). `marks` are the tokens that may end a turn.
+    """One document; or one for each learned turn, where the template writes earlier turns otherwise than it wrote them
+    (Qwen3 takes the reasoning out of them). `marks` are the tokens that may end a turn.
 
-    What is rendered up to a turn must be the beginning of what is rendered with it: then the model is trained on what it sees
-    when it is asked. Raises UsageError for a template where it is not, BadRow for a learned tool call that the template does not write.
+    What is rendered up to a turn must be the beginning of what is rendered with it: then the model is trained on what
+    it sees when it is asked. Raises UsageError for a template where it is not, BadRow for a learned tool call that the
+    template does not write.
     """
     turns = []
     for number in sorted(talk.learned):
@@ -223,7 +239,8 @@ def _check_calls(message: dict, number: int, said: str) -> None:
         if function["name"] not in said:
             raise BadRow(
                 f"the chat template does not write the call of {function['name']!r} in message {number}",
-                "a template that does (some of DeepSeek's wait for content that is null, which transformers leaves out), or rows without tool calls",
+                "a template that does (some of DeepSeek's wait for content that is null, which transformers leaves "
+                "out), or rows without tool calls",
             )
 
 
@@ -265,7 +282,9 @@ def _trained_spans(documents: list[RenderedText]) -> Iterator[tuple[str, str]]:
 
 
 def _contains(words: str, text: str, before: str = "") -> bool:
-    """Whether a template has written words, as they are or inside of JSON, in squeezed `text` once more than in `before`."""
+    """Whether a template has written words, as they are or inside of JSON, in squeezed `text` once more than in
+    `before`.
+    """
     forms = (_without_whitespace(words), _without_whitespace(json.dumps(words, ensure_ascii=False)[1:-1]))
     return not forms[0] or any(text.count(form) > before.count(form) for form in forms)
 
@@ -290,5 +309,6 @@ def _not_a_prefix(tokenizer, prompt: str, whole: str) -> str:
     digest = (fingerprint(tokenizer) or "")[:12]
     return (
         f"its chat template (sha256 {digest}) asks the assistant with {prompt[max(at - 20, 0) : at + 20]!r} "
-        f"and writes the answered turn as {whole[max(at - 20, 0) : at + 20]!r}: what is trained would not be what is seen"
+        f"and writes the answered turn as {whole[max(at - 20, 0) : at + 20]!r}: what is trained would not be what is "
+        f"seen"
     )

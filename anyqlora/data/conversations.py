@@ -13,7 +13,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation for the tokenizer's chat template; `learned` are the numbers of the assistant turns that are learned."""
+    """A conversation for the tokenizer's chat template; `learned` are the numbers of the assistant turns that are
+    learned.
+    """
 
     messages: tuple[dict, ...]
     learned: frozenset[int]
@@ -25,7 +27,8 @@ BESIDE = ("system", "tools")  # what a row may have beside its conversation
 
 
 def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conversation:
-    """The conversation in `turns`, of which assistant turns from number `first` on are learned; the row's "system" stands before it.
+    """The conversation in `turns`, of which assistant turns from number `first` on are learned; the row's "system"
+    stands before it.
 
     Raises BadRow for disorder.
     """
@@ -55,7 +58,9 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conver
 
 
 def _tools(row: dict) -> tuple[dict, ...] | None:
-    """The row's tools, a list of JSON schemas or the text of one, as columns of CSV and Parquet have it; None without any."""
+    """The row's tools, a list of JSON schemas or the text of one, as columns of CSV and Parquet have it; None without
+    any.
+    """
     tools = _parsed(row.get("tools") or None, "'tools'", "list")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow(f"'tools' is {shown(tools)}, not a list of objects", "tools as JSON schemas")

@@ -1,4 +1,6 @@
-"""From a configuration to batches: rows are read, tokenised and masked once; the batch at a step is a function of the seed."""
+"""From a configuration to batches: rows are read, tokenised and masked once; the batch at a step is a function of the
+seed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class DataSplits:
 def load_data(config: TrainConfig, tokenizer) -> DataSplits:
     """Read, check, tokenise and mask everything that `config` names.
 
-    Raises UsageError with up to 20 bad rows, each as file:line[:col], reason and cure; with on_bad_row skip they are in the report.
+    Raises UsageError with up to 20 bad rows, each as file:line[:col], reason and cure; with on_bad_row skip they are in
+    the report.
     """
     if tokenizer.eos_token_id is None:
         raise UsageError(
@@ -74,7 +77,10 @@ def load_data(config: TrainConfig, tokenizer) -> DataSplits:
 
 
 def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Example], dict]:
-    """The rows of `spec` as held-out rows of `config`, and what was found in them. Raises UsageError as `prepare` does."""
+    """The rows of `spec` as held-out rows of `config`, and what was found in them.
+
+    Raises UsageError as `prepare` does.
+    """
     part = examples.read_examples(config, spec, tokenizer, held_out=True)
     bad = examples.report_skipped(config, part, can_skip=False)
     rows = [example for example, _ in part.found]
@@ -87,8 +93,11 @@ def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Examp
 
 
 def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[int] | np.ndarray, str]]) -> None:
-    """`found` are tokens and where they stand. Raises UsageError for one that the model's embedding has no row for: the tokenizer is
-    that of another model, or has more."""
+    """`found` are tokens and where they stand.
+
+    Raises UsageError for one that the model's embedding has no row for: the tokenizer is that of another model, or has
+    more.
+    """
     size = architectures.vocabulary(architectures.model_config(config))
     if not size:
         return
@@ -104,15 +113,18 @@ def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[
 
 
 def iterate_tokens(found: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
-    """The tokens of these rows, and where they stand; of a row that was cut the whole prompt, too, which an evaluation asks."""
+    """The tokens of these rows, and where they stand; of a row that was cut the whole prompt, too, which an evaluation
+    asks.
+    """
     return ((ids, example.where) for example in found for ids in (example.ids, example.prompt_ids))
 
 
 def _split_held_out(
     rows: list[tuple[Example, int]], fraction: float, seed: int
 ) -> tuple[list[tuple[Example, int]], list[Example]]:
-    """(what stays, what is held out): `fraction` of the distinct rows, at least one, chosen by their content, so that a row and
-    its duplicate stay together and adding rows moves few of the others."""
+    """(what stays, what is held out): `fraction` of the distinct rows, at least one, chosen by their content, so that a
+    row and its duplicate stay together and adding rows moves few of the others.
+    """
     ranked = sorted(
         {example.key for example, _ in rows}, key=lambda key: hashlib.sha256(f"{seed} {key}".encode()).digest()
     )
@@ -127,7 +139,9 @@ def _split_held_out(
 
 
 def _mix_by_weight(rows: list[tuple[Example, int]], weights: list[float], seed: int) -> list[Example]:
-    """The rows of an epoch: weight 2 is every row of a source twice, weight 0.5 half of its rows, chosen once, by the seed."""
+    """The rows of an epoch: weight 2 is every row of a source twice, weight 0.5 half of its rows, chosen once, by the
+    seed.
+    """
     train = []
     for source, group in itertools.groupby(rows, key=lambda row: row[1]):
         found = [example for example, _ in group]

@@ -51,7 +51,10 @@ class LoadedSource:
 
 
 def read_examples(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> LoadedSource:
-    """All examples of a specification, in order. Raises UsageError for a source that is none; bad rows are in the result."""
+    """All examples of a specification, in order.
+
+    Raises UsageError for a source that is none; bad rows are in the result.
+    """
     part = LoadedSource(spec)
     for number, (name, weight) in enumerate(sources.weighted(spec, config.sources.get("dataset", "")) if spec else ()):
         part.weights.append(weight)
@@ -66,7 +69,9 @@ def read_examples(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) 
 
 
 def report_skipped(config: TrainConfig, *parts: LoadedSource, can_skip: bool = True) -> list[BadRow]:
-    """The bad rows of all parts, which are passed over. Raises UsageError where they are not to be, and for a part that has no others.
+    """The bad rows of all parts, which are passed over.
+
+    Raises UsageError where they are not to be, and for a part that has no others.
 
     `can_skip` is whether the one who reads the error has --on_bad_row and --on_long_row.
     """
@@ -92,7 +97,8 @@ def report_skipped(config: TrainConfig, *parts: LoadedSource, can_skip: bool = T
 def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
     """The tokens with which a model is asked that was trained on rows of this style (chat, alpaca or plain).
 
-    `asked` is a question, or for chat perhaps the messages so far. Raises UsageError without a chat template, and for what it refuses.
+    `asked` is a question, or for chat perhaps the messages so far. Raises UsageError without a chat template, and for
+    what it refuses.
     """
     if style == "chat":
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
@@ -213,7 +219,10 @@ def _shortened(document: RenderedText, limit: int) -> RenderedText:
 def _example(
     config: TrainConfig, where: str, key: str, document: RenderedText, tokens: TokenizedText, shortened: bool
 ) -> Example:
-    """The example, cut to the context. Raises BadRow where it is too long for the setting, or nothing of it would be learned."""
+    """The example, cut to the context.
+
+    Raises BadRow where it is too long for the setting, or nothing of it would be learned.
+    """
     length, context = len(tokens.ids), config.context_length
     kept = min(context, length - shortened)  # a shortened document has got an end token that it must not have
     truncated = kept < length

@@ -78,7 +78,9 @@ def prompt_completion(row: dict, style: str) -> TextRow | Conversation:
 
 
 def question_answer(row: dict, style: str) -> TextRow | Conversation:
-    """question, answer and perhaps context, in fsdp_qlora's words (its styles qna and qna_no_ctx) unless the style is another."""
+    """question, answer and perhaps context, in fsdp_qlora's words (its styles qna and qna_no_ctx) unless the style is
+    another.
+    """
     question, context, answer = text(row, "question"), text(row, "context", empty=True), text(row, "answer")
     joined = f"{context}\n\n{question}" if context.strip() else question
     if style == "alpaca":
@@ -91,12 +93,16 @@ def question_answer(row: dict, style: str) -> TextRow | Conversation:
 
 
 def messages(row: dict, style: str) -> Conversation:
-    """A conversation as OpenAI writes it: a list of {"role": ..., "content": ...} under "messages", perhaps "tools" beside it."""
+    """A conversation as OpenAI writes it: a list of {"role": ..., "content": ...} under "messages", perhaps "tools"
+    beside it.
+    """
     return conversation(row["messages"], row, style)
 
 
 def sharegpt(row: dict, style: str) -> Conversation:
-    """A conversation as ShareGPT writes it: {"from": "human" or "gpt", "value": ...} under "conversations", perhaps "system" beside it."""
+    """A conversation as ShareGPT writes it: {"from": "human" or "gpt", "value": ...} under "conversations", perhaps
+    "system" beside it.
+    """
     turns = row["conversations"]
     if not isinstance(turns, list):
         raise BadRow(f"'conversations' is a {kind(turns)}, not a list", '[{"from": "human", "value": "..."}, ...]')
@@ -123,7 +129,9 @@ def sharegpt(row: dict, style: str) -> Conversation:
 
 
 def raw_text(row: dict, style: str) -> TextRow:
-    """Text of which everything is learned; of a dialogue with "### Human:" and "### Assistant:" (Guanaco) the assistant's words are."""
+    """Text of which everything is learned; of a dialogue with "### Human:" and "### Assistant:" (Guanaco) the
+    assistant's words are.
+    """
     whole = text(row, "text")
     if style in ("chat", "alpaca"):
         raise BadRow(f"raw text has no {style} form", "--prompt_format plain, or rows with prompt and completion")

@@ -10,8 +10,8 @@ import numpy as np
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation of `range(count)` for one epoch, int64 [count].
 
-    Philox's raw bits are fixed by its definition, so that the order survives an upgrade of numpy, which promises nothing
-    about `Generator.permutation`.
+    Philox's raw bits are fixed by its definition, so that the order survives an upgrade of numpy, which promises
+    nothing about `Generator.permutation`.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")

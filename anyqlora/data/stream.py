@@ -36,9 +36,9 @@ class Batch:
 class BatchStream:
     """`stream[step]` is the list of micro-batches of optimizer step `step`, for one rank.
 
-    A step takes the next batch_size * gradient_accumulation_steps * world_size sequences of its epoch's permutation; the
-    last step of an epoch takes what is left. Every rank gets the same number of micro-batches in a step: one that has no
-    sequence left gets a batch of shape [1, 1] in which nothing is trained.
+    A step takes the next batch_size * gradient_accumulation_steps * world_size sequences of its epoch's permutation;
+    the last step of an epoch takes what is left. Every rank gets the same number of micro-batches in a step: one that
+    has no sequence left gets a batch of shape [1, 1] in which nothing is trained.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class BatchStream:
         rank: int = 0,
         world_size: int = 1,
     ):
-        """`max_steps` of 1 or more counts before `num_epochs`: fewer steps stop within an epoch, more run into further epochs."""
+        """`max_steps` of 1 or more counts before `num_epochs`: fewer steps stop within an epoch, more run into further
+        epochs.
+        """
         lengths = [len(example.ids) for example in rows]
         groups = pack(lengths, context_length, seed) if packing else [[i] for i in range(len(rows))]
         self.sequences = [[rows[i] for i in group] for group in groups]
@@ -88,7 +90,9 @@ class BatchStream:
         self.batch_size, self.accumulation = batch_size, self.global_batch // (batch_size * self.world_size)
 
     def attends(self, step: int) -> bool:
-        """Whether a token is trained in the step that sees two or more: which keys a query is near to does not matter to one that sees one."""
+        """Whether a token is trained in the step that sees two or more: which keys a query is near to does not matter
+        to one that sees one.
+        """
         return any(e.trained[2:].any() for i in self._chosen(step) for e in self.sequences[i])
 
     def epoch(self, step: int) -> float:
@@ -124,7 +128,9 @@ class BatchStream:
 
 
 def make_stream(plan, rows: list[Example], rank: int = 0) -> BatchStream:
-    """The plan's batches of the training rows, for the process `rank`: processes along a model axis see the same rows."""
+    """The plan's batches of the training rows, for the process `rank`: processes along a model axis see the same
+    rows.
+    """
     config = plan.config
     return BatchStream(
         rows,

@@ -99,8 +99,9 @@ def encode_all(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 def tokenize(tokenizer, documents: Sequence[RenderedText]) -> list[TokenizedText]:
     """The tokens of each document.
 
-    The tokens before a learned part are those that the text before it has when it stands alone, which is what the model sees
-    when it is asked; the part's own tokens follow. Where text and text together have the same tokens, they are taken.
+    The tokens before a learned part are those that the text before it has when it stands alone, which is what the model
+    sees when it is asked; the part's own tokens follow. Where text and text together have the same tokens, they are
+    taken.
     """
     before = added_special_tokens(tokenizer)
     wholes = iter(

@@ -1,4 +1,5 @@
-"""Keras's distribution vocabulary on torch: devices, meshes, layouts, and tensors that are spread over processes by them (DTensor).
+"""Keras's distribution vocabulary on torch: devices, meshes, layouts, and tensors that are spread over processes by
+them (DTensor).
 
 One process has one device. What was asked for and is not in effect is an error: there is no silent single process.
 """
@@ -40,7 +41,10 @@ __all__ = [
 
 
 def distribute_dataset(dataset: DataLoader) -> DataLoader:
-    """This process's share of a DataLoader under the distribution that is set. Raises DistributionError when none is."""
+    """This process's share of a DataLoader under the distribution that is set.
+
+    Raises DistributionError when none is.
+    """
     current = distribution()
     if current is None:
         raise DistributionError(

@@ -119,7 +119,8 @@ def _refused(name: str, method, current):
         if current() is not None:
             raise DistributionError(
                 f"Keras's {name} on torch does not distribute: each process would do the same",
-                cure="a loop of your own over distribute_tensor(x, distribution.get_data_layout(x.shape)); see docs/distribution.md",
+                cure="a loop of your own over distribute_tensor(x, distribution.get_data_layout(x.shape)); see "
+                "docs/distribution.md",
             )
         return method(model, *args, **options)
 

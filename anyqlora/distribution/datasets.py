@@ -41,7 +41,10 @@ class SharedBatches:
 
 
 def shared(loader: DataLoader, number: int, count: int) -> DataLoader:
-    """Share `number` of `count` of what `loader` gives. Raises DistributionError for batches that cannot be shared evenly."""
+    """Share `number` of `count` of what `loader` gives.
+
+    Raises DistributionError for batches that cannot be shared evenly.
+    """
     batches = getattr(loader, "batch_sampler", None)
     if (
         not isinstance(loader, DataLoader)
@@ -50,7 +53,8 @@ def shared(loader: DataLoader, number: int, count: int) -> DataLoader:
     ):
         raise DistributionError(
             f"{type(loader).__name__} cannot be shared among {count}",
-            cure="a torch DataLoader over a map-style dataset with batch_size and shuffle; or auto_shard_dataset=False for one that is "
+            cure="a torch DataLoader over a map-style dataset with batch_size and shuffle; or auto_shard_dataset=False "
+            "for one that is "
             "shared already",
         )
     assert isinstance(batches.sampler, (SequentialSampler, RandomSampler))

@@ -88,7 +88,8 @@ class TensorLayout:
 
 
 class LayoutMap(RegexMap):
-    """{name or regex: TensorLayout}: the exact key, else the one regex that matches a whole name, else None; several are an error.
+    """{name or regex: TensorLayout}: the exact key, else the one regex that matches a whole name, else None; several
+    are an error.
 
     A tuple of axes is taken for a layout on `device_mesh`.
     """

@@ -38,9 +38,11 @@ def _kind(device_type: str | None) -> str:
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """The devices of all processes, as "gpu:1" or "cpu:0"; of one type, the best that there is unless `device_type` names it.
+    """The devices of all processes, as "gpu:1" or "cpu:0"; of one type, the best that there is unless `device_type`
+    names it.
 
-    Each process has one, so in a world of N the number is the process's. Before `initialize` they are those of this machine.
+    Each process has one, so in a world of N the number is the process's. Before `initialize` they are those of this
+    machine.
     """
     kind = _kind(device_type)
     if dist.is_initialized():
@@ -72,9 +74,10 @@ def initialize(
 ) -> None:
     """Meet the other processes; no launcher is needed.
 
-    `job_addresses` is "host:port" of process 0, or of all, comma-separated, of which the first counts. What is not given is taken
-    from KERAS_DISTRIBUTION_JOB_ADDRESSES, ..._NUM_PROCESSES and ..._PROCESS_ID, then from torchrun's environment. `timeout` is in
-    seconds. Raises DistributionError for half of what is needed: nobody goes on alone who was told of others.
+    `job_addresses` is "host:port" of process 0, or of all, comma-separated, of which the first counts. What is not
+    given is taken from KERAS_DISTRIBUTION_JOB_ADDRESSES, ..._NUM_PROCESSES and ..._PROCESS_ID, then from torchrun's
+    environment. `timeout` is in seconds. Raises DistributionError for half of what is needed: nobody goes on alone who
+    was told of others.
     """
     given = {"job_addresses": job_addresses, "num_processes": num_processes, "process_id": process_id}
     said = {name: os.environ.get(FROM_KERAS[name]) if value is None else value for name, value in given.items()}

@@ -1,4 +1,6 @@
-"""Keras's two distributions: every process sees other rows (DataParallel), and variables may be split by a LayoutMap too (ModelParallel)."""
+"""Keras's two distributions: every process sees other rows (DataParallel), and variables may be split by a LayoutMap
+too (ModelParallel).
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,18 @@ class Distribution:
         return None
 
     def distribute_dataset(self, dataset: DataLoader) -> DataLoader:
-        """This process's share of a DataLoader, which makes whole batches; with auto_shard_dataset=False the loader as it is."""
+        """This process's share of a DataLoader, which makes whole batches; with auto_shard_dataset=False the loader as
+        it is.
+        """
         if not self.auto_shard_dataset or self.num_model_replicas == 1:
             return dataset
         return shared(dataset, self.data_shard_id, self.num_model_replicas)
 
     def distribute_module(self, module: nn.Module) -> nn.Module:
-        """Put every parameter and buffer of a torch module on the mesh, in place; `model.layers.0.weight` is its path. Tied ones stay tied."""
+        """Put every parameter and buffer of a torch module on the mesh, in place; `model.layers.0.weight` is its path.
+
+        Tied ones stay tied.
+        """
         laid: dict[int, torch.Tensor] = {}
         for prefix, owner in module.named_modules():
             parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
@@ -104,7 +111,10 @@ class _Named:
 
 
 class DataParallel(Distribution):
-    """Every process has all variables and sees other rows. Give a mesh of one axis, or devices; neither: all devices."""
+    """Every process has all variables and sees other rows.
+
+    Give a mesh of one axis, or devices; neither: all devices.
+    """
 
     def __init__(
         self,

@@ -40,7 +40,8 @@ def to_backend_mesh(mesh: Any) -> TorchMesh:
     there = dist.get_world_size() if dist.is_initialized() else 1
     if sorted(numbers) != list(range(there)):
         raise DistributionError(
-            f"the mesh has the devices {', '.join(names)}, and there {'is 1 process' if there == 1 else f'are {there} processes'}",
+            f"the mesh has the devices {', '.join(names)}, and there "
+            f"{'is 1 process' if there == 1 else f'are {there} processes'}",
             cure="one process for each device: initialize(...) in each, or torchrun",
         )
     return TorchMesh(
@@ -49,7 +50,10 @@ def to_backend_mesh(mesh: Any) -> TorchMesh:
 
 
 def to_backend_layout(layout: Any) -> Sharding:
-    """A TensorLayout, ours or Keras's, in torch's words. Raises DistributionError for one that has no mesh, or splits two dimensions by one axis."""
+    """A TensorLayout, ours or Keras's, in torch's words.
+
+    Raises DistributionError for one that has no mesh, or splits two dimensions by one axis.
+    """
     if layout.device_mesh is None:
         raise DistributionError(f"the layout {layout.axes} has no mesh", cure="TensorLayout(axes, device_mesh)")
     named = [axis for axis in layout.axes if axis is not None]
@@ -74,7 +78,8 @@ def _check(tensor: torch.Tensor, layout: Any) -> None:
 def distribute_tensor(tensor: Any, layout: Any) -> DTensor:
     """`tensor` (DTensor, tensor or array) by `layout`: differentiable, and nothing is copied that lies right already.
 
-    A plain tensor is the whole value; process 0's counts. One in the middle of a graph must be the same on all, and is sent nowhere.
+    A plain tensor is the whole value; process 0's counts. One in the middle of a graph must be the same on all, and is
+    sent nowhere.
     """
     tensor = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor)
     _check(tensor, layout)
@@ -94,7 +99,9 @@ def distribute_tensor(tensor: Any, layout: Any) -> DTensor:
 
 
 def distribute_variable(value: Any, layout: Any) -> DTensor:
-    """A leaf that is trained, or not, as `value` is, with process 0's value, by `layout`; of a Parameter a Parameter."""
+    """A leaf that is trained, or not, as `value` is, with process 0's value, by `layout`; of a Parameter a
+    Parameter.
+    """
     value = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     laid = distribute_tensor(value.detach(), layout)
     if isinstance(value, nn.Parameter):
@@ -103,7 +110,9 @@ def distribute_variable(value: Any, layout: Any) -> DTensor:
 
 
 def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str | None = None) -> DTensor:
-    """The whole batch, of which each process has its own rows already; those along other axes than the layout's have the same."""
+    """The whole batch, of which each process has its own rows already; those along other axes than the layout's have
+    the same.
+    """
     tensor = per_process_batch if isinstance(per_process_batch, torch.Tensor) else torch.as_tensor(per_process_batch)
     _check(tensor, layout)
     mesh, places = _sharding(layout)

@@ -1,6 +1,7 @@
 """PEFT's adapter files as mlx-lm's, and back: numpy alone, so that a machine without MLX writes what a Mac reads.
 
-mlx-lm keeps the transposes (lora_a [in, r], lora_b [r, out]), one rank and one scale for all layers, and DoRA's magnitude as `m`.
+mlx-lm keeps the transposes (lora_a [in, r], lora_b [r, out]), one rank and one scale for all layers, and DoRA's
+magnitude as `m`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ NOT_KEPT = (
 
 
 def to_mlx(directory: Path) -> dict[str, Content]:
-    """{file: content} of the adapter in `directory` (PEFT's) for `mlx_lm.load(..., adapter_path=)`. Raises UsageError, NotBuilt."""
+    """{file: content} of the adapter in `directory` (PEFT's) for `mlx_lm.load(..., adapter_path=)`.
+
+    Raises UsageError, NotBuilt.
+    """
     about, tensors = _read(directory, ADAPTER)
     _refuse_what_is_lost(about, tensors, directory)
     modules = sorted({_split(name, directory)[0] for name in tensors})

@@ -1,7 +1,9 @@
-"""Model directories between Hugging Face's form and mlx-lm's: every tensor bit for bit, its other name or place remembered for the way back.
+"""Model directories between Hugging Face's form and mlx-lm's: every tensor bit for bit, its other name or place
+remembered for the way back.
 
-mlx-lm's model of an architecture says itself what it makes of Hugging Face's tensors (`sanitize`). What came of each is found by its
-content: kept, renamed, stacked (experts), or left out as a copy (a tied head). Anything else is refused: it could not be undone.
+mlx-lm's model of an architecture says itself what it makes of Hugging Face's tensors (`sanitize`). What came of each is
+found by its content: kept, renamed, stacked (experts), or left out as a copy (a tied head). Anything else is refused:
+it could not be undone.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def tensor_moves(
     digest: Callable[[Array], str],
     parts: Callable[[Array], list],
 ) -> dict[str, list]:
-    """{name given: [name made, number in it or None]}, from what is bit for bit the same. Raises NotBuilt naming what is not."""
+    """{name given: [name made, number in it or None]}, from what is bit for bit the same.
+
+    Raises NotBuilt naming what is not.
+    """
     marks = {name: digest(value) for name, value in given.items()}
     by_mark: dict[str, list[str]] = defaultdict(list)
     for name, mark in marks.items():
@@ -62,7 +67,8 @@ def tensor_moves(
             changed.append(name)
     if changed:
         raise NotSupported(
-            f"{len(changed)} tensors of mlx-lm's model are none of the checkpoint's, {changed[0]} is the first: it computes with others, "
+            f"{len(changed)} tensors of mlx-lm's model are none of the checkpoint's, {changed[0]} is the first: it "
+            f"computes with others, "
             "which could not be undone",
             cure="use the directory as it is: --model_name takes it on MLX too",
         )
@@ -88,7 +94,9 @@ def write_record(
     extra: Mapping[str, bytes],
     disk: FileSystem | None = None,
 ) -> None:
-    """The directory `out`, complete or absent: `shards(directory)` writes weight files there and returns {tensor: file}."""
+    """The directory `out`, complete or absent: `shards(directory)` writes weight files there and returns {tensor:
+    file}.
+    """
     disk, staged = disk or FileSystem(), out.with_name(out.name + STAGED)
     if out.exists():
         raise UsageError("it is there already", where=str(out), cure="another --out")

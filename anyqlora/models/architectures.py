@@ -42,7 +42,9 @@ SHARING = (
 
 
 def source_of(name: str) -> tuple[str, ...]:
-    """Which linears of a layer read the tensor that the one called `name` reads: q, k and v; gate and up; else itself alone."""
+    """Which linears of a layer read the tensor that the one called `name` reads: q, k and v; gate and up; else itself
+    alone.
+    """
     last = name.rpartition(".")[2]
     return next((group for group in SHARING if last in group), (last,))
 
@@ -259,12 +261,16 @@ def max_positions(config: dict) -> int | None:
 
 
 def position_table(config: dict) -> int | None:
-    """How many positions the model has a table for; None where it computes them, and one beyond the last is only unfamiliar to it."""
+    """How many positions the model has a table for; None where it computes them, and one beyond the last is only
+    unfamiliar to it.
+    """
     return max_positions(config) if _text_config(config).get("model_type") in POSITION_TABLES else None
 
 
 def is_bidirectional(config: dict) -> bool:
-    """Whether it is a model of BERT's kind that reads a text from both ends: trained on next tokens it would copy them."""
+    """Whether it is a model of BERT's kind that reads a text from both ends: trained on next tokens it would copy
+    them.
+    """
     config = _text_config(config)
     return config.get("model_type") in ENCODERS | COUNTED_FROM_PAD and not config.get("is_decoder")
 
@@ -349,7 +355,9 @@ _LINEARS = {"llama": _llama, "fused": _fused, "neox": _neox, "starcoder": _starc
 
 
 def llama_of(billions: float) -> ModelShape:
-    """A Llama of about so many billion parameters: 128 units of width per layer, MLP 3.5 x as wide, a vocabulary of 128k."""
+    """A Llama of about so many billion parameters: 128 units of width per layer, MLP 3.5 x as wide, a vocabulary of
+    128k.
+    """
     vocab, ratio = 128_256, 128
     per_cube = (
         1 + 1 + 0.25 + 0.25 + 3 * 3.5
@@ -434,13 +442,15 @@ def _no_model_error(path: Path, where: str) -> UsageError:
     return UsageError(
         f"{path} is {'an adapter' if path == adapter else 'a run directory with an adapter'}, not a model directory",
         where=where,
-        cure=f"--model_name {base}, its base, starts a new adapter, and one that starts from this with --init_adapter {adapter}"
-        + further * (run / "config.resolved.yaml").is_file(),
+        cure=f"--model_name {base}, its base, starts a new adapter, and one that starts from this with --init_adapter "
+        f"{adapter}" + further * (run / "config.resolved.yaml").is_file(),
     )
 
 
 def model_config(config: TrainConfig) -> dict:
-    """The parsed config.json of the model; empty where it is not on this machine or is none: whoever loads the model says why."""
+    """The parsed config.json of the model; empty where it is not on this machine or is none: whoever loads the model
+    says why.
+    """
     try:
         directory = model_directory(config)
         return read_config(directory) if directory else {}

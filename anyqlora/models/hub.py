@@ -1,4 +1,6 @@
-"""A model's files on this machine: a local directory as it is, or a snapshot from the hub; complete, or an error that says what lacks."""
+"""A model's files on this machine: a local directory as it is, or a snapshot from the hub; complete, or an error that
+says what lacks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ UNWANTED = ["*/*", "consolidated*"]  # the same weights once more, in their make
 
 
 def base_directory(config: TrainConfig) -> Path:
-    """The directory of the base model, its weight files checked. Raises UsageError naming the file that lacks or is damaged."""
+    """The directory of the base model, its weight files checked.
+
+    Raises UsageError naming the file that lacks or is damaged.
+    """
     if config.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for whatever else would ask the hub: transformers, peft
     directory = model_directory(config)
@@ -40,7 +45,9 @@ def base_directory(config: TrainConfig) -> Path:
 
 
 def _snapshot(config: TrainConfig) -> Path:
-    """The hub's files of a model: from this machine where all of them are here, else downloaded, from where a download stopped."""
+    """The hub's files of a model: from this machine where all of them are here, else downloaded, from where a download
+    stopped.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -153,7 +160,10 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def check_safetensors(path: Path) -> dict:
-    """The header {tensor: {dtype, shape, data_offsets}} of a file whose size is what the header says. Raises UsageError."""
+    """The header {tensor: {dtype, shape, data_offsets}} of a file whose size is what the header says.
+
+    Raises UsageError.
+    """
     size = path.stat().st_size
     try:
         with open(path, "rb") as file:

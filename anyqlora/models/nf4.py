@@ -1,4 +1,6 @@
-"""NF4 in numpy: the codes and scales that bitsandbytes makes, and what they stand for, for frameworks that bitsandbytes does not know."""
+"""NF4 in numpy: the codes and scales that bitsandbytes makes, and what they stand for, for frameworks that bitsandbytes
+does not know.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ LEVELS = np.array(
 
 @dataclass
 class Packed:
-    """codes: uint8 [ceil(n / 2)], the first of two weights in the high half; absmax: float32 [ceil(n / 64)]; shape: of the weight."""
+    """codes: uint8 [ceil(n / 2)], the first of two weights in the high half; absmax: float32 [ceil(n / 64)]; shape: of
+    the weight.
+    """
 
     codes: np.ndarray
     absmax: np.ndarray
@@ -42,8 +46,9 @@ class Packed:
 
 
 def dynamic_map() -> np.ndarray:
-    """float32 [256], ascending: the 8-bit dynamic type of Dettmers (2015), signed: a sign, an exponent in unary, and what is left of
-    the byte as a fraction. Scales of scales are its multiples."""
+    """float32 [256], ascending: the 8-bit dynamic type of Dettmers (2015), signed: a sign, an exponent in unary, and
+    what is left of the byte as a fraction. Scales of scales are its multiples.
+    """
     values = [0.0, 1.0]
     for exponent in range(7):
         count = 2**exponent
@@ -89,8 +94,8 @@ def pack(weight: np.ndarray, double_quant: bool) -> Packed:
 def rounded(absmax: np.ndarray) -> np.ndarray:
     """Scales as double quantization keeps them: about their mean, a byte each, in blocks of 256.
 
-    torch sums in another order, so that the mean and with it a scale may differ from bitsandbytes' in its last bits; what is read from
-    one file is equal on both.
+    torch sums in another order, so that the mean and with it a scale may differ from bitsandbytes' in its last bits;
+    what is read from one file is equal on both.
     """
     offset = absmax.mean(dtype=np.float32)
     blocks, largest = scaled(absmax - offset, SCALES_BLOCK)

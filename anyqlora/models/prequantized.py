@@ -11,14 +11,18 @@ FROM = "quantized_from"  # in the config.json that `quantize` writes: the model 
 
 
 def loadable(config: TrainConfig) -> str:
-    """The base as plain transformers and PEFT load it: what it was quantized from, where its weights are in MLX's packing."""
+    """The base as plain transformers and PEFT load it: what it was quantized from, where its weights are in MLX's
+    packing.
+    """
     about = model_config(config)
     stated = about.get(FROM) if is_mlx_packed(about) else None
     return str(DEMO_BASE) if config.is_demo else stated or config.model_name
 
 
 def is_mlx_packed(about: dict) -> bool:
-    """Whether a parsed config.json is of weights that MLX's libraries read, and this one, and plain transformers does not."""
+    """Whether a parsed config.json is of weights that MLX's libraries read, and this one, and plain transformers does
+    not.
+    """
     return bool(about.get("quantization"))
 
 
@@ -56,8 +60,10 @@ def quantized_as(about: dict) -> str | None:
 
 
 def resolve_quantizer(draft, about: dict) -> None:
-    """Make the checkpoint's own quantizer the plan's. Raises UsageError when another was asked for, or an adapter that needs the
-    full-precision weights."""
+    """Make the checkpoint's own quantizer the plan's.
+
+    Raises UsageError when another was asked for, or an adapter that needs the full-precision weights.
+    """
     found, config = quantized_as(about), draft.config
     if found is None:
         return
@@ -83,7 +89,8 @@ def resolve_quantizer(draft, about: dict) -> None:
         asked = asked or ("train_type" if is_unquantized and config.asked("train_type") else None)
         if asked:
             raise UsageError(
-                f"{asked} = {getattr(config, asked)} contradicts the checkpoint, whose weights are quantized already: {found}",
+                f"{asked} = {getattr(config, asked)} contradicts the checkpoint, whose weights are quantized already: "
+                f"{found}",
                 where=config.sources.get(asked, ""),
                 cure=f"--quantizer {found}, or the same model with unquantized weights",
             )

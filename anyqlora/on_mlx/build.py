@@ -1,4 +1,6 @@
-"""The model that is trained: read lazily, packed layer by layer, with its adapter attached; and the proof that what was planned is there."""
+"""The model that is trained: read lazily, packed layer by layer, with its adapter attached; and the proof that what was
+planned is there.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ LEAK = 1e-3  # relative difference of a packed document's logits from those of t
 
 @dataclass
 class BuiltModel:
-    """model: with its adapter. names: {file name: path of the parameter in the model}. adapter, quantizer, loss: see their modules.
-    notes: what the plan names and this model cannot take, and why."""
+    """model: with its adapter. names: {file name: path of the parameter in the model}. adapter, quantizer, loss: see
+    their modules. notes: what the plan names and this model cannot take, and why.
+    """
 
     model: nn.Module
     names: dict[str, str]
@@ -44,7 +47,9 @@ class BuiltModel:
 
 
 def build(config: TrainConfig, runtime: Runtime) -> BuiltModel:
-    """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in effect."""
+    """Read the base through the quantizer, attach the adapter, set checkpointing, and assert that all of it is in
+    effect.
+    """
     plan, directory = runtime.plan, base_directory(config)
     described = read_config(directory)
     quantizer = registry.quantizer(plan.quantizer).load("mlx")(config, runtime.compute)
@@ -75,7 +80,8 @@ def build(config: TrainConfig, runtime: Runtime) -> BuiltModel:
 
 
 def materialize(model: nn.Module, quantizer, stored: mx.Dtype, already: bool) -> None:
-    """Pack each linear layer and give everything else its dtype, one module at a time: the whole model is never in memory unpacked.
+    """Pack each linear layer and give everything else its dtype, one module at a time: the whole model is never in
+    memory unpacked.
 
     Raises UsageError naming every layer that cannot be packed, NotBuilt where much would stay as it is.
     """
@@ -116,14 +122,18 @@ def refuse_what_stays(model: nn.Module, layers: dict) -> None:
     if share > LEFT_OUT:
         name = max(left, key=left.get)
         raise NotSupported(
-            f"{share:.0%} of the weights of the model's blocks, layers.{name} perhaps, are in no linear layer and would stay unquantized",
+            f"{share:.0%} of the weights of the model's blocks, layers.{name} perhaps, are in no linear layer and "
+            f"would stay unquantized",
             cure="--quantizer none",
         )
 
 
 def check_names(model: nn.Module, directory: Path, every: bool) -> None:
-    """The adapter's file names its layers as the checkpoint does. Raises NotBuilt where mlx-lm calls them something else (`every`: where
-    any tensor is called something else or has another shape, as all of them are written)."""
+    """The adapter's file names its layers as the checkpoint does.
+
+    Raises NotBuilt where mlx-lm calls them something else (`every`: where any tensor is called something else or has
+    another shape, as all of them are written).
+    """
     there = {
         name: about["shape"]
         for path in sorted(directory.glob("model*.safetensors"))
@@ -135,7 +145,8 @@ def check_names(model: nn.Module, directory: Path, every: bool) -> None:
         strange += [name for name, value in tree_flatten(model.parameters()) if list(value.shape) != there.get(name)]
     if strange:
         raise NotSupported(
-            f"{len(strange)} parts of this model have other names or shapes in mlx-lm than in the checkpoint, {strange[0]} is the first, so "
+            f"{len(strange)} parts of this model have other names or shapes in mlx-lm than in the checkpoint, "
+            f"{strange[0]} is the first, so "
             "what is learned could not be loaded elsewhere",
             cure="another --backend, or --lora_target_modules with those that agree",
         )
@@ -161,7 +172,9 @@ def assert_in_effect(built: BuiltModel) -> None:
 
 
 def try_out(model: nn.Module) -> None:
-    """Two documents in one row, the second compared with itself alone: the same, or packing is not for this architecture. Raises RunError."""
+    """Two documents in one row, the second compared with itself alone: the same, or packing is not for this
+    architecture. Raises RunError.
+    """
     ids = mx.arange(3, 15)[None]  # [1, 12]
     training = model.training
     model.eval()
@@ -182,7 +195,10 @@ def try_out(model: nn.Module) -> None:
 
 
 def check_gradients(gradients: dict[str, mx.array]) -> None:
-    """After the first backward: no lora_B's gradient is all zero (lora_A's is then, as B is zero). Raises RunError naming the layers."""
+    """After the first backward: no lora_B's gradient is all zero (lora_A's is then, as B is zero).
+
+    Raises RunError naming the layers.
+    """
     dead = [name for name, gradient in gradients.items() if ".lora_B." in name and not bool(mx.any(gradient != 0))]
     if dead:
         layers = sorted({name.partition(".lora_")[0].removeprefix("base_model.model.") for name in dead})

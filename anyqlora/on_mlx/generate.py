@@ -49,7 +49,9 @@ def caches(model: nn.Module, left: list[int]) -> list:
 
 
 def padded_prompts(model: nn.Module) -> bool:
-    """Whether rows of several lengths can be answered together: caches of another kind (recurrent states) know no padding."""
+    """Whether rows of several lengths can be answered together: caches of another kind (recurrent states) know no
+    padding.
+    """
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
     return all(type(cache) in (KVCache, RotatingKVCache) for cache in make_prompt_cache(model))
@@ -71,7 +73,8 @@ def answers(
 ) -> list[str]:
     """The text that follows each prompt (a list of token ids), greedily unless `temperature` is above 0.
 
-    Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no room has no answer. A `streamer` is told the tokens of one prompt as they come.
+    Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no room
+    has no answer. A `streamer` is told the tokens of one prompt as they come.
     """
     texts: list[str] = [""] * len(prompts)
     left = list(map(room(read_config(directory), max_new_tokens), prompts))

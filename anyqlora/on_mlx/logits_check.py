@@ -1,4 +1,6 @@
-"""An exported adapter under plain mlx-lm, against the run's own model: both in float32 on the base as it is in its files."""
+"""An exported adapter under plain mlx-lm, against the run's own model: both in float32 on the base as it is in its
+files.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def against_mlx_lm(run: FinishedRun, adapter: Path, changed: dict) -> tuple[floa
     one, other = ours.built.model(ids).astype(mx.float32), theirs(ids).astype(mx.float32)
     lost = [key for key in added if key != "sliding_window_pattern"]
     note = (
-        f"plain mlx-lm passes over {', '.join(lost)} of this base, as transformers 5 writes it: convert --to mlx writes it in its words"
+        f"plain mlx-lm passes over {', '.join(lost)} of this base, as transformers 5 writes it: convert --to mlx "
+        f"writes it in its words"
         if lost
         else ""
     )

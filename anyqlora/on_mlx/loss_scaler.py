@@ -1,4 +1,6 @@
-"""The loss scale of fp16, with the rule and the saved form of torch's GradScaler, so that a run goes on with it on either."""
+"""The loss scale of fp16, with the rule and the saved form of torch's GradScaler, so that a run goes on with it on
+either.
+"""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ def recommended() -> int:
 class Memory:
     """MLX's own count of active and peak bytes, since it was started.
 
-    On Metal, what the system recommends stays resident. Its allocator takes more without a word, and what is beyond makes the whole
-    machine slow: `strained` says so. What it keeps of freed buffers, which fit later ones of nearly their size only, is bounded.
+    On Metal, what the system recommends stays resident. Its allocator takes more without a word, and what is beyond
+    makes the whole machine slow: `strained` says so. What it keeps of freed buffers, which fit later ones of nearly
+    their size only, is bounded.
     """
 
     def __init__(self):
@@ -57,7 +58,8 @@ class Memory:
             return ""
         self.limit = 0
         return (
-            f"{format_bytes(most)} taken, and {format_bytes(limit)} stay resident for the GPU: steps may be many times slower. Less is taken with a smaller "
+            f"{format_bytes(most)} taken, and {format_bytes(limit)} stay resident for the GPU: steps may be many times "
+            f"slower. Less is taken with a smaller "
             "--batch_size and as many more --gradient_accumulation_steps, or --use_gradient_checkpointing true"
         )
 

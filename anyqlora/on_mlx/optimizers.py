@@ -1,4 +1,6 @@
-"""torch's update rules: (value, gradient, state, rates, config) -> value. `state` holds float32 arrays by torch's names, without the count of steps.
+"""torch's update rules: (value, gradient, state, rates, config) -> value.
+
+`state` holds float32 arrays by torch's names, without the count of steps.
 
 MLX's own differ where it shows: its AdamW corrects no bias unless asked, and its Adadelta and SGD decay otherwise.
 """

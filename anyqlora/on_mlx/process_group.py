@@ -1,4 +1,6 @@
-"""The processes of a run on MLX: a ring of sockets, in which they tell each other small things and sum their gradients."""
+"""The processes of a run on MLX: a ring of sockets, in which they tell each other small things and sum their
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class MlxProcessGroup(ProcessGroup):
     plugin_cls = None
 
     def __init__(self, plan, world: ProcessContext):
-        """Meet the others: at the addresses that mlx.launch has written, or on this machine at `world.port` and those after it."""
+        """Meet the others: at the addresses that mlx.launch has written, or on this machine at `world.port` and those
+        after it.
+        """
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
         with tempfile.TemporaryDirectory() as folder, self.peer_errors():
             if "MLX_HOSTFILE" not in os.environ:

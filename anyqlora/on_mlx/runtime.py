@@ -48,7 +48,9 @@ class Runtime:
 
     @property
     def compiles(self) -> bool:
-        """Whether the gradient of a micro-batch is compiled, once for each shape, and the update: where kernels are fused for a GPU."""
+        """Whether the gradient of a micro-batch is compiled, once for each shape, and the update: where kernels are
+        fused for a GPU.
+        """
         return mx.default_device() == mx.gpu
 
     def set_parameters(self, values: dict[str, mx.array]) -> None:
@@ -69,7 +71,10 @@ class Runtime:
         self.key = mx.random.key(seed)
 
     def backward(self, batch, trained: int) -> float:
-        """Accumulate the gradients of one micro-batch of a step with so many `trained` tokens. Returns the sum of its losses."""
+        """Accumulate the gradients of one micro-batch of a step with so many `trained` tokens.
+
+        Returns the sum of its losses.
+        """
         self.key, key = mx.random.split(self.key)
         factor = mx.array(self.scaler.scale / trained, mx.float32)
         (_, total), gradients = self._gradient(self.values, key, factor, *inputs(batch, WIDTH if self.compiles else 1))
@@ -88,7 +93,10 @@ class Runtime:
         return self.gradients
 
     def step(self, lr: float, max_grad_norm: float | None, skip: bool = False) -> StepResult:
-        """Unscale, measure, clip, update, clear. `skip` clears without an update; so do gradients that are not finite."""
+        """Unscale, measure, clip, update, clear.
+
+        `skip` clears without an update; so do gradients that are not finite.
+        """
         scale, gradients = self.scaler.scale, self.reduced()
         norm = self._norm(gradients) / scale  # a power of two
         finite = math.isfinite(float(norm))

@@ -27,8 +27,9 @@ def seed_everything(seed: int) -> None:
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Deterministic algorithms only, and a warning where there is none; attention's has to be asked for (kernels/deterministic.py). cuBLAS
-    needs its workspace fixed before its first call."""
+    """Deterministic algorithms only, and a warning where there is none; attention's has to be asked for
+    (kernels/deterministic.py). cuBLAS needs its workspace fixed before its first call.
+    """
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(wanted, warn_only=True)
@@ -36,7 +37,8 @@ def set_deterministic(wanted: bool) -> None:
         False  # shows a read of unwritten memory, at 7 % of a step; nothing reads any
     )
     torch.backends.cudnn.benchmark = False
-    # Of the attention kernels that torch chooses from by device and shape, cuDNN's adds gradients in any order, and warn_only lets it.
+    # Of the attention kernels that torch chooses from by device and shape, cuDNN's adds gradients in any order, and
+    # warn_only lets it.
     torch.backends.cuda.enable_cudnn_sdp(not wanted)
 
 
@@ -47,8 +49,9 @@ def highest_precision(device: torch.device) -> torch.dtype:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's or the host's allocator has run out. torch has a type for CUDA's own allocator only: MPS, the driver, cuBLAS
-    and Triton say it in words."""
+    """Whether a device's or the host's allocator has run out. torch has a type for CUDA's own allocator only: MPS, the
+    driver, cuBLAS and Triton say it in words.
+    """
     return (
         isinstance(error, torch.OutOfMemoryError)
         or isinstance(error, RuntimeError)
@@ -76,9 +79,10 @@ def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype = torc
 class MemoryMonitor:
     """The bytes that a run takes on its device: in use now, and at most, since it was started.
 
-    On a GPU the allocator counts. In host memory the process's own pages are sampled - not those of files, such as libraries
-    and weights that are still being read, which the system can drop - and what they were before the run is taken away, so
-    that the figure is the rise that the plan predicts. Whoever samples also keeps the heap within the plan.
+    On a GPU the allocator counts. In host memory the process's own pages are sampled - not those of files, such as
+    libraries and weights that are still being read, which the system can drop - and what they were before the run is
+    taken away, so that the figure is the rise that the plan predicts. Whoever samples also keeps the heap within the
+    plan.
     """
 
     def __init__(self, device: torch.device, planned: int = 0):
@@ -131,7 +135,9 @@ def _sample(of: weakref.ref, stopped: threading.Event) -> None:
 
 
 def own_pages() -> int:
-    """Bytes of this process's resident pages that belong to no file; where the system does not tell (macOS), all resident ones."""
+    """Bytes of this process's resident pages that belong to no file; where the system does not tell (macOS), all
+    resident ones.
+    """
     try:
         with open("/proc/self/statm", "rb") as file:
             _, resident, shared = map(int, file.read().split()[:3])

@@ -114,7 +114,10 @@ class TorchEngine:
         return FinalFiles(adapter.folder, files, WEIGHTS[adapter.folder])
 
     def _whole_model(self, pretrained_files: Callable[..., dict[str, Content]]) -> dict[str, Content]:
-        """A model that was trained whole, in the base's own type; the run is over. Nothing on a process that is not the first."""
+        """A model that was trained whole, in the base's own type; the run is over.
+
+        Nothing on a process that is not the first.
+        """
         strategy, options = self.runtime.strategy, {"max_shard_size": "1000GB"}
         model = strategy.unwrap()
         dtype = getattr(torch, str(model.config.to_dict().get("dtype") or "float32"))

@@ -37,7 +37,9 @@ def stop_ids(model: nn.Module, tokenizer, ends: Sequence[str] = ()) -> list[int]
 
 @contextlib.contextmanager
 def generation_settings(model: nn.Module) -> Iterator[None]:
-    """Nothing that comes with the model says how it generates: transformers takes what is not stated from its generation_config."""
+    """Nothing that comes with the model says how it generates: transformers takes what is not stated from its
+    generation_config.
+    """
     owner = next(module for module in model.modules() if "generation_config" in vars(module))  # beneath PEFT's wrappers
     before, owner.generation_config = owner.generation_config, GenerationConfig()
     try:
@@ -47,7 +49,9 @@ def generation_settings(model: nn.Module) -> Iterator[None]:
 
 
 def room_for_tokens(model: nn.Module, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
-    """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of positions."""
+    """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of
+    positions.
+    """
     return evaluation.room(model.config.to_dict(), max_new_tokens)
 
 
@@ -79,9 +83,12 @@ def answers(
     streamer=None,
     **sampling,
 ) -> list[str]:
-    """The text that follows each prompt (a list of token ids), greedily unless `sampling` says otherwise. `ends`: see learned_ends.
+    """The text that follows each prompt (a list of token ids), greedily unless `sampling` says otherwise.
 
-    Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no `room` has no answer. A `streamer` is told the tokens of one prompt as they come.
+    `ends`: see learned_ends.
+
+    Special tokens are written out, as they are in rows: a tool call may begin with one. A prompt that leaves no `room`
+    has no answer. A `streamer` is told the tokens of one prompt as they come.
     """
     texts: list[str] = [""] * len(prompts)
     left = list(map(room_for_tokens(model, max_new_tokens), prompts))

@@ -1,4 +1,6 @@
-"""A finished run's model, built as it was for training with what was learned put back: its numbers are those of training."""
+"""A finished run's model, built as it was for training with what was learned put back: its numbers are those of
+training.
+"""
 
 from __future__ import annotations
 

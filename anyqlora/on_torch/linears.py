@@ -10,7 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 from anyqlora.on_torch._compat import float32_patterns
 
-# Subclasses of nn.Linear that compute x W^T + b in a forward of their own; any other such subclass may compute anything.
+# Subclasses of nn.Linear that compute x W^T + b in a forward of their own; any other such subclass may compute
+# anything.
 SAME_PRODUCT = {"FalconLinear"}
 
 
@@ -45,12 +46,16 @@ def linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Module]:
 
 
 def float32_modules(model: nn.Module, parameter: str) -> bool:
-    """Whether the architecture names this parameter among those that lose too much in 16 bits (transformers' flags for it)."""
+    """Whether the architecture names this parameter among those that lose too much in 16 bits (transformers' flags for
+    it).
+    """
     return any(re.search(pattern.replace("*", ".*"), parameter) for pattern in float32_patterns(model))
 
 
 def text_linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Module]:
-    """Those linear layers that text passes through: the decoder's, without the towers and projectors of other senses."""
+    """Those linear layers that text passes through: the decoder's, without the towers and projectors of other
+    senses.
+    """
     found = linears(model, held)
     decoder = model.get_decoder()
     prefix = next((name for name, module in model.named_modules() if module is decoder), "")

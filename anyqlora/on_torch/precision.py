@@ -29,10 +29,12 @@ def autocast(plan, device: torch.device):
 
 
 class LossScaler:
-    """fp16's dynamic loss scale (Micikevicius et al. 2018): halved when a step overflows, doubled after `interval` steps that did not.
+    """fp16's dynamic loss scale (Micikevicius et al. 2018): halved when a step overflows, doubled after `interval`
+    steps that did not.
 
-    torch.amp.GradScaler decides by the gradients that one process has; where they are sharded, only the whole norm, which all
-    processes share, says whether a step overflowed. The state is in GradScaler's words. Not `enabled`, the scale is 1 and stays.
+    torch.amp.GradScaler decides by the gradients that one process has; where they are sharded, only the whole norm,
+    which all processes share, says whether a step overflowed. The state is in GradScaler's words. Not `enabled`, the
+    scale is 1 and stays.
     """
 
     def __init__(self, enabled: bool, initial: float = 2.0**16, interval: int = 2000):

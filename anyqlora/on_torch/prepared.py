@@ -33,7 +33,8 @@ def rebuilt(optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> Callabl
     strange = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in number]
     if strange:
         raise UsageError(
-            f"the optimizer has {len(strange)} parameters that the model does not train, the first of shape {list(strange[0])}",
+            f"the optimizer has {len(strange)} parameters that the model does not train, the first of shape "
+            f"{list(strange[0])}",
             cure="an optimizer over the model's own parameters",
         )
     groups = [

@@ -33,9 +33,10 @@ LEARNED, MOMENTS, LOOP = "learned.safetensors", "moments.safetensors", "loop.jso
 class Runtime:
     """One planned run's device, precision and strategy.
 
-    A step is any number of micro-batches; the last one is its boundary. It is announced by `micro_batch`, by `accumulate`, by
-    `set_gradient_accumulation_boundary` or by `backward` itself, the same way under every strategy. Nothing is divided here: a loss is
-    a part of the step's whole loss, and gradients are summed over micro-batches and processes.
+    A step is any number of micro-batches; the last one is its boundary. It is announced by `micro_batch`, by
+    `accumulate`, by `set_gradient_accumulation_boundary` or by `backward` itself, the same way under every strategy.
+    Nothing is divided here: a loss is a part of the step's whole loss, and gradients are summed over micro-batches and
+    processes.
     """
 
     def __init__(self, plan):
@@ -58,9 +59,11 @@ class Runtime:
 
     @classmethod
     def of(cls, **settings) -> Runtime:
-        """For a loop of your own: strategy, backend, precision, gradient_accumulation_steps, strategy_opt ... as train.py has them.
+        """For a loop of your own: strategy, backend, precision, gradient_accumulation_steps, strategy_opt ... as
+        train.py has them.
 
-        The processes are those that torchrun (or srun) started. Raises UsageError for settings that this machine does not do.
+        The processes are those that torchrun (or srun) started. Raises UsageError for settings that this machine does
+        not do.
         """
         from anyqlora.config.resolve import resolve
         from anyqlora.planning.backends import BackendManager
@@ -96,11 +99,15 @@ class Runtime:
             print(*values, **options)
 
     def end_training(self) -> None:
-        """A loop's last call: the strategy lets go of what it holds, and leaves the process group if it was the one to form it."""
+        """A loop's last call: the strategy lets go of what it holds, and leaves the process group if it was the one to
+        form it.
+        """
         self.strategy.teardown()
 
     def close(self) -> None:
-        """`end_training`, unless something went wrong: the other processes may be gone then, and nobody waits for them."""
+        """`end_training`, unless something went wrong: the other processes may be gone then, and nobody waits for
+        them.
+        """
         if sys.exc_info()[0] is None:
             self.end_training()
 
@@ -111,12 +118,13 @@ class Runtime:
     # ------------------------------------------------------------------------------------------------ what is used
 
     def prepare(self, *objects):
-        """A model and whatever goes with it, in any order; what comes back stands in the same order, alone if it was given alone.
+        """A model and whatever goes with it, in any order; what comes back stands in the same order, alone if it was
+        given alone.
 
         - a module: wrapped and sharded. One is required.
         - {name: parameter} of what is trained; else every parameter that requires a gradient, by its own name.
-        - an optimizer: made again over the parameters as they are afterwards, with its options; it has not stepped yet. Or a factory,
-          parameters -> optimizer.
+        - an optimizer: made again over the parameters as they are afterwards, with its options; it has not stepped yet.
+          Or a factory, parameters -> optimizer.
         - a learning rate scheduler: goes on with that optimizer.
         - a DataLoader: each process gets its part of every batch, each row once.
 
@@ -175,7 +183,9 @@ class Runtime:
 
     @contextlib.contextmanager
     def forward(self):
-        """Around the forward pass of a micro-batch: the precision's context, and where the activations stay until backward."""
+        """Around the forward pass of a micro-batch: the precision's context, and where the activations stay until
+        backward.
+        """
         with (
             offload_activations() if self.plan.use_activation_cpu_offload else contextlib.nullcontext(),
             self.autocast(),
@@ -193,7 +203,9 @@ class Runtime:
 
     @contextlib.contextmanager
     def accumulate(self, model: nn.Module | None = None):
-        """The automatic boundary: every `gradient_accumulation_steps` micro-batches, and at the end of a prepared DataLoader."""
+        """The automatic boundary: every `gradient_accumulation_steps` micro-batches, and at the end of a prepared
+        DataLoader.
+        """
         self._counted += 1
         ends = any(one.at_end for one in self._prepared if isinstance(one, ShardedLoader))
         is_final = ends or self._counted % self.gradient_accumulation_steps == 0
@@ -224,21 +236,29 @@ class Runtime:
         self.strategy.backward(loss, is_final_micro_batch=self.sync_gradients)
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter] | None, max_norm: float) -> torch.Tensor | None:
-        """At a boundary: cut the norm of all trained parameters' gradients. Returns the norm before; None off a boundary, and under
-        ZeRO 1 to 3, which measure in their step (`grad_norm` has it then)."""
+        """At a boundary: cut the norm of all trained parameters' gradients.
+
+        Returns the norm before; None off a boundary, and under ZeRO 1 to 3, which measure in their step (`grad_norm`
+        has it then).
+        """
         return self.strategy.clip(max_norm) if self.sync_gradients else None
 
     def optimizer_step_and_zero_grad(
         self, optimizer=None, model=None, max_grad_norm: float | None = None
     ) -> float | None:
-        """At a boundary: clip, update, clear. Returns the gradient norm before clipping; None off a boundary, where nothing happens."""
+        """At a boundary: clip, update, clear.
+
+        Returns the gradient norm before clipping; None off a boundary, where nothing happens.
+        """
         if not self.sync_gradients:
             return None
         self._step(max_grad_norm)
         return self.grad_norm
 
     def step(self, lr: float, max_grad_norm: float | None, skip: bool = False) -> StepResult:
-        """Clip and update at rate `lr`, unless gradients are not finite or `skip` says so; gradients are cleared either way."""
+        """Clip and update at rate `lr`, unless gradients are not finite or `skip` says so; gradients are cleared either
+        way.
+        """
         self.strategy.set_lr(lr)
         return self._step(max_grad_norm, skip)
 
@@ -251,7 +271,9 @@ class Runtime:
         return result
 
     def discard_step(self) -> None:
-        """Drop the gradients of a step that is done again and what its forward left behind, and give the allocator's free memory back."""
+        """Drop the gradients of a step that is done again and what its forward left behind, and give the allocator's
+        free memory back.
+        """
         from anyqlora.on_torch.adapters.fused_layers import fused_layers
 
         self.strategy.zero_grad()
@@ -290,8 +312,9 @@ class Runtime:
     # ----------------------------------------------------------------------------------------------- what is kept
 
     def save_state(self, directory: str | Path) -> None:
-        """Write what is learned, its moments, the loss scale, schedulers and loaders, full tensors: it loads under any strategy and
-        number of processes. All processes call it; the first one writes."""
+        """Write what is learned, its moments, the loss scale, schedulers and loaders, full tensors: it loads under any
+        strategy and number of processes. All processes call it; the first one writes.
+        """
         learned, moments = self.strategy.gather_trainable(), self.strategy.gather_moments()
         if self.is_main_process:
             loop = {

@@ -29,7 +29,9 @@ NAME, VARLEN, NATIVE = (
     "anyqlora_native",
 )  # in transformers' table; the second has all documents in one launch
 PLAIN = "anyqlora_plain"  # transformers' own, where nothing of ours can be; its backward is deterministic
-TOKENS = 12  # that a model is shown to see what it does: always as many, since oneDNN compiles each product for each number of tokens
+# that a model is shown to see what it does: always as many, since oneDNN compiles each product for each number of
+# tokens
+TOKENS = 12
 ELSEWHERE = (
     "softcap",
     "s_aux",

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-# ------------------------------------------------------------------------------ probes: (row, machine) -> Found, no side effects
+# --------------------------------------------------------------------- probes: (row, machine) -> Found, no side effects
 
 
 def built_in(table: Mapping[str, Capabilities] = CAPABILITIES) -> dict[str, BackendSpec]:
@@ -73,7 +73,7 @@ def plugin(name: str) -> BackendSpec:
     return spec
 
 
-# ---------------------------------------------------------------------------------------------------------------- the manager
+# ---------------------------------------------------------------------------------------------------------- the manager
 
 
 class MemoryInfo(dict):
@@ -96,9 +96,11 @@ class MemoryInfo(dict):
 
 
 class BackendManager:
-    """One backend of one machine: `backend` names it (auto: the first usable), `machine` and `table` stand for others in tests.
+    """One backend of one machine: `backend` names it (auto: the first usable), `machine` and `table` stand for others
+    in tests.
 
-    Raises BackendUnavailable (a ValueError) for a name that is unknown or absent, NotBuilt for one whose loop is not built.
+    Raises BackendUnavailable (a ValueError) for a name that is unknown or absent, NotBuilt for one whose loop is not
+    built.
     """
 
     def __init__(
@@ -250,11 +252,15 @@ class BackendManager:
         return MemoryInfo(rss=psutil.Process().memory_info().rss, total=total, available=available)
 
     def validate_model_size(self, billions: float) -> bool:
-        """Whether QLoRA of a model of so many billion parameters is predicted to fit: one row of 2048 tokens, checkpointing."""
+        """Whether QLoRA of a model of so many billion parameters is predicted to fit: one row of 2048 tokens,
+        checkpointing.
+        """
         return self._fits(billions, 1, 2048)
 
     def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
-        """The largest power of two of rows that is predicted to fit, at least 1: fewer for larger models and longer rows."""
+        """The largest power of two of rows that is predicted to fit, at least 1: fewer for larger models and longer
+        rows.
+        """
         rows = 1
         while rows < 1024 and self._fits(model_size_b, 2 * rows, sequence_length):
             rows *= 2

@@ -96,7 +96,9 @@ class BackendReport:
 
     @property
     def memory_free(self) -> int | None:
-        """Bytes of the device with the least, where one that was not measured counts as empty; None where none was measured."""
+        """Bytes of the device with the least, where one that was not measured counts as empty; None where none was
+        measured.
+        """
         if all(device.memory_free is None for device in self.devices):
             return None
         known = [device.memory_total if device.memory_free is None else device.memory_free for device in self.devices]
@@ -105,7 +107,9 @@ class BackendReport:
         )
 
     def used(self, processes: int) -> BackendReport:
-        """The same of the devices that so many processes take, one each: what one of them does not do, the run does not."""
+        """The same of the devices that so many processes take, one each: what one of them does not do, the run does
+        not.
+        """
         devices = self.devices[:processes]
         lacks = _no_bf16(devices) if devices and devices[0].bf16 else {}
         return replace(
@@ -134,7 +138,10 @@ class BackendReport:
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """One backend: a row, the probe that narrows it, the device string. Third parties give one by entry point, group anyqlora.backends."""
+    """One backend: a row, the probe that narrows it, the device string.
+
+    Third parties give one by entry point, group anyqlora.backends.
+    """
 
     name: str
     capabilities: Capabilities

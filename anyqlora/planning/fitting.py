@@ -1,4 +1,6 @@
-"""What a plan makes of the free memory: shards, rows at a time, layers that are recomputed, weights that stay dequantized."""
+"""What a plan makes of the free memory: shards, rows at a time, layers that are recomputed, weights that stay
+dequantized.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def implied_strategy(config) -> str | None:
 
 
 def plan_sharding(draft, shapes, free: int) -> None:
-    """Several processes each hold the whole model where it fits, and shards of it where not, unless somebody has said which."""
+    """Several processes each hold the whole model where it fits, and shards of it where not, unless somebody has said
+    which.
+    """
     config = draft.config
     if config.sources.get("strategy") == "plan" and config.strategy == "ddp" and not implied_strategy(config):
         trial = config.with_(
@@ -58,8 +62,8 @@ def plan_evaluation(draft, shapes, free: int) -> None:
 def plan_batch(draft, shapes, free: int | None) -> None:
     """Micro-batch, accumulation and checkpointing. What was stated of the global batch is kept.
 
-    Checkpointing comes only when a run does not fit otherwise, with batch_size auto not even with one row, and then of a quarter of the
-    layers, half of them, three quarters or all.
+    Checkpointing comes only when a run does not fit otherwise, with batch_size auto not even with one row, and then of
+    a quarter of the layers, half of them, three quarters or all.
     """
     config = draft.config
     is_auto, steps = config.batch_size == AUTO, config.gradient_accumulation_steps
@@ -110,7 +114,10 @@ def plan_batch(draft, shapes, free: int | None) -> None:
             )
         draft.choose("gradient_accumulation_steps", rows * steps // micro)
     elif micro != rows:
-        why = f"{format_bytes(needed(rows, recomputed))} needed, {format_bytes(free or 0)} free; the global batch stays {rows * steps} rows"
+        why = (
+            f"{format_bytes(needed(rows, recomputed))} needed, {format_bytes(free or 0)} free; the global batch stays "
+            f"{rows * steps} rows"
+        )
         draft.adjust("batch_size", micro, why)
         draft.adjust("gradient_accumulation_steps", steps * rows // micro, why)
     if is_known and not fits(micro, recomputed):
@@ -119,8 +126,10 @@ def plan_batch(draft, shapes, free: int | None) -> None:
 
 
 def plan_dequantized_layers(draft, shapes, free: int | None) -> None:
-    """Dequantized weights of as many layers as fit into half of the free memory beside all else: of all, a half, a quarter or none,
-    and of the free memory a power of two, so that two runs on one machine hardly ever choose otherwise."""
+    """Dequantized weights of as many layers as fit into half of the free memory beside all else: of all, a half, a
+    quarter or none, and of the free memory a power of two, so that two runs on one machine hardly ever choose
+    otherwise.
+    """
     config = draft.config
     if config.dequantized_layers != AUTO:
         return
@@ -137,7 +146,9 @@ def plan_dequantized_layers(draft, shapes, free: int | None) -> None:
 
 
 def halve(batch_size: int, gradient_accumulation_steps: int) -> tuple[int, int]:
-    """(batch_size, gradient_accumulation_steps) of the same rows, in whole micro-batches of half the size or the next below that."""
+    """(batch_size, gradient_accumulation_steps) of the same rows, in whole micro-batches of half the size or the next
+    below that.
+    """
     rows = batch_size * gradient_accumulation_steps
     size = next(size for size in range(max(batch_size // 2, 1), 0, -1) if rows % size == 0)
     return size, rows // size

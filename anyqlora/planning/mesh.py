@@ -1,4 +1,6 @@
-"""The axes of a device mesh by name, and which of them splits which dimension of a weight: read from flags and files, no framework."""
+"""The axes of a device mesh by name, and which of them splits which dimension of a weight: read from flags and files,
+no framework.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ class LayoutError(UsageError, ValueError):
 class RegexMap(MutableMapping):
     """A map from names of tensors to values, whose keys are names or regexes of whole names.
 
-    `layouts[name]` is the value of that very key, else of the one regex that matches the whole name, else None. Several regexes
-    that match are an error: whichever won would be a guess.
+    `layouts[name]` is the value of that very key, else of the one regex that matches the whole name, else None. Several
+    regexes that match are an error: whichever won would be a guess.
     """
 
     def __init__(self, items=()):
@@ -145,7 +147,8 @@ def from_file(path: str) -> RegexMap:
         if said not in SPLITS:
             what = json.dumps(said) if listed else repr(getattr(node, "value", "a map"))
             refuse(
-                f"{key.value}: {what} is not one of [model, null] (split along outputs), [null, model] (along inputs), [null, null]",
+                f"{key.value}: {what} is not one of [model, null] (split along outputs), [null, model] (along inputs), "
+                f"[null, null]",
                 key,
             )
         try:
@@ -166,9 +169,11 @@ def data_processes(config: TrainConfig) -> int:
 
 
 def resolve_mesh(draft, devices: int) -> None:
-    """Resolve mesh, layout, strategy and world size, which say one thing together, where tensor parallelism is asked for.
+    """Resolve mesh, layout, strategy and world size, which say one thing together, where tensor parallelism is asked
+    for.
 
-    Without a mesh the model axis has all processes, of which there is one for each of `devices` unless somebody says. Raises LayoutError.
+    Without a mesh the model axis has all processes, of which there is one for each of `devices` unless somebody says.
+    Raises LayoutError.
     """
     config = draft.config
     if not (config.mesh or config.tensor_layout or config.strategy == "tp"):
@@ -210,7 +215,10 @@ def resolve_mesh(draft, devices: int) -> None:
 
 
 def check(config: TrainConfig, shapes: ModelShape | None) -> None:
-    """Raises UsageError or NotBuilt for what strategy tp cannot do, before anything is loaded. `shapes`: None where they are unknown."""
+    """Raises UsageError or NotBuilt for what strategy tp cannot do, before anything is loaded.
+
+    `shapes`: None where they are unknown.
+    """
     if config.strategy != "tp":
         return
 
@@ -245,7 +253,8 @@ def check(config: TrainConfig, shapes: ModelShape | None) -> None:
         return
     if shapes.experts:
         raise NotSupported(
-            f"strategy tp with a mixture of experts ({shapes.model_type}): the experts would stay whole on every process",
+            f"strategy tp with a mixture of experts ({shapes.model_type}): the experts would stay whole on every "
+            f"process",
             where=config.sources.get("strategy", ""),
             cure="--strategy fsdp",
         )
@@ -258,7 +267,9 @@ def check(config: TrainConfig, shapes: ModelShape | None) -> None:
 
 
 def slice_of(shapes: ModelShape | None, config: TrainConfig) -> ModelShape | None:
-    """The shapes of what each process computes with, from which its memory is predicted; by a layout file they are taken as whole."""
+    """The shapes of what each process computes with, from which its memory is predicted; by a layout file they are
+    taken as whole.
+    """
     if shapes is None or config.strategy != "tp" or config.tensor_layout != DEFAULT:
         return shapes
     ways = mesh_axes(config.mesh)[MODEL]
@@ -281,7 +292,9 @@ def slice_of(shapes: ModelShape | None, config: TrainConfig) -> ModelShape | Non
 
 
 def has_split_heads(shapes: ModelShape) -> bool:
-    """Whether each process has some of the heads: not where all are normalized together, or cut out of one fused output."""
+    """Whether each process has some of the heads: not where all are normalized together, or cut out of one fused
+    output.
+    """
     return shapes.qk_norm != "all" and not (shapes.fused_qkv and shapes.gated)
 
 

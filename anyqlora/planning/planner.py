@@ -1,4 +1,6 @@
-"""What a run will do, decided once: every auto resolved, every change of what was asked written down with its reason."""
+"""What a run will do, decided once: every auto resolved, every change of what was asked written down with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,8 @@ class RunPlan:
         )
         where = f"{self.backend} ({self.framework}, device {self.device})"
         lines = [
-            f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} process{'es' * (self.world_size > 1)}",
+            f"backend     {where}, strategy {self.strategy}{f' over {c.mesh}' if c.mesh else ''}, {self.world_size} "
+            f"process{'es' * (self.world_size > 1)}",
             f"model       {c.model_name}, frozen weights {self.quantizer}, {trained}",
             f"arithmetic  {self.precision}, optimizer {c.optimizer}{saved}, {self.kernels} kernels"
             + f", frozen weights multiplied in {c.frozen_matmul.replace('_', ' in ')}"
@@ -131,7 +134,8 @@ class RunPlan:
                 else ""
             )
             lines.append(
-                f"memory      {format_bytes(self.memory.total)} predicted, {free}; most is needed in {self.memory.peak}:"
+                f"memory      {format_bytes(self.memory.total)} predicted, {free}; most is needed in "
+                f"{self.memory.peak}:"
             )
             lines += [f"  {name:22} {format_bytes(part):>10}" for name, part in self.memory.parts.items() if part]
             others = {
@@ -246,10 +250,12 @@ class PlanBuilder:
 
 
 def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunPlan:
-    """The plan of `config` on a backend, from its `row` (Capabilities) and what was `found` on the machine (Found). Pure.
+    """The plan of `config` on a backend, from its `row` (Capabilities) and what was `found` on the machine (Found).
 
-    Raises UsageError for what the row or the machine does not allow (and, with strict, for any adjustment), NotBuilt for what
-    this version lacks.
+    Pure.
+
+    Raises UsageError for what the row or the machine does not allow (and, with strict, for any adjustment), NotBuilt
+    for what this version lacks.
     """
     draft = PlanBuilder(validate(config))
     if config.backend not in (AUTO, backend):
@@ -315,7 +321,9 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
 
 
 def _targets(config: TrainConfig, model_type: str, shapes: architectures.ModelShape | None) -> None:
-    """Raises UsageError for lora_target_modules that the model does not have; of unknown layers, for what none can have."""
+    """Raises UsageError for lora_target_modules that the model does not have; of unknown layers, for what none can
+    have.
+    """
     stated, where = config.lora_target_modules, config.sources.get("lora_target_modules", "")
     if shapes is None:
         lora_targets.parse_targets(stated, model_type, where)
@@ -438,7 +446,10 @@ def _lacks(info: Info, found) -> str:
 
 
 def _groups(draft, shapes) -> None:
-    """Affine groups do not cross the end of a row. Raises UsageError naming every layer whose inputs are no multiple of one."""
+    """Affine groups do not cross the end of a row.
+
+    Raises UsageError naming every layer whose inputs are no multiple of one.
+    """
     config = draft.config
     group = registry.quantizer(config.quantizer).group_size(config)
     wrong = [f"{linear.name} has {linear.inputs}" for linear in shapes.linears if group and linear.inputs % group]
@@ -458,7 +469,9 @@ def _optimizer(draft, backend, row, found) -> None:
 
 
 def _kernels(draft, backend, row, found) -> None:
-    """Ours take the place of modules that this process has whole: where strategies split the model, the framework's own run."""
+    """Ours take the place of modules that this process has whole: where strategies split the model, the framework's own
+    run.
+    """
     config = draft.config
     is_split = not registry.strategy(config.strategy).fusable
     kernels = registry.KERNELS[found.kernels[0] if config.kernels == AUTO else config.kernels]
@@ -557,7 +570,9 @@ def _fast_paths(draft, row, shapes, found) -> None:
 
 
 def _fused_head(draft, shapes, found) -> None:
-    """The head and its loss in C: a way of `native` kernels, where the head is frozen and nothing but a factor comes after it."""
+    """The head and its loss in C: a way of `native` kernels, where the head is frozen and nothing but a factor comes
+    after it.
+    """
     config = draft.config
     why = next(
         (
@@ -587,7 +602,9 @@ def _fused_head(draft, shapes, found) -> None:
 
 
 def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
-    """Quantized weights are kept for the next start where one process quantizes the files' own weights whole, and that takes seconds."""
+    """Quantized weights are kept for the next start where one process quantizes the files' own weights whole, and that
+    takes seconds.
+    """
     config, asked = draft.config, draft.config.quantized_cache
     quantizer, adapter = registry.quantizer(config.quantizer), registry.adapter(config.adapter)
     if asked is False:
@@ -638,7 +655,9 @@ def _model_config(draft) -> dict | None:
 
 
 def _positions(draft, described: dict) -> None:
-    """Rows no longer than the model has positions for, unless longer ones were asked for and its positions are not a table."""
+    """Rows no longer than the model has positions for, unless longer ones were asked for and its positions are not a
+    table.
+    """
     longest, asked = architectures.max_positions(described), draft.config.context_length
     if longest is None or asked <= longest:
         return
@@ -656,7 +675,10 @@ def _positions(draft, described: dict) -> None:
 
 
 def fitted_context_length(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """`config` with rows as long as a plan makes them on any machine, and what there is to say of it. Raises UsageError as a plan does."""
+    """`config` with rows as long as a plan makes them on any machine, and what there is to say of it.
+
+    Raises UsageError as a plan does.
+    """
     draft = PlanBuilder(config)
     _positions(draft, architectures.model_config(config))
     return draft.config, [*map(str, draft.adjustments), *draft.warnings]

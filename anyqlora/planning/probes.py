@@ -124,7 +124,8 @@ def _mlx(row, machine):
     if not build or not lm:
         lacking = "mlx-lm" if build else "mlx's device code (mlx-metal, or mlx-cpu on Linux)"
         return _absent(
-            f"mlx {machine.mlx.get('version')} is installed without {lacking}: pip install 'mlx[cpu]' mlx-lm (on a Mac: mlx mlx-lm)"
+            f"mlx {machine.mlx.get('version')} is installed without {lacking}: pip install 'mlx[cpu]' mlx-lm (on a "
+            f"Mac: mlx mlx-lm)"
         )
     if has_metal and machine.mps.get("built") and not machine.mps.get("available"):
         return _absent("Metal finds no GPU here, as in a virtual machine or without a screen")
@@ -206,7 +207,8 @@ def _native_kernels(machine: Machine, allowed: str) -> tuple[str, str]:
     if "avx512_bf16" not in machine.cpu_features:
         return (
             f"this processor has no AVX512-BF16{allowed}",
-            "portable kernels run; where it is there (AMD from Zen 4 on, Intel Sapphire Rapids and later) bf16 steps run "
+            "portable kernels run; where it is there (AMD from Zen 4 on, Intel Sapphire Rapids and later) bf16 steps "
+            "run "
             f"on C kernels, and portable ones take {PORTABLE_PRICE} times as long",
         )
     if machine.compiler or machine.prebuilt.get("level"):

@@ -30,7 +30,10 @@ PORTS = 20000  # SLURM's jobs meet at port 20000 + job % 20000, so that two of t
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """One of `size` processes. `launcher` names who started them ("" when nobody did), `address` and `port` are where they meet."""
+    """One of `size` processes.
+
+    `launcher` names who started them ("" when nobody did), `address` and `port` are where they meet.
+    """
 
     rank: int = 0
     size: int = 1
@@ -45,7 +48,10 @@ class ProcessContext:
 
     @classmethod
     def here(cls, config: TrainConfig, environ: Mapping[str, str] = os.environ) -> ProcessContext:
-        """This process, from the environment that torchrun, `srun`, mlx.launch or train.py itself made. Raises UsageError for half of one."""
+        """This process, from the environment that torchrun, `srun`, mlx.launch or train.py itself made.
+
+        Raises UsageError for half of one.
+        """
         if any(environ.get(name) for name in OF_TORCHRUN[:3]):
             world = cls._of_torchrun(environ)
         elif environ.get("MLX_RANK"):
@@ -104,7 +110,9 @@ class ProcessContext:
 
     @classmethod
     def _of_slurm(cls, config: TrainConfig, environ: Mapping[str, str]) -> ProcessContext:
-        """`srun` starts a process for each task; the batch script itself is none of them, though it sees the same variables."""
+        """`srun` starts a process for each task; the batch script itself is none of them, though it sees the same
+        variables.
+        """
         is_task = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
         size = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
         if size == 1:
@@ -157,7 +165,9 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def device_index(local_rank: int, visible: int) -> int:
-    """Which of the devices that a process sees is its own: the only one, where its launcher shows it no other (srun --gpus-per-task=1)."""
+    """Which of the devices that a process sees is its own: the only one, where its launcher shows it no other (srun
+    --gpus-per-task=1).
+    """
     return 0 if visible == 1 else local_rank
 
 
@@ -169,7 +179,9 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int:
-    """How many of a run's processes torchrun, mlx.launch or srun has started on this machine; 0 where it does not say."""
+    """How many of a run's processes torchrun, mlx.launch or srun has started on this machine; 0 where it does not
+    say.
+    """
     try:
         if environ.get("LOCAL_WORLD_SIZE"):
             return int(environ["LOCAL_WORLD_SIZE"])
@@ -189,7 +201,9 @@ def local_size(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def cores_per_process(own: int, environ: Mapping[str, str] = os.environ) -> int:
-    """The cores that a run's processes on this machine have together, where this one may use `own`: those, unless srun has bound each task to its own."""
+    """The cores that a run's processes on this machine have together, where this one may use `own`: those, unless srun
+    has bound each task to its own.
+    """
     node = environ.get("SLURM_CPUS_ON_NODE", "")  # of the step, on this machine
     tasks = 0 if environ.get("LOCAL_WORLD_SIZE") or not node.isdecimal() else local_size(environ)
     return own * tasks if 0 < own * tasks <= int(node) else own
@@ -203,7 +217,8 @@ def _has_others(environ: Mapping[str, str]) -> bool:
 def collective_backends(kind: str) -> str:
     """What torch's init_process_group takes for devices of this kind: the device's own, and gloo for host memory.
 
-    Not "cpu:gloo" on a CPU: torch 2.13 then knows no default backend where the compiler has been imported, and says so when the group is left.
+    Not "cpu:gloo" on a CPU: torch 2.13 then knows no default backend where the compiler has been imported, and says so
+    when the group is left.
     """
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{COLLECTIVES[kind]}"
 
@@ -229,7 +244,9 @@ def physical_cores() -> int:
 
 
 def free_port() -> str:
-    """A port that nobody listens on, below those that the system hands to whoever connects: one of these may be gone when it is used."""
+    """A port that nobody listens on, below those that the system hands to whoever connects: one of these may be gone
+    when it is used.
+    """
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):

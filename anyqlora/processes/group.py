@@ -38,7 +38,8 @@ class SingleProcess:
 class ProcessGroup(SingleProcess):
     """The same among several processes. A framework's own says how JSON and bytes travel.
 
-    `stacks` is the open file that tells where the threads of this process are, when another one is lost or SIGUSR2 comes; None: nowhere.
+    `stacks` is the open file that tells where the threads of this process are, when another one is lost or SIGUSR2
+    comes; None: nowhere.
     """
 
     stacks = None

@@ -29,7 +29,10 @@ FORWARDED_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SI
 
 @dataclass
 class LocalLauncher:
-    """The processes of one attempt. `ends` has the exit codes of those that have ended, in the order in which they did."""
+    """The processes of one attempt.
+
+    `ends` has the exit codes of those that have ended, in the order in which they did.
+    """
 
     folder: Path
     running: dict[int, subprocess.Popen] = field(default_factory=dict)
@@ -39,7 +42,10 @@ class LocalLauncher:
     interrupts: int = 0
 
     def start(self, size: int, address: str, port: str) -> None:
-        """Start `size` processes. The first one speaks; what the others have to say on standard error is kept for when it matters."""
+        """Start `size` processes.
+
+        The first one speaks; what the others have to say on standard error is kept for when it matters.
+        """
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, physical_cores() // size))
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -67,7 +73,10 @@ class LocalLauncher:
         return self.folder / f"rank-{rank}.txt"
 
     def wait(self) -> None:
-        """Until all have ended. After the first failure the others get some time, then are asked where they are, then are ended."""
+        """Until all have ended.
+
+        After the first failure the others get some time, then are asked where they are, then are ended.
+        """
         failed_at = None
         while self.running:
             for rank, process in list(self.running.items()):
@@ -117,11 +126,14 @@ class LocalLauncher:
 
 
 def launch(config: TrainConfig, plan, name: str) -> dict:
-    """Train in as many processes of this machine as the plan of `config` says, in the directory `name`. Returns the content of result.json.
+    """Train in as many processes of this machine as the plan of `config` says, in the directory `name`.
 
-    Exits as the process that failed, once what it said is shown. Raises PeerLost for one that was killed or does not answer, unless the
-    run can be started again from its last checkpoint, as it is up to `max_restarts` times. One that ran out of memory makes all start
-    again with half the rows at a time. Raises Stopped for those that a signal ended before they could say so: none is started again.
+    Returns the content of result.json.
+
+    Exits as the process that failed, once what it said is shown. Raises PeerLost for one that was killed or does not
+    answer, unless the run can be started again from its last checkpoint, as it is up to `max_restarts` times. One that
+    ran out of memory makes all start again with half the rows at a time. Raises Stopped for those that a signal ended
+    before they could say so: none is started again.
     """
     config, left = config.with_(world_size=plan.world_size), config.max_restarts
     rows, steps = plan.batch_size, plan.gradient_accumulation_steps
@@ -175,7 +187,8 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
 def watch_processes(processes: LocalLauncher, config: TrainConfig) -> None:
     """Start the processes and see them through, handing on the signals that come meanwhile.
 
-    A signal that asks to stop before all are started ends them at once: `stoppable`, and Python for SIGINT, raise it here.
+    A signal that asks to stop before all are started ends them at once: `stoppable`, and Python for SIGINT, raise it
+    here.
     """
     port = config.master_port if config.asked("master_port") else free_port()
     before = {}

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def train(config: TrainConfig, name: str = "") -> dict:
-    """One run, from its configuration to the finished adapter, in as many processes as the plan says. Returns the content of result.json
-    and `directory`, the run directory.
+    """One run, from its configuration to the finished adapter, in as many processes as the plan says.
+
+    Returns the content of result.json and `directory`, the run directory.
 
     `name` is the directory that was found for a run without a `run_name`, where another process has found it.
     """
@@ -73,7 +74,9 @@ def work(run_directory: RunDirectory, plan, context: ProcessContext, config: Tra
 
 
 def train_loop(session: TrainingSession, make_engine: Callable[[TrainingSession], Engine]) -> dict:
-    """Fine-tune: the engine computes on its framework, the session knows what comes next and what the processes agree on."""
+    """Fine-tune: the engine computes on its framework, the session knows what comes next and what the processes agree
+    on.
+    """
     engine, evaluations = make_engine(session), session.evaluations
     with engine.phase("load"):
         loaded = engine.load(session.data.sample(session.plan.batch_size))

@@ -15,7 +15,9 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def end_with_parent(parent: int) -> None:
-    """Be killed when the process `parent` ends, however it ends: a run is never left without the one who watches it (Linux)."""
+    """Be killed when the process `parent` ends, however it ends: a run is never left without the one who watches it
+    (Linux).
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before we asked

@@ -67,7 +67,10 @@ class JsonLines:
 
 
 class Metrics(JsonLines):
-    """metrics.jsonl: an object for each logged step and each evaluation. `trackers` are told what is written, when it is written."""
+    """metrics.jsonl: an object for each logged step and each evaluation.
+
+    `trackers` are told what is written, when it is written.
+    """
 
     def __init__(self, path: Path, keep: int, trackers, warn):
         self.trackers = trackers
@@ -104,7 +107,8 @@ class ConsoleReporter:
     def step(self, record: dict) -> None:
         """`record` is that of metrics.jsonl, with eta_seconds."""
         self.info(
-            f"step {record['step']:>5}/{self.total}  loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}"
+            f"step {record['step']:>5}/{self.total}  loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr "
+            f"{record['lr']:.2e}"
             f"  {record['trained_tokens_per_second']:.0f} trained tok/s  eta {duration(record['eta_seconds'])}"
         )
 

@@ -28,7 +28,10 @@ def is_interactive() -> bool:
 
 
 class LivePanel(ConsoleReporter):
-    """Step, loss with its trend, rate, gradient norm, speed, memory and time left. What is said or warned stands above it."""
+    """Step, loss with its trend, rate, gradient norm, speed, memory and time left.
+
+    What is said or warned stands above it.
+    """
 
     def __init__(self, plan, total_steps: int):
         super().__init__(plan, total_steps)

@@ -1,4 +1,6 @@
-"""What came of a finished run, from its directory: before and after, time, memory, where things are, what to do next."""
+"""What came of a finished run, from its directory: before and after, time, memory, where things are, what to do
+next.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def read_json(path: Path):
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file; none where there is no file. Lines of bytes: text has more line ends, which may stand in an answer."""
+    """The objects of a JSON-lines file; none where there is no file.
+
+    Lines of bytes: text has more line ends, which may stand in an answer.
+    """
     return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
@@ -116,7 +121,8 @@ def facts(directory: Path, result: dict, encoding: str) -> Iterator[tuple[str, s
     planned = result["planned_memory_bytes"]
     yield (
         "memory",
-        f"{format_bytes(planned) if planned else 'nothing'} planned, {format_bytes(result['peak_memory_bytes'])} measured at most",
+        f"{format_bytes(planned) if planned else 'nothing'} planned, {format_bytes(result['peak_memory_bytes'])} "
+        f"measured at most",
     )
     for adjustment in result["adjustments"]:
         yield "adjusted", "{field}: asked {asked}, got {got}: {why}".format(**adjustment)
@@ -125,7 +131,8 @@ def facts(directory: Path, result: dict, encoding: str) -> Iterator[tuple[str, s
             yield folder, f"{directory / folder}  (sha256 {result['adapter_sha256'][:16]})"
     yield (
         "run",
-        f"{directory}  (result.json, metrics.jsonl, {'samples.jsonl, ' * (directory / 'samples.jsonl').exists()}checkpoints)",
+        f"{directory}  (result.json, metrics.jsonl, "
+        f"{'samples.jsonl, ' * (directory / 'samples.jsonl').exists()}checkpoints)",
     )
     for name, command in (
         ("wandb", "wandb sync {}/wandb/*run-*"),

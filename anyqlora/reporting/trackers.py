@@ -82,7 +82,10 @@ class TrackerContext:
 
 
 class Trackers:
-    """All trackers of a run; none at all is the usual case. One that fails on the way is given up: training does not depend on it."""
+    """All trackers of a run; none at all is the usual case.
+
+    One that fails on the way is given up: training does not depend on it.
+    """
 
     def __init__(self, config: TrainConfig, directory: Path, resumed: bool, warn, finished_steps: int = 0):
         """`resumed`: the run goes on, there as here, after so many steps. `warn(text)` is told of trackers that fail.
@@ -179,7 +182,9 @@ class Wandb:
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb would find a key: in the environment or for its server in the netrc file, where `wandb login` puts it."""
+    """Whether wandb would find a key: in the environment or for its server in the netrc file, where `wandb login` puts
+    it.
+    """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc

@@ -1,9 +1,11 @@
 """The one writer and the one reader of checkpoints: a checkpoint is complete or absent.
 
-    checkpoints/step-000120/   adapter_model.safetensors  adapter_config.json  optimizer.safetensors  state.json  manifest.json
+    checkpoints/step-000120/   adapter_model.safetensors  adapter_config.json  optimizer.safetensors  state.json
+                               manifest.json
 
-A directory is staged beside its place, every file is written and synced, the manifest (size and sha256 of each file) goes last,
-then one rename makes it visible. The reader goes from the newest to the oldest, verifies, and says what it rejected and why.
+A directory is staged beside its place, every file is written and synced, the manifest (size and sha256 of each file)
+goes last, then one rename makes it visible. The reader goes from the newest to the oldest, verifies, and says what it
+rejected and why.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ MOMENTS, STATE = "optimizer.safetensors", "state.json"
 
 
 def read_adapter(path: Path) -> dict[str, np.ndarray]:
-    """What is in an adapter's file, in whatever type, as {name: float32 array}. Raises UsageError for what is damaged or not finite."""
+    """What is in an adapter's file, in whatever type, as {name: float32 array}.
+
+    Raises UsageError for what is damaged or not finite.
+    """
     try:
         tensors = dict(deserialize(path.read_bytes()))
     except (OSError, SafetensorError) as error:
@@ -64,7 +69,9 @@ def _array(name: str, about: dict, where: str) -> np.ndarray:
 
 
 def check_shapes(tensors: Mapping[str, np.ndarray], here: Mapping[str, tuple], where: str) -> None:
-    """Raises UsageError naming tensors, of what was learned at `where`, that are not of the run's names and shapes, `here`."""
+    """Raises UsageError naming tensors, of what was learned at `where`, that are not of the run's names and shapes,
+    `here`.
+    """
     there = {name: tuple(array.shape) for name, array in tensors.items()}
     other = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
     if other:
@@ -117,7 +124,10 @@ class Checkpoints:
         identity: dict,
         machine: dict,
     ) -> Path:
-        """Write the checkpoint of `step` finished optimizer steps. Raises OSError and leaves every older one as it was."""
+        """Write the checkpoint of `step` finished optimizer steps.
+
+        Raises OSError and leaves every older one as it was.
+        """
         files = {
             ADAPTER: tensors_to_bytes(adapter, {"format": "pt"}),
             ADAPTER_CONFIG: to_json(adapter_config),
@@ -130,7 +140,9 @@ class Checkpoints:
         return self.path(step)
 
     def newest_good(self, identity: dict | None) -> tuple[LoadedCheckpoint | None, list[tuple[str, str]]]:
-        """The newest checkpoint that verifies and is of this run (None: of any), and what was rejected before it was found."""
+        """The newest checkpoint that verifies and is of this run (None: of any), and what was rejected before it was
+        found.
+        """
         rejected = []
         for step in reversed(self.steps()):
             try:
@@ -190,7 +202,8 @@ class Checkpoints:
     def prune(self, newest: int, keep: int, best: int | None = None) -> None:
         """Of the checkpoints up to the step `newest`, remove all but the last `keep` and the step `best`.
 
-        Later ones were rejected when the run was continued: they are not counted, and the run will write those steps again.
+        Later ones were rejected when the run was continued: they are not counted, and the run will write those steps
+        again.
         """
         for step in [step for step in self.steps() if step <= newest][:-keep]:
             if step != best:

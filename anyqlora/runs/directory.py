@@ -1,4 +1,6 @@
-"""Where a run lies on disk, whether it is the one that is asked for, and what it continues from - before any framework is imported."""
+"""Where a run lies on disk, whether it is the one that is asked for, and what it continues from - before any framework
+is imported.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ TOKENIZER_FILES = (
 class RunDirectory:
     """A run directory, which no other process trains in until this one leaves it.
 
-    `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that took. `is_empty` is
-    whether nothing was in it when this process took it, and no step was trained in it yet. `replaces`: a run with other settings is gone on
-    with, by --resume force.
+    `restored` is the newest good checkpoint in it, `rejected` what was passed over to find it, `seconds` what that
+    took. `is_empty` is whether nothing was in it when this process took it, and no step was trained in it yet.
+    `replaces`: a run with other settings is gone on with, by --resume force.
     """
 
     directory: Path
@@ -65,7 +67,10 @@ class RunDirectory:
     replaces: bool = False
 
     def lock(self) -> None:
-        """Take the directory, which is there by now. Raises UsageError when another process has it; the system gives it back when that ends."""
+        """Take the directory, which is there by now.
+
+        Raises UsageError when another process has it; the system gives it back when that ends.
+        """
         self._lock()
         self.is_empty = not any(self.directory.iterdir())
 
@@ -90,8 +95,10 @@ class RunDirectory:
         self.identity["global_batch"] = global_batch
         if self.restored and config.resume != "force" and there != global_batch:
             raise UsageError(
-                f"{self.directory} holds a run of {there} rows to a step, and with these devices it would be {global_batch}",
-                cure="--gradient_accumulation_steps, --batch_size or --world_size so that the global batch stays; or another --run_name",
+                f"{self.directory} holds a run of {there} rows to a step, and with these devices it would be "
+                f"{global_batch}",
+                cure="--gradient_accumulation_steps, --batch_size or --world_size so that the global batch stays; or "
+                "another --run_name",
             )
 
     def broadcast(self, ranks: SingleProcess) -> None:
@@ -120,8 +127,9 @@ class RunDirectory:
         self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
 
     def keep_planned(self, config: TrainConfig, plan) -> TrainConfig:
-        """`config` with what the plan chose when the checkpoint was written, where nobody states it now and device and strategy are
-        the same: the free memory of today does not change the bytes of a run that goes on."""
+        """`config` with what the plan chose when the checkpoint was written, where nobody states it now and device and
+        strategy are the same: the free memory of today does not change the bytes of a run that goes on.
+        """
         before = self.restored.machine if self.restored else {}
         if not before or any(
             before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size", "strategy")
@@ -138,7 +146,9 @@ class RunDirectory:
         return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
 
     def reopen(self, disk: FileSystem) -> None:
-        """A finished run that goes on is an unfinished one from now on: its result.json steps aside, under the number of its steps."""
+        """A finished run that goes on is an unfinished one from now on: its result.json steps aside, under the number
+        of its steps.
+        """
         result = read_json(self.directory / RESULT)
         if result is not None:
             aside = [f"result-{result['steps']:06d}{again}.json" for again in ("", *(f"-{n}" for n in range(1, 1000)))]
@@ -153,7 +163,10 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def hand_over(self) -> Iterator[None]:
-        """Other processes take the directory now, and read what is in it themselves. It goes when they have left it empty."""
+        """Other processes take the directory now, and read what is in it themselves.
+
+        It goes when they have left it empty.
+        """
         self.unlock()
         self.is_empty, self.restored = False, None
         try:
@@ -170,7 +183,9 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """A run that fails before its first step leaves nothing; one that is stopped is found again by the same command."""
+        """A run that fails before its first step leaves nothing; one that is stopped is found again by the same
+        command.
+        """
         is_stopped = isinstance(error, (Stopped, KeyboardInterrupt)) and (self.directory / IDENTITY).exists()
         if error is not None and self.is_empty and not is_stopped:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -181,9 +196,9 @@ class RunDirectory:
 def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
     """The directory of the run that `config` asks for.
 
-    `run_name` names it, or `name`, which was found for it before; else the newest unfinished run of the same identity is continued; else
-    a new directory is made. Raises UsageError when the named directory holds another run, NoCheckpoint when it holds checkpoints and none
-    can be used, DiskFull when nothing can be made there.
+    `run_name` names it, or `name`, which was found for it before; else the newest unfinished run of the same identity
+    is continued; else a new directory is made. Raises UsageError when the named directory holds another run,
+    NoCheckpoint when it holds checkpoints and none can be used, DiskFull when nothing can be made there.
     """
     began = time.perf_counter()
     identity = run_identity(config)
@@ -218,7 +233,9 @@ def unknown_run_directory() -> RunDirectory:
 
 
 def _restore_run(found: RunDirectory, identity: dict | None, has_ended: bool) -> None:
-    """Find the checkpoint that the run goes on from, and clear away what a killed process left half done. Raises NoCheckpoint.
+    """Find the checkpoint that the run goes on from, and clear away what a killed process left half done.
+
+    Raises NoCheckpoint.
 
     The last checkpoint of a run that has ended was written before its last evaluation, which is made again.
     """
@@ -305,15 +322,18 @@ def _is_same_identity(config: TrainConfig, identity: dict, old: dict | None) -> 
 
 
 def _with_same_process_count(config: TrainConfig, identity: dict, old: dict) -> dict:
-    """`identity` with the global batch of `old`, where only the machine can tell how many processes there will be: the plan will know,
-    and `Place.check` compares then."""
+    """`identity` with the global batch of `old`, where only the machine can tell how many processes there will be: the
+    plan will know, and `Place.check` compares then.
+    """
     there, here = old.get("global_batch"), identity["global_batch"]
     is_open = config.world_size == -1 and may_have_several_gpus() and isinstance(there, int) and there % here == 0
     return {**identity, "global_batch": there} if is_open else identity
 
 
 def may_have_several_gpus() -> bool:
-    """Whether this machine may start a process for each of several GPUs: a look at Linux's device files, since torch takes seconds."""
+    """Whether this machine may start a process for each of several GPUs: a look at Linux's device files, since torch
+    takes seconds.
+    """
     return any(len(list(Path("/dev").glob(pattern))) > 1 for pattern in ("nvidia[0-9]*", "dri/renderD*"))
 
 
@@ -329,7 +349,9 @@ def _new_run(config: TrainConfig, root: Path) -> Path:
 
 
 def _make_directory(directory: Path) -> bool:
-    """Make a directory that was not there; false for one that was, such as that of another run which began in the same second."""
+    """Make a directory that was not there; false for one that was, such as that of another run which began in the same
+    second.
+    """
     try:
         directory.mkdir()
     except FileExistsError:

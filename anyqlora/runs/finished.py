@@ -60,7 +60,10 @@ class FinishedRun:
         return 2 * first.get(DIALOGUES, 0) > first.get("rows", 0)
 
     def asked(self, question: str) -> str | list[dict]:
-        """The question as the run's rows would put it: text before an answer, or messages for a chat template. Raises UsageError."""
+        """The question as the run's rows would put it: text before an answer, or messages for a chat template.
+
+        Raises UsageError.
+        """
         row = {
             "alpaca": {"instruction": question, "output": "-"},
             "prompt_completion": {"prompt": question, "completion": "-"},
@@ -76,7 +79,10 @@ class FinishedRun:
         return "".join(part for part, _ in meant.parts[:-1]) if meant else question
 
     def held_out(self, tokenizer, dataset: str = "", warn: Callable[[str], None] = lambda text: None) -> list[Example]:
-        """The rows of `dataset`, or those that the run held out itself; `warn` is told what was found in `dataset`. Raises UsageError."""
+        """The rows of `dataset`, or those that the run held out itself; `warn` is told what was found in `dataset`.
+
+        Raises UsageError.
+        """
         if dataset:
             rows, report = read_held_out(self.config, dataset, tokenizer)
             for finding in audit.warnings(report):
@@ -155,7 +161,9 @@ def read_run(directory: Path) -> FinishedRun:
 
 
 def plan_here(run: FinishedRun, changed: dict):
-    """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is said."""
+    """The run's plan on this machine: its own backend where that is here, else the one that auto takes, which is
+    said.
+    """
     from anyqlora.planning.backends import BackendManager  # not for reading a run
 
     is_whole = registry.adapter(run.config.adapter).trains_base  # it needs no base

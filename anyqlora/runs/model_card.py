@@ -49,8 +49,10 @@ model = AutoModelForCausalLM.from_pretrained("PATH/TO/model")  # the directory o
 
 
 def model_card(run) -> str:
-    """Markdown from what the run knows; the same run gives the same text. It is made to be published: local paths give their last
-    part only, and nothing that looks like a key is in it."""
+    """Markdown from what the run knows; the same run gives the same text.
+
+    It is made to be published: local paths give their last part only, and nothing that looks like a key is in it.
+    """
     config, plan = run.config, run.plan
     full = registry.adapter(plan.adapter).trains_base
     origin = loadable(config)
@@ -72,7 +74,8 @@ def model_card(run) -> str:
         lr=config.lr,
         lora="none"
         if full
-        else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, {html.escape(public_name(config.lora_target_modules))}",
+        else f"{config.lora_rank}, {config.lora_alpha:g}, {config.lora_dropout:g}, "
+        f"{html.escape(public_name(config.lora_target_modules))}",
         started=f"\n| started from | `{public_name(config.init_adapter)}` |" if config.init_adapter else "",
         schedule=config.lr_scheduler,
         optimizer=config.optimizer,
@@ -88,7 +91,10 @@ def packed_note(config, base: str) -> str:
     """What a reader has to know of a base whose files plain transformers does not read; nothing of any other."""
     if not is_mlx_packed(model_config(config)):
         return ""
-    packed = f"It was trained on `{public_name(config.model_name)}`, whose weights are packed as MLX's libraries and AnyQLoRA read them; plain transformers does not."
+    packed = (
+        f"It was trained on `{public_name(config.model_name)}`, whose weights are packed as MLX's libraries and "
+        f"AnyQLoRA read them; plain transformers does not."
+    )
     return packed + (
         f" Below it loads `{base}`, from which those were made.\n\n"
         if loadable(config) != config.model_name

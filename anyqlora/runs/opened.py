@@ -21,10 +21,11 @@ COLDEST = 1e-4  # the lowest temperature but 0: far below, a logit divided by it
 
 
 class FineTunedModel(ABC):
-    """A finished run's model on this machine, with what it has learned: quantized and computed as in training, so its numbers are too.
+    """A finished run's model on this machine, with what it has learned: quantized and computed as in training, so its
+    numbers are too.
 
-    run: what it was (`run.config`, `run.result`, `run.directory`). plan: what it is here (device, precision, quantizer, memory).
-    tokenizer: the run's own, with its chat template. `anyqlora.load_finetuned` makes one.
+    run: what it was (`run.config`, `run.result`, `run.directory`). plan: what it is here (device, precision, quantizer,
+    memory). tokenizer: the run's own, with its chat template. `anyqlora.load_finetuned` makes one.
     """
 
     def __init__(self, run: FinishedRun, plan: RunPlan, tokenizer: Any):
@@ -61,12 +62,13 @@ class FineTunedModel(ABC):
         """The answer to a prompt; of several prompts, given as a list, the list of their answers.
 
         A prompt is a text, which is put as the run's rows put theirs, or the messages of a conversation so far
-        (`[{"role": "user", "content": "..."}]`) for the tokenizer's chat template. Temperature 0 takes the likeliest token each time, a
-        higher one draws from all tokens, the same ones for the same `seed` of the run. `max_new_tokens` is the run's own where it is not
-        given. `streamer` (as transformers' TextStreamer) is handed the tokens of one prompt as they come.
+        (`[{"role": "user", "content": "..."}]`) for the tokenizer's chat template. Temperature 0 takes the likeliest
+        token each time, a higher one draws from all tokens, the same ones for the same `seed` of the run.
+        `max_new_tokens` is the run's own where it is not given. `streamer` (as transformers' TextStreamer) is handed
+        the tokens of one prompt as they come.
 
-        Raises UsageError for a prompt that has tokens which the model does not have, that leaves no room for an answer, or that the
-        rows' format or the chat template refuses.
+        Raises UsageError for a prompt that has tokens which the model does not have, that leaves no room for an answer,
+        or that the rows' format or the chat template refuses.
         """
         if temperature and not temperature >= COLDEST:
             raise UsageError(f"temperature: {temperature:g} is neither 0 nor at least {COLDEST:g}")
@@ -81,8 +83,8 @@ class FineTunedModel(ABC):
         return answers[0] if is_one else answers
 
     def evaluate(self, dataset: str = "") -> dict[str, Any]:
-        """Loss (nats per trained token), perplexity, exact match (0 to 1) and samples on the rows of `dataset`, or on those that the run
-        held out itself: then they are the numbers of its end.
+        """Loss (nats per trained token), perplexity, exact match (0 to 1) and samples on the rows of `dataset`, or on
+        those that the run held out itself: then they are the numbers of its end.
 
         Raises UsageError for rows that cannot be read or have changed, and for a run that held none out.
         """
@@ -128,7 +130,9 @@ class FineTunedModel(ABC):
 
 
 def load_finetuned(run: FinishedRun, changed: dict[str, Any]) -> FineTunedModel:
-    """The run's model on this machine. `changed` settings (backend, model_name, max_new_tokens ...) take the place of the run's own.
+    """The run's model on this machine.
+
+    `changed` settings (backend, model_name, max_new_tokens ...) take the place of the run's own.
 
     Raises UsageError for a base or a backend that is not here and for an adapter that does not fit the base.
     """

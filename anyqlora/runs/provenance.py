@@ -1,4 +1,6 @@
-"""A run described in its directory: every setting with its source, and the machine and versions that its bytes depend on."""
+"""A run described in its directory: every setting with its source, and the machine and versions that its bytes depend
+on.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def resolved_yaml(config: TrainConfig) -> str:
 def public_config(config: TrainConfig) -> TrainConfig:
     """The configuration as a run directory keeps it: without secrets, and readable from any working directory.
 
-    The whole path of a model, an adapter, a template or of rows that are on this machine is no secret, whatever else has the same letters: the run is read
-    again by it.
+    The whole path of a model, an adapter, a template or of rows that are on this machine is no secret, whatever else
+    has the same letters: the run is read again by it.
     """
     places = {name: placed(getattr(config, name), redacted) for name in ("dataset", "eval_dataset")}
     for name, is_here, built_in in (

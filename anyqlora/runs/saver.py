@@ -1,4 +1,6 @@
-"""The checkpoints that a run writes on its way: whether they fit, what happens when one does not, and which are kept."""
+"""The checkpoints that a run writes on its way: whether they fit, what happens when one does not, and which are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class CheckpointSaver:
         self.told_full = False
 
     def check_room(self, trained_numbers: int) -> None:
-        """Raises DiskFull when the checkpoints that will be kept clearly do not fit: adapter and two moments, 4 bytes each."""
+        """Raises DiskFull when the checkpoints that will be kept clearly do not fit: adapter and two moments, 4 bytes
+        each.
+        """
         directory = self.checkpoints.directory
         most = (
             self.config.save_total_limit + self.config.load_best_model_at_end + 1
@@ -57,11 +61,13 @@ class CheckpointSaver:
     def write(
         self, step: int, state: dict, best: dict | None, is_last_chance: bool, snapshot: Callable[[], tuple]
     ) -> bool:
-        """Write the checkpoint of `step` finished steps. Returns whether it stands. `snapshot()` gives adapter, moments, adapter_config, loop
-        state; `best` is the evaluation whose checkpoint `load_best_model_at_end` keeps, once this one is written.
+        """Write the checkpoint of `step` finished steps.
 
-        A full disk is told once and training goes on, or ends with DiskFull where on_disk_full says so or where it is the
-        last chance to keep anything; older checkpoints stay as they are.
+        Returns whether it stands. `snapshot()` gives adapter, moments, adapter_config, loop state; `best` is the
+        evaluation whose checkpoint `load_best_model_at_end` keeps, once this one is written.
+
+        A full disk is told once and training goes on, or ends with DiskFull where on_disk_full says so or where it is
+        the last chance to keep anything; older checkpoints stay as they are.
         """
         began = time.perf_counter()
         adapter, moments, adapter_config, loop = snapshot()
@@ -121,6 +127,7 @@ class CheckpointSaver:
             return self.checkpoints.read(step)
         except InvalidCheckpoint as reason:
             self.warn(
-                f"{self.checkpoints.path(step)} is the best step's and cannot be used: {reason}; what the last step had learned is written"
+                f"{self.checkpoints.path(step)} is the best step's and cannot be used: {reason}; what the last step "
+                f"had learned is written"
             )
             return None

@@ -1,4 +1,6 @@
-"""What every adapter passes: it starts where it says, learns everywhere, leaves the base alone, and PEFT gives the same from its files."""
+"""What every adapter passes: it starts where it says, learns everywhere, leaves the base alone, and PEFT gives the same
+from its files.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ def trained_by(config: TrainConfig) -> TorchModel:
 class AdapterContract:
     """Subclass it in a test module. The embedded base is trained for a few steps in float32.
 
-    adapter: a name, or what `settings` select. quantizer: of the frozen weights. settings: of the run, beside these two. peft: how far
-    the logits of plain PEFT on the files may be from the run's own, as a part of their largest; None where PEFT does not load them.
+    adapter: a name, or what `settings` select. quantizer: of the frozen weights. settings: of the run, beside these
+    two. peft: how far the logits of plain PEFT on the files may be from the run's own, as a part of their largest; None
+    where PEFT does not load them.
     """
 
     adapter = ""
@@ -109,7 +112,9 @@ class AdapterContract:
         assert float((ours - expected).abs().max()) <= self.peft * float(expected.abs().max())
 
     def theirs(self, directory: Path, model: TorchModel) -> nn.Module:
-        """The model as transformers and PEFT load it from the run's files, without any of ours: on the base in full precision."""
+        """The model as transformers and PEFT load it from the run's files, without any of ours: on the base in full
+        precision.
+        """
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,6 @@
-"""What every backend passes: its probe judges and touches nothing, what a machine lacks has a reason, and a run is planned and trained."""
+"""What every backend passes: its probe judges and touches nothing, what a machine lacks has a reason, and a run is
+planned and trained.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ CELLS = ("dtypes", "quantizers", "optimizers", "kernels", "products")
 class BackendContract:
     """Subclass it in a test module.
 
-    backend: its name, built in or of an installed package. machine: a described machine that has it; None: this one, which then has to
-    have it. settings: of the embedded job, where the defaults of `auto` do not fit.
+    backend: its name, built in or of an installed package. machine: a described machine that has it; None: this one,
+    which then has to have it. settings: of the embedded job, where the defaults of `auto` do not fit.
     """
 
     backend = ""

@@ -1,4 +1,6 @@
-"""What every quantizer passes: its layer is a linear layer on what it dequantizes to, and what else it can do agrees with that."""
+"""What every quantizer passes: its layer is a linear layer on what it dequantizes to, and what else it can do agrees
+with that.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ SHAPES = [(64, 64), (40, 96), (257, 192)]  # [out, in]
 class QuantizerContract:
     """Subclass it in a test module.
 
-    quantizer: a name, or the module:Object of a row. settings: that it is made with. shapes: [out, in] of layers that it
-    takes. tolerance: |dequantized - weight| / |weight| of normally distributed weights, at most, 2-norm. product: how far
-    the layer's output and input gradient may be from those of a linear layer on the dequantized weight, as a part of their
-    norms, in float32.
+    quantizer: a name, or the module:Object of a row. settings: that it is made with. shapes: [out, in] of layers that
+    it takes. tolerance: |dequantized - weight| / |weight| of normally distributed weights, at most, 2-norm. product:
+    how far the layer's output and input gradient may be from those of a linear layer on the dequantized weight, as a
+    part of their norms, in float32.
     """
 
     quantizer = ""

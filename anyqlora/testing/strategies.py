@@ -1,4 +1,6 @@
-"""What every strategy passes: the same adapter as one process, whatever the number of processes and the way steps are cut."""
+"""What every strategy passes: the same adapter as one process, whatever the number of processes and the way steps are
+cut.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ VOCABULARY, WIDTH = 23, 12
 
 
 def tiny_model() -> torch.nn.Module:
-    """Frozen blocks with a low-rank adapter each, embedding and head tied, and an adapter that nothing passes through."""
+    """Frozen blocks with a low-rank adapter each, embedding and head tied, and an adapter that nothing passes
+    through.
+    """
     import torch
     from torch import nn
 
@@ -80,7 +84,9 @@ def contract_run(
     save: str = "",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Steps `first` to `last` of the contract's job in this world, as a loop of somebody's own: what each rank saw of them."""
+    """Steps `first` to `last` of the contract's job in this world, as a loop of somebody's own: what each rank saw of
+    them.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -157,12 +163,15 @@ def _contract_run(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class StrategyContract:
-    """Subclass it in a test module. Rows are ragged, embedding and head tied, one adapter gets no gradient, steps have 3, 1, 4 and 2
-    micro-batches, and the number of processes changes between saving and loading.
+    """Subclass it in a test module.
 
-    strategy: a name or module:Class. options: its options. settings: of train.py. sums_every_step: whether gradients are summed over
-    all processes in every step, so that the result is one process's; where not, only what does not follow from that is demanded.
-    works_alone: whether it works in a group of one; where not, strategy single stands in for that.
+    Rows are ragged, embedding and head tied, one adapter gets no gradient, steps have 3, 1, 4 and 2 micro-batches, and
+    the number of processes changes between saving and loading.
+
+    strategy: a name or module:Class. options: its options. settings: of train.py. sums_every_step: whether gradients
+    are summed over all processes in every step, so that the result is one process's; where not, only what does not
+    follow from that is demanded. works_alone: whether it works in a group of one; where not, strategy single stands in
+    for that.
     """
 
     strategy = ""

@@ -49,10 +49,12 @@ def server() -> ForkServerContext:
 
 
 def world(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-    """`function(*arguments)` in `size` processes that talk over gloo and are set up as torchrun does it. Returns what each rank returned.
+    """`function(*arguments)` in `size` processes that talk over gloo and are set up as torchrun does it.
 
-    They are forked from a server that has imported the frameworks, so a world takes 0.1 to 0.6 s. The function stands in a module, and
-    what goes in and out can be pickled. Raises WorldFailed with the first rank's traceback.
+    Returns what each rank returned.
+
+    They are forked from a server that has imported the frameworks, so a world takes 0.1 to 0.6 s. The function stands
+    in a module, and what goes in and out can be pickled. Raises WorldFailed with the first rank's traceback.
     """
     context = server()
     environ = {

@@ -18,7 +18,9 @@ class Engine(Protocol):
     def __init__(self, session: TrainingSession): ...
 
     def load(self, sample: Sequence[Batch]) -> LoadSummary:
-        """Read the base model through the quantizer, attach the adapter, make the optimizer; `sample` is for what calibrates."""
+        """Read the base model through the quantizer, attach the adapter, make the optimizer; `sample` is for what
+        calibrates.
+        """
         ...
 
     def restore(self, start: StartingPoint) -> None:
@@ -26,11 +28,15 @@ class Engine(Protocol):
         ...
 
     def evaluator(self, session: TrainingSession) -> Callable[[], dict]:
-        """() -> {loss, perplexity, exact_match, samples} on the held-out rows. Changes nothing of training, bit for bit."""
+        """() -> {loss, perplexity, exact_match, samples} on the held-out rows.
+
+        Changes nothing of training, bit for bit.
+        """
         ...
 
     def gradients(self, batches: Sequence[Batch], seed: int, trained_tokens: int) -> float | None:
-        """Accumulate the gradients of a step's micro-batches; `trained_tokens` are those of the whole step over all processes.
+        """Accumulate the gradients of a step's micro-batches; `trained_tokens` are those of the whole step over all
+        processes.
 
         Returns the sum of this process's token losses, or None when memory ran out.
         """
@@ -61,7 +67,10 @@ class Engine(Protocol):
         ...
 
     def final_files(self, tokenizer, pretrained_files: Callable[..., dict[str, Content]]) -> FinalFiles:
-        """PEFT's adapter or a whole model, with the tokenizer. `pretrained_files(name, thing, **options)` is what save_pretrained writes."""
+        """PEFT's adapter or a whole model, with the tokenizer.
+
+        `pretrained_files(name, thing, **options)` is what save_pretrained writes.
+        """
         ...
 
     def used_memory(self) -> int:

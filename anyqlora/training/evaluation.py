@@ -1,4 +1,6 @@
-"""What an evaluation is on any framework: loss, perplexity and exact match on held-out rows, and the rows and tokens that it goes by."""
+"""What an evaluation is on any framework: loss, perplexity and exact match on held-out rows, and the rows and tokens
+that it goes by.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ def evaluate(
 ) -> dict:
     """{loss (nats per trained token), perplexity, tokens, exact_match (0..1), samples: [{prompt, answer, expected}]}.
 
-    `total_loss(batches)` is the sum over all trained tokens, `answers(prompts, ...)` the text after each prompt. `between()` is called
-    between batches; it may raise to end the evaluation.
+    `total_loss(batches)` is the sum over all trained tokens, `answers(prompts, ...)` the text after each prompt.
+    `between()` is called between batches; it may raise to end the evaluation.
     """
     trained = 0
 
@@ -76,8 +78,8 @@ def evaluator(
 ) -> Callable[[], dict]:
     """() -> the evaluation of `run`'s held-out rows, as its settings say. `fits`: see room.
 
-    Out of memory it halves its batches, from then on: `is_out_of_memory(error)` tells, and `free()` gives back what was taken. Raises
-    RunError for one that is a single row, and where other processes evaluate with this one.
+    Out of memory it halves its batches, from then on: `is_out_of_memory(error)` tells, and `free()` gives back what was
+    taken. Raises RunError for one that is a single row, and where other processes evaluate with this one.
     """
     config, held_out = run.config, run.data.held_out
     lengths = [len(e.ids) - len(e.prompt_ids) for e in held_out if e.answer is not None]
@@ -87,7 +89,8 @@ def evaluator(
     mute = [e.where for e in questions(held_out, exact, config.num_samples) if not fits(e.prompt_ids)]
     if mute:
         run.console.warn(
-            f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are empty, "
+            f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are "
+            f"empty, "
             "which counts as wrong"
         )
     rows = config.eval_batch_size
@@ -127,14 +130,17 @@ def evaluator(
 
 
 def learned_ends(report: dict) -> list[str]:
-    """The tokens that ended the answers of a run's training rows, from its data report: a base model whose chat template ends turns
-    with a token of its own names that one nowhere else."""
+    """The tokens that ended the answers of a run's training rows, from its data report: a base model whose chat
+    template ends turns with a token of its own names that one nowhere else.
+    """
     counts = report.get("train", {}).get("end_tokens", {})
     return [name for name, count in counts.items() if count >= RARE * max(counts.values())]
 
 
 def stops(tokenizer, named, ends: Sequence[str] = ()) -> list[int]:
-    """The tokens that end an answer: the tokenizer's, those that the model's generation settings name (one, several or None), and `ends`."""
+    """The tokens that end an answer: the tokenizer's, those that the model's generation settings name (one, several or
+    None), and `ends`.
+    """
     named = named if isinstance(named, list) else [named]
     return sorted(
         {i for i in [tokenizer.eos_token_id, *named, *map(tokenizer.convert_tokens_to_ids, ends)] if i is not None}
@@ -142,7 +148,9 @@ def stops(tokenizer, named, ends: Sequence[str] = ()) -> list[int]:
 
 
 def room(described: dict, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
-    """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of positions."""
+    """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of
+    positions.
+    """
     table = position_table(described)
     return lambda prompt: max_new_tokens if table is None else min(max_new_tokens, max(table - len(prompt), 0))
 

@@ -1,4 +1,6 @@
-"""When the held-out rows are evaluated and what follows from it: the best step, early stopping, what the run ends with."""
+"""When the held-out rows are evaluated and what follows from it: the best step, early stopping, what the run ends
+with.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,18 @@ from anyqlora.training.signals import Interrupted
 from anyqlora.training.state import TrainState, is_better
 
 NOTHING_GAINED = (
-    "the held-out loss was {before:.4f} before step 1 and is {after:.4f} after step {step}: on rows that it was not trained on "
+    "the held-out loss was {before:.4f} before step 1 and is {after:.4f} after step {step}: on rows that it was not "
+    "trained on "
     "the model is no better than it was; a lower --learning_rate, fewer epochs, or --load_best_model_at_end true with "
     "--eval_steps may help"
 )
 
 
 class EvaluationPolicy:
-    """Follows the evaluations of a run in its `state`. `final` is the evaluation of what the run ends with, as far as there is one."""
+    """Follows the evaluations of a run in its `state`.
+
+    `final` is the evaluation of what the run ends with, as far as there is one.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""How the processes of a run meet, and what they make sure of before the first step: that they were asked for the same."""
+"""How the processes of a run meet, and what they make sure of before the first step: that they were asked for the
+same.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def join_processes(plan, world: ProcessContext) -> Iterator[SingleProcess]:
 
 
 def agree_on_plan(ranks: SingleProcess, found: RunDirectory, plan, config: TrainConfig):
-    """The plan of all: what machines decide otherwise, such as free memory, is as on the first. `config` is what was asked for.
+    """The plan of all: what machines decide otherwise, such as free memory, is as on the first.
+
+    `config` is what was asked for.
 
     Raises UsageError when a process was asked for something else.
     """

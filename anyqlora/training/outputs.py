@@ -1,4 +1,7 @@
-"""What only the first process of a run does: speak, and write to the run directory. The others have the same with nothing in it."""
+"""What only the first process of a run does: speak, and write to the run directory.
+
+The others have the same with nothing in it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class RunOutputs:
         self._exit_stack.callback(self.console.close)
 
     def open(self, machine: dict, data: DataSplits, state: TrainState) -> None:
-        """Write what was asked, what was planned and where it runs; open the files that grow with the run. Raises DiskFull."""
+        """Write what was asked, what was planned and where it runs; open the files that grow with the run.
+
+        Raises DiskFull.
+        """
         self._describe(machine, data)
         config, warn, is_resumed = self.plan.config, self.console.warn, self.run_directory.restored is not None
         trackers = Trackers(config, self.directory, is_resumed, warn, state.step)
@@ -51,7 +57,8 @@ class RunOutputs:
     def _describe(self, machine: dict, data: DataSplits) -> None:
         run_directory, files = self.run_directory, run_files(self.plan, machine, data.report)
         if not (run_directory.restored and run_directory.replaces):
-            # Else the checkpoints there are of another identity, until one is saved. By its identity the run is found again.
+            # Else the checkpoints there are of another identity, until one is saved. By its identity the run is found
+            # again.
             files = {IDENTITY: to_json(run_directory.identity), **files}
         try:
             self.file_system.make_directory(self.directory)
@@ -112,7 +119,10 @@ class RunOutputs:
     # ------------------------------------------------------------------------------------------------ at the end
 
     def pretrained_files(self, name: str, thing, **options) -> dict[str, Content]:
-        """{file: content} of what `thing.save_pretrained` writes; nothing on a process that is not the first. Raises DiskFull."""
+        """{file: content} of what `thing.save_pretrained` writes; nothing on a process that is not the first.
+
+        Raises DiskFull.
+        """
         try:
             return dict(pretrained_files(thing, self.directory, self.file_system, **options))
         except OSError as error:
@@ -144,7 +154,8 @@ class RunOutputs:
         """A finished run is reported and left as it is."""
         self.console.report(self.directory)
         self.console.info(
-            f"{self.directory} is a finished run; another --run_name starts a new one, --resume force with more --max_steps or "
+            f"{self.directory} is a finished run; another --run_name starts a new one, --resume force with more "
+            f"--max_steps or "
             "--num_epochs trains it further"
         )
         result = read_json(self.directory / RESULT)

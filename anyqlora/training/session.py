@@ -1,4 +1,6 @@
-"""One run in one process: which step comes next, its batches and seed, what is reported, when to evaluate and save, how it stops."""
+"""One run in one process: which step comes next, its batches and seed, what is reported, when to evaluate and save, how
+it stops.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ C = TypeVar("C", bound=Closable)
 
 
 class TrainingSession:
-    """Steps, and what the processes of a run agree on in each. What is written and what evaluations decide are collaborators."""
+    """Steps, and what the processes of a run agree on in each.
+
+    What is written and what evaluations decide are collaborators.
+    """
 
     def __init__(
         self,
@@ -106,14 +111,17 @@ class TrainingSession:
         return thing
 
     def _check_resume(self) -> None:
-        """Say what was passed over to find the checkpoint that the run goes on from, and what ends byte-identity with it."""
+        """Say what was passed over to find the checkpoint that the run goes on from, and what ends byte-identity with
+        it.
+        """
         for path, reason in self.run_directory.rejected:
             self.console.warn(f"{path} is not used: {reason}")
         if not self.restored:
             return
         if self.run_directory.replaces and self.first_step >= self.total_steps:
             raise UsageError(
-                f"--resume force: {self.first_step} steps are done, and with these settings the run has {self.total_steps}",
+                f"--resume force: {self.first_step} steps are done, and with these settings the run has "
+                f"{self.total_steps}",
                 where=str(self.directory),
                 cure="a larger --max_steps or --num_epochs; or the settings that it had",
             )
@@ -142,7 +150,10 @@ class TrainingSession:
     # ------------------------------------------------------------------------------------------------ the beginning
 
     def announce(self, loaded: LoadSummary) -> None:
-        """Say what the model cannot take of the plan. Raises DiskFull when what the run will write clearly does not fit."""
+        """Say what the model cannot take of the plan.
+
+        Raises DiskFull when what the run will write clearly does not fit.
+        """
         for note in loaded.notes:
             self.console.warn(note)
         for line in loaded.news:
@@ -150,7 +161,9 @@ class TrainingSession:
         self.outputs.check_room(loaded.trained_numbers)
 
     def starting_point(self) -> StartingPoint | None:
-        """A checkpoint, or the adapter that init_adapter names; None for a run that starts from the base model alone."""
+        """A checkpoint, or the adapter that init_adapter names; None for a run that starts from the base model
+        alone.
+        """
         restored, config = self.restored, self.config
         if restored:
             return StartingPoint(str(restored.path), restored.adapter, restored.moments, restored.state["loop"])
@@ -159,7 +172,8 @@ class TrainingSession:
         directory = init_adapter.init_adapter_directory(config)
         base = (read_json(directory / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
         self.console.info(
-            f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha {config.lora_alpha:g}, "
+            f"starts from {config.init_adapter}: {config.adapter}, rank {config.lora_rank}, alpha "
+            f"{config.lora_alpha:g}, "
             f"trained on {base}"
         )
         adapter = read_adapter(directory / ADAPTER) if self.process_group.is_first else None
@@ -173,7 +187,10 @@ class TrainingSession:
         return self.state.step
 
     def steps(self) -> Iterator[tuple[int, float]]:
-        """(step, learning rate) of every optimizer step that is left. Raises Stopped after a signal, once what was trained is saved."""
+        """(step, learning rate) of every optimizer step that is left.
+
+        Raises Stopped after a signal, once what was trained is saved.
+        """
         self.signals.in_loop = True
         for step in range(self.first_step, self.total_steps):
             # Elsewhere the signal came when it was decided not to save, and the next step will be saved.
@@ -202,8 +219,8 @@ class TrainingSession:
     def all_reduce_loss(self, step: int, total: float | None) -> float | None:
         """The step's loss per trained token, from each process's sum over its own tokens; None when memory ran out.
 
-        The processes also agree here on the signals that came to any of them. Raises OutOfMemory where memory ran out and there are
-        other processes: they are in the middle of the step, and wait for this one.
+        The processes also agree here on the signals that came to any of them. Raises OutOfMemory where memory ran out
+        and there are other processes: they are in the middle of the step, and wait for this one.
         """
         if total is None and self.process_group.size > 1:
             raise OutOfMemory(
@@ -221,12 +238,16 @@ class TrainingSession:
         return sums[: len(values)]
 
     def check_signals(self) -> None:
-        """Called between batches of an evaluation, of which all processes have the same. Raises Interrupted after a signal."""
+        """Called between batches of an evaluation, of which all processes have the same.
+
+        Raises Interrupted after a signal.
+        """
         self.sync_signals()
         self.signals.interrupt()
 
     def halve_micro_batch(self, step: int) -> list[Batch]:
-        """The same step in micro-batches of half the size or a little less, from now on; rows, order and global batch stay.
+        """The same step in micro-batches of half the size or a little less, from now on; rows, order and global batch
+        stay.
 
         Raises RunError when a micro-batch is a single row already.
         """
@@ -240,7 +261,8 @@ class TrainingSession:
         smaller, _ = halve(size, self.stream.accumulation)
         self.stream.resize(smaller)
         self.console.warn(
-            f"out of memory in step {step + 1}: micro-batches of {smaller} rows instead of {size} from here on, and the step again"
+            f"out of memory in step {step + 1}: micro-batches of {smaller} rows instead of {size} from here on, and "
+            f"the step again"
         )
         return self.stream[step]
 
@@ -344,14 +366,17 @@ class TrainingSession:
     # ------------------------------------------------------------------------------------------------ the end
 
     def best_adapter(self) -> Arrays | None:
-        """What was learned at the step that `load_best_model_at_end` ends with; None where that is the last step anyway."""
+        """What was learned at the step that `load_best_model_at_end` ends with; None where that is the last step
+        anyway.
+        """
         if not self.evaluations.keeps_best:
             return None
         best, last = self.evaluations.earlier_best(), self.evaluations.final
         loaded = self.outputs.best_checkpoint(best["step"]) if best else None
         if best and loaded and last:
             self.console.info(
-                f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step {self.last_step} is "
+                f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step "
+                f"{self.last_step} is "
                 f"{last['loss']:.4f}; what it had learned is written"
             )
             self.written_state, self.evaluations.final = TrainState.from_state(loaded.state), best

@@ -22,12 +22,15 @@ class Interrupted(Exception):
 class Signals:
     """`stop` is the signal that asked to stop, or None; `save` is whether a checkpoint was asked for.
 
-    In the loop a stop waits until the step is over and saved. Anywhere else there is nothing to save, and it is raised at once.
-    A second SIGINT ends the process at once, wherever it is.
+    In the loop a stop waits until the step is over and saved. Anywhere else there is nothing to save, and it is raised
+    at once. A second SIGINT ends the process at once, wherever it is.
     """
 
     def __init__(self, saved: Callable[[], str], is_alone: bool = True):
-        """`saved()` says what a stop leaves on disk. Where there are other processes, a signal counts in the loop once all know of it."""
+        """`saved()` says what a stop leaves on disk.
+
+        Where there are other processes, a signal counts in the loop once all know of it.
+        """
         self.saved, self.stop, self.save, self.in_loop = saved, None, False, False
         self.is_alone, self.asked = is_alone, dict.fromkeys(NUMBERS, False)
         self.handlers, self.pipe = {}, ()
@@ -80,8 +83,9 @@ class Signals:
             self.check()
 
     def _watch(self) -> None:
-        """Look for the second SIGINT in a thread: the interpreter calls handlers only between two calls of a library, and one call
-        can take long."""
+        """Look for the second SIGINT in a thread: the interpreter calls handlers only between two calls of a library,
+        and one call can take long.
+        """
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)
         self.woken = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)

@@ -13,8 +13,9 @@ ENOUGH = 16  # of them, before anything is refused
 class SpikeGuard:
     """Refuses a loss more than `limit` robust deviations above the median of the last WINDOW accepted losses.
 
-    The deviation is 1.4826 times the median absolute deviation (a normal distribution's standard deviation), but at least 5 % of the
-    median, so that a loss that has become very steady does not make every wiggle a spike. A limit of 0 refuses nothing.
+    The deviation is 1.4826 times the median absolute deviation (a normal distribution's standard deviation), but at
+    least 5 % of the median, so that a loss that has become very steady does not make every wiggle a spike. A limit of 0
+    refuses nothing.
     """
 
     def __init__(self, limit: float, recent: Iterable[float] = ()):

@@ -1,4 +1,6 @@
-"""What a run has come to besides tensors, which state.json holds; and what passes between the session and its engine."""
+"""What a run has come to besides tensors, which state.json holds; and what passes between the session and its
+engine.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def with_numbers(evaluation: dict | None) -> dict | None:
 
 
 def is_better(found: dict, than: dict | None) -> bool:
-    """Whether an evaluation is better than another one, if there is one. A loss that is not finite is worse than any other."""
+    """Whether an evaluation is better than another one, if there is one.
+
+    A loss that is not finite is worse than any other.
+    """
     return math.isfinite(found["loss"]) and (than is None or not found["loss"] >= than["loss"])
 
 
@@ -76,7 +81,9 @@ Arrays = dict[str, np.ndarray]
 
 
 class LoadSummary(NamedTuple):
-    """What came of loading: `notes` are fast paths that the plan names and this model cannot take, `news` what else is worth a line."""
+    """What came of loading: `notes` are fast paths that the plan names and this model cannot take, `news` what else is
+    worth a line.
+    """
 
     notes: Sequence[str]
     news: Sequence[str]
@@ -102,7 +109,9 @@ class Snapshot(NamedTuple):
 
 
 class FinalFiles(NamedTuple):
-    """What was learned as files of `folder` in the run directory; `weights` is the one whose sha256 the result states."""
+    """What was learned as files of `folder` in the run directory; `weights` is the one whose sha256 the result
+    states.
+    """
 
     folder: str
     files: dict[str, Content]

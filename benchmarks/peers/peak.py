@@ -7,7 +7,9 @@ import sys
 
 
 class Peak:
-    """Made just before the model is loaded; `rise()` is the peak since then, in bytes: GPU allocations, or resident memory."""
+    """Made just before the model is loaded; `rise()` is the peak since then, in bytes: GPU allocations, or resident
+    memory.
+    """
 
     def __init__(self):
         import torch

@@ -1,4 +1,6 @@
-"""What the peers that train with TRL's SFTTrainer share: our rows in our order, our adapter start, a clock, and what is counted."""
+"""What the peers that train with TRL's SFTTrainer share: our rows in our order, our adapter start, a clock, and what is
+counted.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""TRL's SFTTrainer again, its layers' outputs rounded once: W x + s B A x in float32, then bf16. Prints one JSON line last.
+"""TRL's SFTTrainer again, its layers' outputs rounded once: W x + s B A x in float32, then bf16.
 
-PEFT adds s B A x, rounded, to W x, rounded. While B is small, much of what it adds is less than half a step of bf16 there, and lost.
+Prints one JSON line last.
+
+PEFT adds s B A x, rounded, to W x, rounded. While B is small, much of what it adds is less than half a step of bf16
+there, and lost.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from peers import trl  # noqa: E402
 
 
 def forward(self, x, *_, **__):
-    """PEFT's Linear4bit.forward of one adapter, without dropout or a bias. Gradients of x are two that are rounded and added, as PEFT's are."""
+    """PEFT's Linear4bit.forward of one adapter, without dropout or a bias.
+
+    Gradients of x are two that are rounded and added, as PEFT's are.
+    """
     import torch.nn.functional as F
     from bitsandbytes.functional import dequantize_4bit
 

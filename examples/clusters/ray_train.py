@@ -1,6 +1,8 @@
-"""Ray Train over the same entry point: python examples/clusters/ray_train.py --workers 8 --model_name DIRECTORY --dataset my.jsonl --strategy fsdp
+"""Ray Train over the same entry point: python examples/clusters/ray_train.py --workers 8 --model_name DIRECTORY
+--dataset my.jsonl --strategy fsdp
 
-Ray starts the workers and says who they are; each of them calls `train.train`, as train.py itself does. Needs `pip install "ray[train]"`.
+Ray starts the workers and says who they are; each of them calls `train.train`, as train.py itself does. Needs `pip
+install "ray[train]"`.
 """
 
 import os
@@ -14,7 +16,8 @@ def worker(flags: dict) -> None:
     from anyqlora.config.resolve import resolve
     from anyqlora.recipes.sft import train
 
-    # Ray states them for torch in the same variables as torchrun; LOCAL_RANK is asked for, since older ones left it out.
+    # Ray states them for torch in the same variables as torchrun; LOCAL_RANK is asked for, since older ones left it
+    # out.
     os.environ.setdefault("LOCAL_RANK", str(ray.train.get_context().get_local_rank()))
     train(resolve(flags))
 

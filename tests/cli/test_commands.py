@@ -181,12 +181,12 @@ def test_an_adapter_or_a_run_in_place_of_a_model_is_refused_with_what_is_possibl
     assert main(["plan", "--model_name", str(finished / part)]) == 2
     said = capsys.readouterr().err
     assert (
-        f"--model-name: {finished / part} is {'an adapter' if part else 'a run directory with an adapter'}, not a model directory"
-        in said
+        f"--model-name: {finished / part} is {'an adapter' if part else 'a run directory with an adapter'}, not a "
+        f"model directory" in said
     )
     assert (
-        f"cure: --model_name {DEMO_BASE}, its base, starts a new adapter, and one that starts from this with --init_adapter"
-        in said
+        f"cure: --model_name {DEMO_BASE}, its base, starts a new adapter, and one that starts from this with "
+        f"--init_adapter" in said
     )
     assert f"--run_name {finished.name} --resume force and more --max_steps" in said
     shutil.copytree(finished / "adapter", tmp_path / "alone" / "mine")
@@ -298,13 +298,17 @@ def test_a_conversation_goes_on_and_an_empty_line_starts_anew(tmp_path, capsys, 
 
 
 def test_a_base_model_learns_and_answers_through_a_stated_template(tmp_path, capsys):
-    """The embedded base has no template. What was trained with one has it in its directory: the file may be gone by then."""
+    """The embedded base has no template.
+
+    What was trained with one has it in its directory: the file may be gone by then.
+    """
     talk, mine = tmp_path / "talk.jsonl", tmp_path / "mine.jinja"
     talk.write_text(
         json.dumps({"messages": [{"role": "user", "content": "Rosa"}, {"role": "assistant", "content": "sold"}]}) + "\n"
     )
     mine.write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt "
+        "%}assistant: {% endif %}"
     )
     settings = {**SMALL, "dataset": str(talk), "eval_dataset": str(talk), "num_samples": 1, "max_steps": 1}
     assert main(["data", "--model_name", str(DEMO_BASE), "--dataset", str(talk), "--chat_template", str(mine)]) == 0
@@ -326,7 +330,8 @@ def test_a_base_model_learns_and_answers_through_a_stated_template(tmp_path, cap
         (
             "alpaca",
             "auto",
-            "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+            "Below is an instruction that describes a task. Write a response that appropriately completes the "
+            "request.\n\n"
             "### Instruction:\nWhy?\n\n### Response:\n",
         ),
         ("alpaca", "plain", "Why?\n\n"),
@@ -344,7 +349,9 @@ def test_a_question_is_put_as_the_rows_put_theirs(form, style, asked, finished):
 
 @pytest.mark.parametrize(("others", "asked"), [(1, "### Human: say 3### Assistant: "), (2, "say 3")])
 def test_guanaco_is_asked_as_its_rows_are(others, asked, finished, tmp_path):
-    """Raw text in which the assistant speaks, beside text in which nobody does; where it is not most of them, it is chance."""
+    """Raw text in which the assistant speaks, beside text in which nobody does; where it is not most of them, it is
+    chance.
+    """
     rows = [{"text": "### Human: Hi### Assistant: Ho"}] * 2 + [{"text": "Once upon a time."}] * others
     report = dataset.load_data(
         data_fixtures.settings(data_fixtures.write(tmp_path / "rows.jsonl", *rows)), data_fixtures.byte_level()
@@ -372,7 +379,9 @@ def test_a_run_without_held_out_rows_is_not_told_to_evaluate_them(unusual, capsy
 
 @pytest.fixture(scope="module")
 def unusual(tmp_path_factory):
-    """A run of relative paths and a mixture, whose base has a token beyond its embedding and its own wishes about generating."""
+    """A run of relative paths and a mixture, whose base has a token beyond its embedding and its own wishes about
+    generating.
+    """
     import transformers
 
     place = tmp_path_factory.mktemp("unusual")
@@ -504,7 +513,8 @@ def test_a_held_out_prompt_that_fills_the_positions_counts_as_wrong_and_is_told(
     assert "exact match  0.0%" in out.out
     assert (
         out.err.count(
-            f"warning: held-out prompts that fill the model's positions: 2, the first is {rows}:1; their answers are empty"
+            f"warning: held-out prompts that fill the model's positions: 2, the first is {rows}:1; their answers are "
+            f"empty"
         )
         == 1
     )
@@ -688,8 +698,9 @@ def test_doctor_finds_a_bitsandbytes_that_does_not_load(tmp_path, monkeypatch):
 
 
 def test_unquantized_weights_need_no_bitsandbytes():
-    """Only quantizers/bnb.py and the kernel that it alone uses import it when they are imported, and nothing imports that file but the
-    table, by name."""
+    """Only quantizers/bnb.py and the kernel that it alone uses import it when they are imported, and nothing imports
+    that file but the table, by name.
+    """
     for path in (ROOT / "anyqlora").rglob("*.py"):
         at_once = [line for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
         if path.name not in ("bnb.py", "nf4_quantize.py"):

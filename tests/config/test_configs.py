@@ -1,4 +1,6 @@
-"""Every configuration in configs/ is planned on every machine that tests/machines describes, and on the two cards that configs name."""
+"""Every configuration in configs/ is planned on every machine that tests/machines describes, and on the two cards that
+configs name.
+"""
 
 import json
 import re
@@ -27,7 +29,9 @@ RECORDED = {
 
 
 def with_card(name, total, free):
-    """The A100 machine with another card; bytes as the driver of such a card reports them on a machine without a screen."""
+    """The A100 machine with another card; bytes as the driver of such a card reports them on a machine without a
+    screen.
+    """
     machine = RECORDED["a100"]
     return replace(machine, cuda=(replace(machine.cuda[0], name=name, memory_total=total, memory_free=free),))
 

@@ -71,7 +71,9 @@ def test_settings_are_asked_for_by_their_facets():
 
 
 def test_the_identity_of_a_run_has_the_settings_that_it_had():
-    """By hand: a setting that is left out goes on with another run's state, one that is added stops all runs that are there."""
+    """By hand: a setting that is left out goes on with another run's state, one that is added stops all runs that are
+    there.
+    """
     assert {*settings_with("on_resume", "identity")} == {
         *("quantizer", "adapter", "double_quant", "affine_group_size", "lora_rank", "lora_alpha", "lora_dropout"),
         *("lora_target_modules", "context_length", "packing", "prompt_format", "dataset_format", "dataset_samples"),

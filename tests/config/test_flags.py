@@ -1,4 +1,6 @@
-"""Every setting does what its help says: seen in files, plans, tensors and forward passes of real runs, never in the checks."""
+"""Every setting does what its help says: seen in files, plans, tensors and forward passes of real runs, never in the
+checks.
+"""
 
 import contextlib
 import dataclasses
@@ -108,7 +110,9 @@ def plain(tmp_path_factory):
 
 @shows("train_type", "quantizer", "bits", "double_quant", "precision", "lora_dropout", "adapter")
 def test_each_way_of_keeping_and_learning_weights_gives_other_numbers(plain, tmp_path):
-    """The first step sees the frozen weights alone, since an adapter starts at zero; the second sees the adapter too."""
+    """The first step sees the frozen weights alone, since an adapter starts at zero; the second sees the adapter
+    too.
+    """
     ways = {
         name: run(tmp_path, name, max_steps=2, **settings)
         for name, settings in {
@@ -139,7 +143,9 @@ def test_each_way_of_keeping_and_learning_weights_gives_other_numbers(plain, tmp
 
 @shows("affine_group_size")
 def test_smaller_groups_keep_more_of_the_weights(tmp_path):
-    """The first step sees the frozen weights alone; how far its loss is from that of the plain ones is what packing cost."""
+    """The first step sees the frozen weights alone; how far its loss is from that of the plain ones is what packing
+    cost.
+    """
     plain = losses(run(tmp_path, "plain", quantizer="none", train_type="lora", max_steps=1))[0]
     packed = [
         losses(run(tmp_path, str(group), quantizer="affine4", affine_group_size=group, max_steps=1))[0]
@@ -359,7 +365,9 @@ def test_rounded_products(tmp_path):
 
 @shows("dequantized_layers")
 def test_dequantized_weights_of_so_many_layers_are_kept(tmp_path):
-    """Each of the embedded base's layers has seven linears, dequantized in forward and in backward unless they are kept."""
+    """Each of the embedded base's layers has seven linears, dequantized in forward and in backward unless they are
+    kept.
+    """
     from anyqlora.on_torch.quantizers.bnb import Nf4
 
     made, dequantize = [], Nf4.dequantize
@@ -453,7 +461,9 @@ def test_which_kernels_run_is_planned_by_the_device():
 
 @shows("use_activation_cpu_offload")
 def test_activations_wait_in_host_memory(tmp_path):
-    """Planned where host memory is another memory; here the copies are made for real and the gradients are the same bits."""
+    """Planned where host memory is another memory; here the copies are made for real and the gradients are the same
+    bits.
+    """
     from anyqlora.data import dataset, tokenizer
     from anyqlora.on_torch.assembly.build import build
     from anyqlora.on_torch.loss import token_loss
@@ -500,7 +510,9 @@ def test_a_spike_is_skipped(tmp_path):
 
 @shows("model_name", "revision", "offline")
 def test_a_model_of_the_hub_and_its_revisions(tmp_path, monkeypatch):
-    """A cache as the hub's client writes it, with two commits; with offline, no request reaches a hub that would answer."""
+    """A cache as the hub's client writes it, with two commits; with offline, no request reaches a hub that would
+    answer.
+    """
     from huggingface_hub import constants
 
     cache = tmp_path / "home" / "hub"
@@ -720,7 +732,7 @@ def test_evaluation(tmp_path):
     assert runs.result(worse)["eval"]["after"]["step"] == best < runs.result(worse)["steps"]
 
 
-# --------------------------------------------------------------------------------------------------- where and how it runs
+# ------------------------------------------------------------------------------------------------ where and how it runs
 
 
 @shows("backend", "strategy", "world_size", "strict", "use_cpu_offload")

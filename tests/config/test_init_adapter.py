@@ -177,7 +177,7 @@ def test_mlx_starts_from_it_too(first, tmp_path):
     assert runs.evaluations(second)[0]["loss"] == pytest.approx(runs.evaluations(first)[-1]["loss"], rel=1e-5)
 
 
-# -------------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""How torch and others are imported: without looking for garbage, and with threads that wait as this machine can bear it."""
+"""How torch and others are imported: without looking for garbage, and with threads that wait as this machine can bear
+it.
+"""
 
 import gc
 import subprocess
@@ -41,7 +43,10 @@ def test_garbage_of_before_is_not_kept():
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_second_time_and_whoever_collects_nothing_change_nothing(collects):
-    """Nothing is frozen. How many frozen objects there are does not tell: those of earlier tests may die at any time."""
+    """Nothing is frozen.
+
+    How many frozen objects there are does not tell: those of earlier tests may die at any time.
+    """
     stays = ["nobody's"]
     if not collects:
         gc.disable()
@@ -95,7 +100,8 @@ def test_torch_is_imported_under_what_was_chosen():
     code = """
 import os, sys
 from anyqlora.planning import machine
-machine._waiting = lambda environ: {"GOMP_SPINCOUNT": str(len([name for name in sys.modules if name.startswith("torch")]))}
+imported = lambda: [name for name in sys.modules if name.startswith("torch")]
+machine._waiting = lambda environ: {"GOMP_SPINCOUNT": str(len(imported()))}
 machine.observe()
 print(os.environ["GOMP_SPINCOUNT"], "torch" in sys.modules)
 os.environ["GOMP_SPINCOUNT"] = "mine"

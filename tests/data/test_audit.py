@@ -78,7 +78,9 @@ def test_the_audit_counts_what_hand_made_rows_hold(tmp_path):
 
 
 def test_a_file_that_is_named_twice_is_full_of_duplicates(tmp_path):
-    """The reference is one file that holds the rows twice; turns that a template splits are no duplicates of each other."""
+    """The reference is one file that holds the rows twice; turns that a template splits are no duplicates of each
+    other.
+    """
     tokens, rows = byte_level(), [{"prompt": f"{n}", "completion": " x"} for n in range(8)]
     once, twice = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows, *rows)
     found = [
@@ -105,7 +107,10 @@ def test_columns_that_are_not_used_are_told_in_one_line(model, tmp_path, capsys)
     path = write(tmp_path / "a.jsonl", *rows)
     report = dataset.load_data(settings(path), byte_level()).report
     assert report["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "system": 1, "\u001b[31m": 1}
-    told = r"columns that are not used: 'inputs' (1 row; did you mean 'input'?), 'id' (2 rows), 'system' (1 row), '\x1b[31m' (1 row)"
+    told = (
+        r"columns that are not used: 'inputs' (1 row; did you mean 'input'?), 'id' (2 rows), 'system' (1 row), "
+        r"'\x1b[31m' (1 row)"
+    )
     assert audit.warnings(report) == [f"{told}, in {path}"]
     assert f"\n  {told}\n" in shown(capsys, "--model_name", model, "--dataset", str(path))[1]
     chat = dataset.load_data(settings(path, prompt_format="chat"), byte_level()).report

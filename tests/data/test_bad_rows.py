@@ -147,7 +147,8 @@ def arguments(raw):
 
 TALKS |= {
     "two system messages": (
-        b'{"system": "x", "messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        b'{"system": "x", "messages": [{"role": "system", "content": "y"}, {"role": "user", "content": "a"}, {"role": '
+        b'"assistant", "content": "b"}]}',
         "'system' says something else than the system message",
     ),
     "disorder under a system column": (
@@ -464,7 +465,9 @@ def test_rows_of_which_nothing_is_learned_are_findings_too():
 
 
 def cases():
-    """(name, {file: content}, the file and the place that must be named) of everything above that cannot be trained on."""
+    """(name, {file: content}, the file and the place that must be named) of everything above that cannot be trained
+    on.
+    """
     yield from (
         (kind, {"a.jsonl": GOOD + raw + b"\n" + GOOD}, f"a.jsonl:{place}: ") for kind, (raw, place, _) in ROWS.items()
     )
@@ -490,7 +493,9 @@ def talking(tmp_path_factory):
 
 
 def in_each_part():
-    """Each case in the rows that are trained on; one in ten in those that are held out too, which the same code reads."""
+    """Each case in the rows that are trained on; one in ten in those that are held out too, which the same code
+    reads.
+    """
     for part in ("dataset", "eval_dataset"):
         for number, (kind, files, named) in enumerate(cases()):
             is_quick = part == "dataset" or number % 10 == 0

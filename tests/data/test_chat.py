@@ -103,8 +103,8 @@ def test_a_template_that_rewrites_earlier_turns_gives_one_example_per_turn(tmp_p
         ["<think>\n\n</think>\n\n2<|im_end|>"],
     ]
     assert (
-        read.train[1].prompt
-        == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+        read.train[1].prompt == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+        "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
     )
     assert read.report["sources"][0]["conversations_split_by_turn"] == 1
 
@@ -170,7 +170,8 @@ def test_the_begin_token_is_the_templates_own(tmp_path):
 
 def test_a_template_without_end_token_gets_one(tmp_path):
     tokens = byte_level(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% "
+        "endif %}"
     )
     read = prepared(tmp_path, tokens, talk(random.Random(7), 2))
     assert [text.endswith("</s>") for text in learned(read.train[0], tokens)] == [False, True]
@@ -322,8 +323,10 @@ DIALOGUE = [
 # As Zephyr's, Qwen2.5's and Llama 3's own templates write it.
 WRITTEN = {
     "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nHello</s>\n<|assistant|>\nfour</s>\n",
-    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n",
-    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
+    "chatml": "<|im_start|>system\nBe "
+    "brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe "
+    "brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\nfour<|eot_id|>",
 }
 
@@ -363,7 +366,8 @@ def test_a_template_writes_no_begin_token_that_the_model_has_not(tmp_path):
 
 def test_a_file_takes_the_place_of_the_tokenizers_own_template(tmp_path):
     (tmp_path / "mine.jinja").write_text(
-        "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>{% endfor %}{% if add_generation_prompt "
+        "%}[assistant] {% endif %}"
     )
     tokens = wrapped(byte_level().backend_tokenizer, CHATML)
     chat_template.set_template(tokens, settings("none", chat_template=str(tmp_path / "mine.jinja")))

@@ -393,7 +393,10 @@ def test_the_demo_is_here_and_its_parts_do_not_overlap():
 
 
 def test_importing_the_data_layer_imports_no_framework():
-    code = "import sys, anyqlora.data.dataset, anyqlora.data.audit, anyqlora.cli.data; print({'torch', 'transformers', 'mlx', 'datasets'} & set(sys.modules))"
+    code = (
+        "import sys, anyqlora.data.dataset, anyqlora.data.audit, anyqlora.cli.data; print({'torch', 'transformers', "
+        "'mlx', 'datasets'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
@@ -424,7 +427,8 @@ def test_hub_data_sets_through_the_hubs_own_client(asked, name, path, rows, prom
     """A local server that speaks the hub's interface; then the same offline, from the cache."""
     files = {path: as_file(tmp_path / f"x.{path.rpartition('.')[2]}", rows).read_bytes(), "README.md": b"-"}
     code = (
-        "import sys, json; from anyqlora.data import formats; from anyqlora.data.readers import sources; found = sources.read(sys.argv[1], samples=5, offline=sys.argv[2] == 'offline'); "
+        "import sys, json; from anyqlora.data import formats; from anyqlora.data.readers import sources; found = "
+        "sources.read(sys.argv[1], samples=5, offline=sys.argv[2] == 'offline'); "
         "row = found[0].rows[0]; name = formats.detect(row.value); "
         "print(json.dumps([row.where, len(found[0].rows), formats.parse_row(row.value, name, 'auto').parts[0][0]]))"
     )

@@ -1,4 +1,7 @@
-"""The batch at a step: a function of the seed, for any split of the same global batch. Property tests by plain random loops."""
+"""The batch at a step: a function of the seed, for any split of the same global batch.
+
+Property tests by plain random loops.
+"""
 
 import random
 from collections import Counter
@@ -45,7 +48,9 @@ def rows_of(step):
 
 
 def test_order_is_philox_as_published():
-    """Reference: the order of Philox4x64-10 with key (42, 3) as it was when this was written: if it changes, no run resumes."""
+    """Reference: the order of Philox4x64-10 with key (42, 3) as it was when this was written: if it changes, no run
+    resumes.
+    """
     assert shuffled(8, 42, 3).tolist() == GOLDEN
     assert sorted(shuffled(1000, 1, 0)) == list(range(1000)) and not np.array_equal(
         shuffled(1000, 1, 0), shuffled(1000, 1, 1)

@@ -66,7 +66,9 @@ def test_the_prompt_has_the_tokens_it_has_at_inference(make, tmp_path):
 
 
 def test_a_border_inside_a_character_is_counted(tmp_path):
-    """NFC makes one character of the prompt's e and the answer's accent; the token that holds the answer's part is learned."""
+    """NFC makes one character of the prompt's e and the answer's accent; the token that holds the answer's part is
+    learned.
+    """
     read = dataset.load_data(
         settings(write(tmp_path / "rows.jsonl", {"prompt": "caf e", "completion": "\u0301 is it"})), composing()
     )
@@ -160,7 +162,8 @@ def test_alpaca_text_is_the_published_one(tmp_path):
     example = one({"instruction": "Add {input}.", "input": "2 and 2", "output": "4"}, tmp_path, tokens)
     assert example.prompt == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
-        "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd {input}.\n\n### Input:\n2 and 2\n\n### Response:\n"
+        "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd {input}.\n\n### Input:\n2 "
+        "and 2\n\n### Response:\n"
     )
     assert one({"instruction": "Go.", "input": "", "output": "4"}, tmp_path, tokens).prompt == ALPACA.replace(
         "{instruction}", "Go."

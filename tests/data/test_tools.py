@@ -43,7 +43,9 @@ def call(arguments, content=None, **more):
     ],
 )
 def test_arguments_are_an_object_however_they_are_written(written, expected, arguments, tmp_path):
-    """Hand-made: the ways of models' own templates; OpenAI writes arguments as JSON text, transformers asks for an object."""
+    """Hand-made: the ways of models' own templates; OpenAI writes arguments as JSON text, transformers asks for an
+    object.
+    """
     tokens = byte_level(TOOLS.replace("arguments | tojson", written))
     read = prepared(tmp_path, tokens, call(arguments))
     assert learned(read.train[0], tokens) == [
@@ -69,7 +71,9 @@ def test_a_template_that_takes_neither_gives_its_first_reason(tmp_path):
 
 
 def test_a_call_has_words_beside_it_or_none(tmp_path):
-    """Qwen3's template joins content, so null has to be empty text; Llama's asks whether there are calls, so an empty list has to be none."""
+    """Qwen3's template joins content, so null has to be empty text; Llama's asks whether there are calls, so an empty
+    list has to be none.
+    """
     tokens = byte_level(TOOLS.replace("m.content }}", "'' + m.content }}{{ '!' if 'tool_calls' in m }}"))
     turns = [
         call("{}"),
@@ -153,7 +157,9 @@ ASKED = [
     ],
 )
 def test_what_a_template_leaves_out_is_counted_and_told(template, turns, tools, expected, tmp_path):
-    """Of the assistant only what is learned: reasoning that is taken out of earlier turns, and stands in their own examples, is not lost."""
+    """Of the assistant only what is learned: reasoning that is taken out of earlier turns, and stands in their own
+    examples, is not lost.
+    """
     path = write(tmp_path / "rows.jsonl", {"messages": turns, "tools": tools})
     tokens = byte_level(template)
     report = dataset.load_data(settings(path), tokens).report

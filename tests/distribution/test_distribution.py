@@ -1,4 +1,6 @@
-"""anyqlora.distribution on real gloo processes: values against numpy's slices, steps against one process, Keras's own objects."""
+"""anyqlora.distribution on real gloo processes: values against numpy's slices, steps against one process, Keras's own
+objects.
+"""
 
 import os
 import socket

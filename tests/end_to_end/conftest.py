@@ -10,7 +10,10 @@ import pytest
 
 from tests.support.paths import ROOT
 
-SOURCES = ("anyqlora", "configs", "train.py", "backend_manager.py", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")  # fmt: skip
+SOURCES = (
+    *("anyqlora", "configs", "train.py", "backend_manager.py"),
+    *("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"),
+)
 SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]

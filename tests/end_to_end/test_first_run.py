@@ -1,4 +1,6 @@
-"""The first five minutes: the embedded job as the README's first command runs it, and what answers before any framework is there."""
+"""The first five minutes: the embedded job as the README's first command runs it, and what answers before any framework
+is there.
+"""
 
 import json
 import os
@@ -45,7 +47,9 @@ sys.addaudithook(look)
 
 
 def script(place, *arguments, cwd=ROOT, **environ):
-    """(what came of `python train.py`, the socket calls of all its threads), on a machine where nobody has set anything."""
+    """(what came of `python train.py`, the socket calls of all its threads), on a machine where nobody has set
+    anything.
+    """
     (place / "site").mkdir(parents=True, exist_ok=True)
     (place / "site" / "sitecustomize.py").write_text(HOOK)
     (place / "home").mkdir(exist_ok=True)

@@ -1,7 +1,8 @@
 """Started in a directory whose files have the names that everybody uses: none of them is imported in the place of ours.
 
-`python -m` puts the working directory before everything else on sys.path, and so do the workers of a run. Each file here leaves a line
-in EXECUTED and raises. What is run is a checkout, which nobody has installed, and a wheel, which no checkout is near.
+`python -m` puts the working directory before everything else on sys.path, and so do the workers of a run. Each file
+here leaves a line in EXECUTED and raises. What is run is a checkout, which nobody has installed, and a wheel, which no
+checkout is near.
 """
 
 import json

@@ -92,7 +92,7 @@ def test_the_version_is_said_at_once(installed, start, tmp_path):
     assert min(seconds) < 0.5, seconds
 
 
-# ------------------------------------------------------------------------------------------- what has to be there beside it
+# --------------------------------------------------------------------------------------- what has to be there beside it
 
 
 def pins() -> dict[str, Version]:

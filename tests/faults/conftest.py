@@ -1,4 +1,6 @@
-"""The job, the run that is never disturbed, and runs that were stopped on the way: made once, copied by those who damage them."""
+"""The job, the run that is never disturbed, and runs that were stopped on the way: made once, copied by those who
+damage them.
+"""
 
 import signal
 

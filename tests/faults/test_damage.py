@@ -64,7 +64,10 @@ def other(job, tmp_path_factory):
 
 @quick_and_full
 def test_every_damage_to_the_newest_checkpoint(job, whole, stopped, other, tmp_path, full):
-    """Each is found and named by the reader. Runs continued with one of each kind (all of them in full) fall back and end alike."""
+    """Each is found and named by the reader.
+
+    Runs continued with one of each kind (all of them in full) fall back and end alike.
+    """
     identity = json.loads((stopped(STOPPED) / "identity.json").read_text())
     drawn = random.Random(4)
     several = list(damages(drawn, other, 20 if full else 4))
@@ -120,7 +123,9 @@ def test_a_damaged_checkpoint_is_no_reason_to_remove_a_good_one(job, whole, stop
 
 
 def test_a_forged_manifest_over_something_else(stopped, tmp_path):
-    """Hashes that are right say who wrote a file last, not what it is: a file that is no safetensors is refused all the same."""
+    """Hashes that are right say who wrote a file last, not what it is: a file that is no safetensors is refused all the
+    same.
+    """
     directory = trials.copied(stopped(STOPPED), tmp_path)
     path = Checkpoints(directory / "checkpoints").path(NEWEST)
     manifest = json.loads((path / MANIFEST).read_text())

@@ -1,4 +1,7 @@
-"""What must not change a byte, what must not grow, and what safety costs. Rows 11, 12, 14 and 15 of docs/reliability.md."""
+"""What must not change a byte, what must not grow, and what safety costs.
+
+Rows 11, 12, 14 and 15 of docs/reliability.md.
+"""
 
 import json
 import os
@@ -181,7 +184,9 @@ def _look_slowly(trial, look):
 
 
 def test_what_a_save_does(job, tmp_path):
-    """The quick form of what safety costs, in work instead of time: each byte is hashed and written once, each file synced by one call."""
+    """The quick form of what safety costs, in work instead of time: each byte is hashed and written once, each file
+    synced by one call.
+    """
     trial = trials.run(tmp_path, job, faults.record_work, str(tmp_path / "work"), max_steps=6, save_steps=3)
     assert trial.code == 0, trial.said
     work = [json.loads(line) for line in (tmp_path / "work").read_text().splitlines()]

@@ -19,7 +19,10 @@ EACH_STEP = {"save_steps": 1, "save_total_limit": 100}  # so that what each step
 
 @quick_and_full
 def test_what_is_not_finite_is_caught_before_the_update(job, tmp_path, full):
-    """NaN and infinity, by turns, in ten steps of a run. The reference for a poisoned step is the checkpoint before it."""
+    """NaN and infinity, by turns, in ten steps of a run.
+
+    The reference for a poisoned step is the checkpoint before it.
+    """
     steps = list(range(1, 21, 2)) if full else [1, 3]
     values = [NAN if n % 2 else INF for n in range(len(steps))]
     length = trials.STEPS if full else 5
@@ -96,7 +99,10 @@ def test_three_in_a_row_count_across_a_stop(job, tmp_path):
 
 
 def test_a_held_out_loss_that_is_not_finite_is_told_and_saved_as_such(job, tmp_path):
-    """The base's final norm is infinite: every loss, held out or not, is NaN. Nothing is printed as 0, and what has no JSON number is text."""
+    """The base's final norm is infinite: every loss, held out or not, is NaN.
+
+    Nothing is printed as 0, and what has no JSON number is text.
+    """
     base = tmp_path / "base"
     shutil.copytree(job["model_name"], base)
     weights = load_base(base)
@@ -120,12 +126,14 @@ def save_base(directory, weights):
     save(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-# ------------------------------------------------------------------------------------------------------------------ spikes
+# --------------------------------------------------------------------------------------------------------------- spikes
 
 
 @quick_and_full
 def test_label_noise_is_skipped_and_nothing_else(job, tmp_path, full):
-    """All rows of some steps get answers of random letters; which rows those are is known, since the order is a function of the seed."""
+    """All rows of some steps get answers of random letters; which rows those are is known, since the order is a
+    function of the seed.
+    """
     steps, spikes = (525, [60, 140, 230, 310, 450]) if full else (40, [22, 30])
     rows = 8 * steps
     settings = {
@@ -165,12 +173,15 @@ def test_label_noise_is_skipped_and_nothing_else(job, tmp_path, full):
     assert trial.said.count("its loss is a spike") == len(spikes)
 
 
-# ------------------------------------------------------------------------------------------------------------------ memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 
 @quick_and_full
 def test_memory_that_runs_out(job, tmp_path, full):
-    """Micro-batches of 8 do not fit, nor do those of 4. In the first step: as a run started with 2. Later: as a run told to change there."""
+    """Micro-batches of 8 do not fit, nor do those of 4.
+
+    In the first step: as a run started with 2. Later: as a run told to change there.
+    """
     four = {**job, "batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 24 if full else 6}
     at_two = {**four, "batch_size": 2, "gradient_accumulation_steps": 4}
     started = trials.run(tmp_path / "started", at_two).directory
@@ -197,7 +208,9 @@ def test_memory_that_runs_out(job, tmp_path, full):
 
 @quick_and_full
 def test_memory_that_runs_out_once_in_a_backward_pass(job, tmp_path, full):
-    """The whole step is run again, with nothing left of its first half; the reference is told to change at that step."""
+    """The whole step is run again, with nothing left of its first half; the reference is told to change at that
+    step.
+    """
     failures, job = [], {**job, "max_steps": 24 if full else 5}
     for step, micro_batch in ((0, 1), (5, 2), (5, 4), (23, 3)) if full else ((2, 3),):
         told = trials.run(tmp_path / f"told-{step}-{micro_batch}", job, faults.resize_at, step, 1)

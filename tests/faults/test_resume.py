@@ -65,7 +65,9 @@ KINDS = {
 
 @quick_and_full
 def test_stop_in_runs_of_other_kinds(job, tmp_path, full):
-    """Each kind of run is stopped at three steps, one after the other, and killed at the end while its result is written."""
+    """Each kind of run is stopped at three steps, one after the other, and killed at the end while its result is
+    written.
+    """
 
     def stop_and_go(item):
         kind, changes = item

@@ -1,4 +1,7 @@
-"""What a run reads cannot run code, write elsewhere, or steer a terminal; what it knows does not leak. Row 13 of docs/reliability.md."""
+"""What a run reads cannot run code, write elsewhere, or steer a terminal; what it knows does not leak.
+
+Row 13 of docs/reliability.md.
+"""
 
 import ast
 import json
@@ -129,7 +132,9 @@ TEMPLATES = (
 
 
 def canaries(mark: str):
-    """(name, plant(directory of the run's inputs) -> changed settings) of everything that would make the file `mark` if it were run."""
+    """(name, plant(directory of the run's inputs) -> changed settings) of everything that would make the file `mark` if
+    it were run.
+    """
     bomb = pickle.dumps(Bomb(mark))
 
     def in_base(name):
@@ -280,7 +285,7 @@ def test_yaml_runs_nothing(tmp_path, text):
     assert not mark.exists()
 
 
-# ------------------------------------------------------------------------------------------------------------ confinement
+# ---------------------------------------------------------------------------------------------------------- confinement
 
 
 NAMES = [
@@ -332,7 +337,7 @@ def test_names_in_a_tokenizer_stay_inside_too(job, tmp_path):
     assert trial.code == 2 and "Traceback" not in trial.said, trial.said
 
 
-# ---------------------------------------------------------------------------------------------------- secrets and displays
+# ------------------------------------------------------------------------------------------------- secrets and displays
 
 
 SECRETS = {

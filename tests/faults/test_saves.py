@@ -34,7 +34,9 @@ def of_save(calls, step=SAVED):
 
 
 def test_what_must_be_on_disk_is_synced_before_what_names_it(calls):
-    """The order that a power failure asks for: files, their directory, the name, its directory; only then is an older one removed."""
+    """The order that a power failure asks for: files, their directory, the name, its directory; only then is an older
+    one removed.
+    """
     names = [(name, of) for _, name, of, _ in of_save(calls)]
     staged, older = f"step-{SAVED:06d}.staged", "step-000018"
     assert names == [
@@ -58,7 +60,9 @@ def test_what_must_be_on_disk_is_synced_before_what_names_it(calls):
 
 
 def test_macos_flushes_the_drives_own_cache(tmp_path, monkeypatch):
-    """Of files, directories and logs by its own command; where a file system refuses that (as Linux does, which has none of its number), by fsync."""
+    """Of files, directories and logs by its own command; where a file system refuses that (as Linux does, which has
+    none of its number), by fsync.
+    """
     asked, synced, sync = [], [], os.fsync
     lines = JsonLines(tmp_path / "log", 0, print)
     lines.write({})
@@ -125,7 +129,7 @@ def test_crash_at_every_other_call(job, whole, stopped, calls, tmp_path, full):
     counts.hold("3b", full, "crash at every other file-system call of a run, twice", len(failures), failures)
 
 
-# -------------------------------------------------------------------------------------------------------------- full disks
+# ----------------------------------------------------------------------------------------------------------- full disks
 
 
 @quick_and_full
@@ -203,7 +207,9 @@ def test_full_when_the_result_is_written(job, whole, stopped, calls, tmp_path, f
 
 
 def test_files_that_may_not_grow(job, whole, tmp_path):
-    """RLIMIT_FSIZE: the kernel refuses the moments' file from step 13 on, and in the end the run is completed without the limit."""
+    """RLIMIT_FSIZE: the kernel refuses the moments' file from step 13 on, and in the end the run is completed without
+    the limit.
+    """
     trial = trials.run(tmp_path, job, faults.limit_files, 50_000, 12)
     assert trial.code == 0, trial.said
     assert (
@@ -227,8 +233,8 @@ def test_a_small_file_system_that_somebody_fills(job, whole, tmp_path):
         trial = trials.run(place, job, faults.fill_disk, str(place), 7, 15, 6000)
         assert trial.code == 0 and not trials.differences(trial.directory, whole), trial.said
         assert (
-            "the checkpoint of step 9 cannot be written (No space left on device); the checkpoint of step 6 stands; training goes on"
-            in trial.said
+            "the checkpoint of step 9 cannot be written (No space left on device); the checkpoint of step 6 stands; "
+            "training goes on" in trial.said
         )
         assert (
             trial.said.count("cannot be written") == 1 + trial.said.count("metrics.jsonl cannot")

@@ -255,7 +255,9 @@ def test_what_the_hub_does_not_give(tmp_path, about, flags, message):
 
 
 def test_a_download_that_breaks_off_is_continued(tmp_path):
-    """The connection breaks in the middle of the weights; the same command then fetches what lacks, trains, and needs no hub again."""
+    """The connection breaks in the middle of the weights; the same command then fetches what lacks, trains, and needs
+    no hub again.
+    """
     out, _ = asked_of_hub(tmp_path, cut="model.safetensors")
     assert (
         out.returncode == 2
@@ -268,7 +270,8 @@ def test_a_download_that_breaks_off_is_continued(tmp_path):
     assert {name for method, name, _ in requests if method == "GET" and name != "main"} == {"model.safetensors"}
     assert runs.result(tmp_path / "runs" / "run")["steps"] == 1
     code = (
-        "from anyqlora.config.resolve import resolve; from anyqlora.models import hub; asked = resolve({'model_name': 'some/model', 'offline': 'true'}); "
+        "from anyqlora.config.resolve import resolve; from anyqlora.models import hub; asked = resolve({'model_name': "
+        "'some/model', 'offline': 'true'}); "
         "print(sorted(path.name for path in hub.base_directory(asked).iterdir()))"
     )
     out = local_hub.python("-c", code, endpoint="http://127.0.0.1:9", home=tmp_path / "home")

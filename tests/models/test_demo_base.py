@@ -72,7 +72,10 @@ def test_shipped_files_match_their_sums():
 
 @pytest.mark.slow
 def test_script_writes_the_same_tokenizer_and_task(rehearsal):
-    """Reference: the shipped bytes. Only the weights, and their sum, depend on the number of steps and on the machine."""
+    """Reference: the shipped bytes.
+
+    Only the weights, and their sum, depend on the number of steps and on the machine.
+    """
     again, shipped = hash_files(rehearsal), hash_files(DEMO)
     assert read_sums(rehearsal) == again
     assert {name for name in FILES if again[name] != shipped[name]} <= {

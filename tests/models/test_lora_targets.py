@@ -1,4 +1,6 @@
-"""lora_target_modules: what the plan counts is what PEFT attaches, and what the run refuses, the plan refuses in the same words."""
+"""lora_target_modules: what the plan counts is what PEFT attaches, and what the run refuses, the plan refuses in the
+same words.
+"""
 
 import json
 
@@ -21,7 +23,10 @@ MODELS = {
     **{family: (family, {"num_hidden_layers": 3}) for family in FAMILIES},
     "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 48, "num_hidden_layers": 3}),
-    "qwen2_moe, every second layer": ("qwen2_moe", {"num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2}),
+    "qwen2_moe, every second layer": (
+        "qwen2_moe",
+        {"num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2},
+    ),
     "gemma3 with eyes": (
         "gemma3",
         {

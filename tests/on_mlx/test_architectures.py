@@ -1,4 +1,6 @@
-"""Architectures on MLX: mlx-lm's model computes what transformers' does, learns, and its adapter loads in plain PEFT - or it is refused by name."""
+"""Architectures on MLX: mlx-lm's model computes what transformers' does, learns, and its adapter loads in plain PEFT -
+or it is refused by name.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Model directories between Hugging Face's form and mlx-lm's: there and back every tensor is the same, and each side reads its own."""
+"""Model directories between Hugging Face's form and mlx-lm's: there and back every tensor is the same, and each side
+reads its own.
+"""
 
 import json
 import resource
@@ -54,7 +56,9 @@ def test_there_and_back(architecture, dtype, tmp_path):
 
 
 def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Each file that stands in the end was synced, or written by what syncs, and so was its directory, before the rename."""
+    """Each file that stands in the end was synced, or written by what syncs, and so was its directory, before the
+    rename.
+    """
     done, plain = [], {name: getattr(FileSystem, name) for name in ("write", "sync", "rename")}
     for name, method in plain.items():
         monkeypatch.setattr(

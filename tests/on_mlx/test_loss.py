@@ -1,4 +1,6 @@
-"""The loss on MLX by some trained tokens at a time, against logits of all tokens; and products with weights that are unpacked for them."""
+"""The loss on MLX by some trained tokens at a time, against logits of all tokens; and products with weights that are
+unpacked for them.
+"""
 
 import json
 
@@ -100,7 +102,9 @@ def test_fillers_and_batches_without_trained_tokens_add_nothing(tmp_path):
 
 
 def test_no_logits_of_a_whole_batch_are_made(tmp_path):
-    """Peak memory of a loss and its gradient for a vocabulary of 12,000, counted in rows of logits, [1, V] in float32."""
+    """Peak memory of a loss and its gradient for a vocabulary of 12,000, counted in rows of logits, [1, V] in
+    float32.
+    """
     model = made(tmp_path, vocab_size=12_000, num_hidden_layers=1)
     model.freeze()
     model.layers[0].self_attn.q_proj.unfreeze()

@@ -1,4 +1,6 @@
-"""What MLX holds at most, by its allocator's own count: while a model is packed, in a step that is compiled or not, in an answer."""
+"""What MLX holds at most, by its allocator's own count: while a model is packed, in a step that is compiled or not, in
+an answer.
+"""
 
 import gc
 
@@ -119,8 +121,9 @@ def test_a_compiled_step_takes_what_one_does_that_is_not_compiled(wide, monkeypa
     [("lora", "affine4", 0), ("lora", "nf4", 0), ("dora", "affine4", 0), ("dora", "affine4", 0.1)],
 )
 def test_backward_keeps_no_weight_that_forward_unpacked(adapter, quantizer, dropout):
-    """Nor does it where compiling joins equal expressions, as those that unpack a weight in forward and in backward are. In float32, that
-    few kernels are compiled."""
+    """Nor does it where compiling joins equal expressions, as those that unpack a weight in forward and in backward
+    are. In float32, that few kernels are compiled.
+    """
     settings = {"quantizer": quantizer, "adapter": adapter, "lora_rank": 4, "lora_dropout": dropout}
     config = resolve({"model_name": "demo", "dataset": "demo", **settings}, environ={})
     kind = registry.quantizer(quantizer).load("mlx")(config, mx.float32)
@@ -163,7 +166,9 @@ def test_backward_keeps_no_weight_that_forward_unpacked(adapter, quantizer, drop
 def test_what_attention_takes_for_pairs_of_tokens_is_planned(
     tmp_path, monkeypatch, precision, checkpointing, mib, compiled
 ):
-    """Of long rows it is most of what a step needs: 32 MiB for each array of the scores of all heads, of which backward has four."""
+    """Of long rows it is most of what a step needs: 32 MiB for each array of the scores of all heads, of which backward
+    has four.
+    """
     monkeypatch.setattr(activations, "SCORES_ON_MLX", mib << 20)
     base = tiny_models.make(tmp_path, "llama", num_attention_heads=8, num_hidden_layers=3, max_position_embeddings=1024)
     settings = {

@@ -1,4 +1,6 @@
-"""The MLX loop against the torch loop: the same rows, base and start in float32; and one run handed from one to the other."""
+"""The MLX loop against the torch loop: the same rows, base and start in float32; and one run handed from one to the
+other.
+"""
 
 import numpy as np
 import pytest
@@ -132,7 +134,9 @@ def test_files_are_the_same_but_for_rounding(base, tmp_path):
     ],
 )  # the CPU build compiles with g++
 def test_updates_are_torchs_compiled_or_not(name, theirs):
-    """With decay, at a rate that changes: a compiled update is traced once, so nothing of a step may be a constant in it."""
+    """With decay, at a rate that changes: a compiled update is traced once, so nothing of a step may be a constant in
+    it.
+    """
     config = resolve({"model_name": "demo", "dataset": "demo", "optimizer": name, "weight_decay": 0.1}, environ={})
     start, *gradients = (np.random.default_rng(n).normal(size=(8, 16)).astype(np.float32) for n in range(5))
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))

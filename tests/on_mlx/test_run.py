@@ -1,4 +1,6 @@
-"""Whole runs on MLX: resumed, handed over, in every precision and quantizer, evaluated, and stopped by what is not finite."""
+"""Whole runs on MLX: resumed, handed over, in every precision and quantizer, evaluated, and stopped by what is not
+finite.
+"""
 
 import contextlib
 import json
@@ -356,9 +358,13 @@ def test_the_loss_scale_starts_and_doubles_as_it_is_told(tmp_path):
     )
 
 
-OUT_OF_MEMORY = (  # Metal's words (mlx/backend/metal/allocator.cpp, and its command buffers'); the CPU build does not ask whether it got memory
-    "[metal::malloc] Attempting to allocate 41943040000 bytes which is greater than the maximum allowed buffer size of 22906503168 bytes.",
-    "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+# Metal's words (mlx/backend/metal/allocator.cpp, and its command buffers'); the CPU build does not ask whether it got
+# memory
+OUT_OF_MEMORY = (
+    "[metal::malloc] Attempting to allocate 41943040000 bytes which is greater than the maximum allowed buffer size of "
+    "22906503168 bytes.",
+    "[METAL] Command buffer execution failed: Insufficient Memory "
+    "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
 )
 
 

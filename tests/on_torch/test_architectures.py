@@ -1,4 +1,6 @@
-"""Every architecture through our path: read, quantized, one step, saved - and read again by plain transformers and PEFT."""
+"""Every architecture through our path: read, quantized, one step, saved - and read again by plain transformers and
+PEFT.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Mixtures of experts: their weights are quantized, stay so through forward and backward, or the model is refused by name."""
+"""Mixtures of experts: their weights are quantized, stay so through forward and backward, or the model is refused by
+name.
+"""
 
 import pytest
 import torch
@@ -123,7 +125,9 @@ def test_each_expert_is_quantized_by_itself():
 
 
 def test_nothing_dequantized_is_kept_for_backward(tmp_path):
-    """What autograd saves between forward and backward holds no tensor of an expert's or a linear layer's float shape."""
+    """What autograd saves between forward and backward holds no tensor of an expert's or a linear layer's float
+    shape.
+    """
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "mixtral"))
     shapes = {tuple(value.shape[-2:]) for name, value in started.held().items()}
     shapes |= {shape[::-1] for shape in shapes}

@@ -18,12 +18,17 @@ from tests.support import runs, tiny_models
 from tests.support.data_fixtures import write
 
 END, CALL = "<|im_end|>", "<|python_tag|>"
-CHAT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}: {% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}: {% else %}{{ m.content }}<|im_end|>{% endif %}{% "
+    "endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """The embedded base with a chat template that ends turns with a token which nothing but the template names, and a special token for calls."""
+    """The embedded base with a chat template that ends turns with a token which nothing but the template names, and a
+    special token for calls.
+    """
     base = shutil.copytree(DEMO_BASE, tmp_path_factory.mktemp("chatty") / "base")
     words = transformers.AutoTokenizer.from_pretrained(base)
     unused = ("Ġkettles", "Ġblue")  # whose rows of the embedding become these tokens'
@@ -109,7 +114,9 @@ def test_ends_that_are_rare_are_chance():
 
 
 def test_neither_padding_nor_the_batch_changes_an_answer():
-    """Prompts of several lengths together and each alone; what stands in padding is another token in a tokenizer without a pad token."""
+    """Prompts of several lengths together and each alone; what stands in padding is another token in a tokenizer
+    without a pad token.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_BASE, dtype=torch.float32)
     words = transformers.AutoTokenizer.from_pretrained(DEMO_BASE)
     prompts = [
@@ -243,7 +250,9 @@ def test_models_that_compute_positions_have_no_table(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "codegen", "opt", "openai-gpt", "ctrl", "mpt", "bart"])
 def test_answers_end_where_the_positions_do(name):
-    """The reference is argmax over whole forward passes, for as long as there are positions; a prompt that leaves none has no answer."""
+    """The reference is argmax over whole forward passes, for as long as there are positions; a prompt that leaves none
+    has no answer.
+    """
     torch.manual_seed(0)
     model, words = tiny(name), tiny_models.words()
     prompts = [[5 + i % 7 for i in range(n)] for n in (PLACES - 3, 2, PLACES, PLACES + 4, PLACES - 3, PLACES - 6)]

@@ -1,4 +1,7 @@
-"""What only a GPU can show: run by benchmarks/gpu.sh, skipped elsewhere. The reference is the CPU, which the other tests prove."""
+"""What only a GPU can show: run by benchmarks/gpu.sh, skipped elsewhere.
+
+The reference is the CPU, which the other tests prove.
+"""
 
 import json
 import os
@@ -62,7 +65,9 @@ def test_float8_products_learn_the_same(kernels, tmp_path):
 
 
 def test_two_runs_on_the_gpu_write_the_same_bytes(tmp_path):
-    """Documents of 2,300 tokens: attention's backward adds up the parts of a row in any order where it is not told otherwise."""
+    """Documents of 2,300 tokens: attention's backward adds up the parts of a row in any order where it is not told
+    otherwise.
+    """
     base = tiny_models.make(tmp_path / "base", head_dim=64, max_position_embeddings=4096, dtype=torch.bfloat16)
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"text": f"{number} and " * 1200}) + "\n" for number in range(16))
@@ -119,7 +124,9 @@ def test_a_run_goes_from_the_gpu_to_the_cpu(tmp_path):
 
 
 def test_every_kind_of_kernels_learns_the_same(tmp_path):
-    """The exact ones give the portable ones' bytes only where bitsandbytes too multiplies by the whole weight, so: within rounding."""
+    """The exact ones give the portable ones' bytes only where bitsandbytes too multiplies by the whole weight, so:
+    within rounding.
+    """
     found = {
         kernels: losses(
             runs.run(tmp_path, kernels, **{**SHORT, "backend": "cuda", "precision": "fp32", "kernels": kernels})

@@ -1,4 +1,6 @@
-"""Memory while weights are read: what stays resident and the largest tensor in float32, not the full-precision model."""
+"""Memory while weights are read: what stays resident and the largest tensor in float32, not the full-precision
+model.
+"""
 
 import json
 import subprocess
@@ -48,8 +50,10 @@ def anonymous():
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
 
 def built(directory):
-    config = resolve({"model_name": directory, "dataset": "demo", "quantizer": sys.argv[4], "train_type": "lora" if sys.argv[4] == "none" else "qlora",
-                      "precision": sys.argv[6], "batch_size": 1, "backend": "cpu", "lora_target_modules": "q_proj"}, environ={}, said="test")
+    config = resolve({"model_name": directory, "dataset": "demo", "quantizer": sys.argv[4],
+                       "train_type": "lora" if sys.argv[4] == "none" else "qlora",
+                      "precision": sys.argv[6], "batch_size": 1, "backend": "cpu", "lora_target_modules": "q_proj"},
+                      environ={}, said="test")
     plan = BackendManager("cpu").plan(config)
     return build(plan.config, Runtime(plan))
 
@@ -67,15 +71,21 @@ watcher.start()
 model = built(sys.argv[3]).model
 running = False
 watcher.join()
-states = [tensor for module in model.modules() for state in (*getattr(module, "states", ()), getattr(module, "quant_state", None)) if state is not None
-          for tensor in ([state] if torch.is_tensor(state) else state.as_dict(packed=False).values()) if torch.is_tensor(tensor)]
-tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers(), *states)}
+states = [tensor for module in model.modules()
+          for state in (*getattr(module, "states", ()), getattr(module, "quant_state", None)) if state is not None
+          for tensor in ([state] if torch.is_tensor(state) else state.as_dict(packed=False).values())
+          if torch.is_tensor(tensor)]
+tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+           for t in (*model.parameters(), *model.buffers(), *states)}
 print(json.dumps({"rise": peak - before, "after": anonymous() - before, "tensors": sum(tensors.values())}))
 """
 
 
 def write(directory, architecture):
-    """Random bf16 weights, shard by shard; the names are those that transformers itself saves. Returns the largest tensor's elements."""
+    """Random bf16 weights, shard by shard; the names are those that transformers itself saves.
+
+    Returns the largest tensor's elements.
+    """
     config = AutoConfig.for_model(architecture, **{**tiny_models.SHAPE, **LARGE[architecture]})
     config.dtype = torch.bfloat16
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
@@ -147,7 +157,8 @@ def test_the_full_precision_model_is_never_resident(architecture, tmp_path):
         found = json.loads(out.stdout.splitlines()[-1])
         allowed = found["tensors"] + 4 * largest
         print(
-            f"{architecture} {quantizer} {precision}: rise {found['rise'] / 1e6:.0f} MB, after {found['after'] / 1e6:.0f} MB, tensors {found['tensors'] / 1e6:.0f} MB, "
+            f"{architecture} {quantizer} {precision}: rise {found['rise'] / 1e6:.0f} MB, after "
+            f"{found['after'] / 1e6:.0f} MB, tensors {found['tensors'] / 1e6:.0f} MB, "
             f"largest {4 * largest / 1e6:.0f} MB: {found['rise'] / allowed:.2f} of what is resident and the largest"
         )
         assert found["rise"] <= ALLOWED * allowed

@@ -56,7 +56,9 @@ def test_linear_layers_are_packed_and_the_rest_is_not(tied, tmp_path):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_codes_depend_on_the_files_alone(stored, tmp_path):
-    """Not on the precision, and not on how many shards there are; the reference is bitsandbytes' quantization of each whole tensor."""
+    """Not on the precision, and not on how many shards there are; the reference is bitsandbytes' quantization of each
+    whole tensor.
+    """
     directory = tiny_models.make(tmp_path / "one", "llama", dtype=stored)
     shards = tiny_models.make(tmp_path / "shards", "llama", dtype=stored, max_shard_size="40KB")
     assert len(list(shards.glob("*.safetensors"))) > 5
@@ -206,7 +208,9 @@ def test_freed_memory_leaves_the_process():
 
 
 def test_a_weight_of_whole_numbers_is_not_packed():
-    """transformers 5.17 casts a weight to the type of the parameter that it is for: to whole numbers, which are 0, where that is packed."""
+    """transformers 5.17 casts a weight to the type of the parameter that it is for: to whole numbers, which are 0,
+    where that is packed.
+    """
     stream = StreamingQuantizer(_StreamConfig(LoadPolicy(None, lambda *given: pytest.fail("it was packed"), None)))
     stream.directory = "somewhere"
     with pytest.raises(UsageError, match="somewhere: model.q_proj.weight comes as int32"):

@@ -25,7 +25,8 @@ def hoard(planned):
     del blocks  # every other one is a hole that stays resident
     holes = memory.in_use() - before
     heap.give_back(holes)
-    return {"holes": holes, "after": memory.in_use() - before, "kept": sum(b.nbytes for b in kept), "can_tell": heap.can_tell}
+    return {"holes": holes, "after": memory.in_use() - before,
+            "kept": sum(b.nbytes for b in kept), "can_tell": heap.can_tell}
 
 def in_a_process_of_its_own(planned):
     reading, writing = os.pipe()
@@ -73,7 +74,8 @@ from anyqlora.on_torch.memory.malloc import MallocTuner, return_freed_pages, tri
 from anyqlora.on_torch.runtime import Runtime
 
 memory = MemoryMonitor(torch.device("cpu"))
-KEPT, MAPPED = 48 << 20, 256 << 20  # glibc looks for a hole before it maps; what was kept leaves none for the second size
+# glibc looks for a hole before it maps; what was kept leaves none for the second size
+KEPT, MAPPED = 48 << 20, 256 << 20
 
 def left(size):
     global before

@@ -74,7 +74,9 @@ def test_profiling_changes_nothing_of_training(plain, profiled):
 
 
 def test_everything_that_is_asked_for_is_written(profiled):
-    """Of the one cycle of three steps the first is recorded: one micro-batch and one update, and nothing of what came before."""
+    """Of the one cycle of three steps the first is recorded: one micro-batch and one update, and nothing of what came
+    before.
+    """
     (place,) = (profiled / "profiles").iterdir()
     assert place.name == "step-000001"
     events = json.loads((place / "trace.json").read_text())["traceEvents"]
@@ -140,7 +142,9 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys)
     ("wait", "warmup", "active", "repeat"), [(0, 0, 2, 0), (3, 1, 2, 0), (1, 2, 1, 2), (0, 1, 3, 1)]
 )
 def test_the_schedule_is_that_of_torch(wait, warmup, active, repeat):
-    """The reference is torch.profiler.schedule, whose cycle is as long as profiling_frequency when it is wait + warm-up + active."""
+    """The reference is torch.profiler.schedule, whose cycle is as long as profiling_frequency when it is wait + warm-up
+    + active.
+    """
     config = resolve(
         {
             "profile": True,
@@ -208,7 +212,9 @@ def test_memory_json_goes_on_where_a_resumed_run_does(tmp_path):
 
 
 def test_memory_is_the_rise_of_own_pages_and_its_peak(tmp_path):
-    """The reference is the size of what is allocated; pages of a file do not count, and what is freed stays in the peak."""
+    """The reference is the size of what is allocated; pages of a file do not count, and what is freed stays in the
+    peak.
+    """
     size = 256 << 20
     memory = MemoryMonitor(torch.device("cpu"))
     memory.start()

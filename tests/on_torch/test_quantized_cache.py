@@ -1,4 +1,6 @@
-"""Quantized weights that are kept: a run on them has the bytes of a run without, and what is not what was written is never trained on."""
+"""Quantized weights that are kept: a run on them has the bytes of a run without, and what is not what was written is
+never trained on.
+"""
 
 import contextlib
 import errno
@@ -135,7 +137,7 @@ def test_an_entry_is_what_quantize_writes(base, kept, tmp_path):
     assert json.loads(bytes(state.tolist()))["dtype"] == "float32"  # whatever the run computes in
 
 
-# ----------------------------------------------------------------------------------------------- hits, misses, what is said
+# ------------------------------------------------------------------------------------------- hits, misses, what is said
 
 
 def test_the_run_says_where_its_weights_come_from(base, tmp_path, capsys):
@@ -196,7 +198,7 @@ def test_one_more_thread_is_another_entry(kept):
     assert len(paths) == 2
 
 
-# ------------------------------------------------------------------------------------------------------- what goes wrong
+# ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
 def flipped(entry):
@@ -333,7 +335,7 @@ def test_the_limit_is_kept_by_removing_what_was_not_used_for_longest(kept, tmp_p
     assert kept(quantized_cache_limit=1e-6).entry() == entries[0] and entries[2].exists()  # it may be read just now
 
 
-# --------------------------------------------------------------------------------------------------------------- the plan
+# ------------------------------------------------------------------------------------------------------------- the plan
 
 
 def planned(model, **settings):

@@ -1,4 +1,6 @@
-"""Backends: the same probes on this machine and on machines that are described in tests/machines, and the table's cells run."""
+"""Backends: the same probes on this machine and on machines that are described in tests/machines, and the table's cells
+run.
+"""
 
 import importlib
 import json
@@ -243,7 +245,9 @@ def test_kernels_in_c_want_a_compiler_and_a_processor_for_them():
 
 
 def test_products_in_8_bits_want_a_processor_for_them():
-    """Without VNNI int8's products are summed in 16 bits, which overflow; before compute capability 8.9 there is no float8."""
+    """Without VNNI int8's products are summed in 16 bits, which overflow; before compute capability 8.9 there is no
+    float8.
+    """
     nothing = MACHINES["nothing"]
     rounded = ("full", "int8_backward", "int8")
     for features, products in ((("avx2",), ("full",)), (("avx512_vnni",), rounded), (("amx_int8",), rounded)):
@@ -404,7 +408,8 @@ def test_observe_reports_this_machine():
 def test_observing_imports_torch_and_no_other_framework():
     code = (
         "import sys, json, backend_manager; backend_manager.BackendManager('cpu').available(); "
-        "print(json.dumps([m for m in ('transformers', 'peft', 'bitsandbytes', 'mlx', 'accelerate', 'triton') if m in sys.modules]))"
+        "print(json.dumps([m for m in ('transformers', 'peft', 'bitsandbytes', 'mlx', 'accelerate', 'triton') if m in "
+        "sys.modules]))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
     assert json.loads(out) == []

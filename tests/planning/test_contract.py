@@ -1,4 +1,6 @@
-"""The contract of backends: on this machine's, on every built-in one as a described machine has it, and on a third party's package."""
+"""The contract of backends: on this machine's, on every built-in one as a described machine has it, and on a third
+party's package.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,6 @@
-"""The memory model against independent counts: transformers' parameters, bitsandbytes' bytes, the tensors that autograd keeps."""
+"""The memory model against independent counts: transformers' parameters, bitsandbytes' bytes, the tensors that autograd
+keeps.
+"""
 
 import itertools
 import tempfile
@@ -100,7 +102,7 @@ def test_quantized_bytes_are_those_of_bitsandbytes(kind, double_quant):
     assert held == sum(t.numel() * t.element_size() for t in tensors)
 
 
-# ------------------------------------------------------------------------------- what autograd keeps, counted on a real model
+# ------------------------------------------------------------------------- what autograd keeps, counted on a real model
 
 
 @cache
@@ -242,7 +244,7 @@ def test_layers_without_adapters_keep_nothing_for_them():
     assert five - one == pytest.approx((ten - one) * 4 / 9, rel=1e-4)
 
 
-# -------------------------------------------------------------------------------------------------------------- the moments
+# ---------------------------------------------------------------------------------------------------------- the moments
 
 
 def estimate(**settings):

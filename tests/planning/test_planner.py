@@ -1,4 +1,6 @@
-"""Plans: pure, idempotent, refused by the table's cells, every change in the ledger - on machines described in tests/machines."""
+"""Plans: pure, idempotent, refused by the table's cells, every change in the ledger - on machines described in
+tests/machines.
+"""
 
 import json
 import os
@@ -424,7 +426,9 @@ def test_what_is_missing_for_triton_is_told_with_its_cure():
 
 
 def test_weights_stay_dequantized_where_there_is_plenty_of_room_and_runs_choose_alike():
-    """Free memory that differs by less than a fifth: the choices are the same, but where a power of two lies between."""
+    """Free memory that differs by less than a fifth: the choices are the same, but where a power of two lies
+    between.
+    """
     machine = MACHINES["h200"]
 
     def choices(part):
@@ -529,7 +533,7 @@ def test_a_backend_other_than_the_managers_is_refused():
         )
 
 
-# ------------------------------------------------------------------------------------------- what the table does not allow
+# ---------------------------------------------------------------------------------------- what the table does not allow
 
 
 @pytest.mark.parametrize(
@@ -586,7 +590,7 @@ def test_paged_optimizers_only_where_memory_can_be_paged():
             plan(machine, optimizer="paged_adamw_8bit")
 
 
-# ------------------------------------------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------------------------------------------ the model
 
 
 def test_unknown_memory_is_not_guessed():
@@ -642,7 +646,8 @@ def test_hub_id_is_looked_up_in_the_local_cache(tmp_path):
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     code = (
-        "import sys; from anyqlora.config.resolve import TrainConfig; from anyqlora.models.architectures import model_directory; "
+        "import sys; from anyqlora.config.resolve import TrainConfig; from anyqlora.models.architectures import "
+        "model_directory; "
         "print(model_directory(TrainConfig(model_name='meta-llama/Meta-Llama-3-8B'))); "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
@@ -653,7 +658,7 @@ def test_hub_id_is_looked_up_in_the_local_cache(tmp_path):
     assert out.stdout.splitlines() == [str(snapshot), "False False"]
 
 
-# --------------------------------------------------------------------------------------------------------------- the verb
+# ------------------------------------------------------------------------------------------------------------- the verb
 
 
 def test_plan_verb_prints_memory_part_by_part(capsys):
@@ -695,7 +700,10 @@ def test_plan_verb_takes_under_a_second_beyond_torch_and_imports_no_other_framew
 
 
 def test_unknown_backend_is_answered_without_torch():
-    code = "import sys; from anyqlora.__main__ import main; main(['plan', '--backend', 'gpu']); print('torch' in sys.modules)"
+    code = (
+        "import sys; from anyqlora.__main__ import main; main(['plan', '--backend', 'gpu']); print('torch' in "
+        "sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert out.stdout == "False\n"
     assert "unknown backend 'gpu'" in out.stderr
@@ -709,7 +717,7 @@ def test_settings_that_a_plan_resolves_are_the_ones_that_may_be_auto():
     assert autos <= later
 
 
-# ------------------------------------------------------------------------------------------------------------ strategies
+# ----------------------------------------------------------------------------------------------------------- strategies
 
 
 def test_several_devices_hold_the_model_each_or_shards_of_it(tmp_path):

@@ -92,7 +92,7 @@ def test_node_lists(nodes, first):
     assert first_host(nodes) == first
 
 
-# ------------------------------------------------------------------------------------ how many devices a run in a directory had
+# ---------------------------------------------------------------------------- how many devices a run in a directory had
 
 
 @pytest.fixture
@@ -138,7 +138,9 @@ def test_the_number_on_the_machine_is_known_where_somebody_started_several():
 
 @pytest.mark.parametrize(("node", "size"), [("0", 2), ("2", 2), ("3", 1), ("9", 0), ("x", 0)])
 def test_how_many_are_on_this_machine(node, size):
-    """SLURM tells it for each node of a step; what cannot be read says nothing, and World.here what is wrong with it."""
+    """SLURM tells it for each node of a step; what cannot be read says nothing, and World.here what is wrong with
+    it.
+    """
     assert local_size({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": node}) == size
     assert local_size({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}) == 2 and local_size(TORCHRUN) == local_size({}) == 0
     assert local_size({**TORCHRUN, "LOCAL_WORLD_SIZE": "\u00b2"}) == 0

@@ -1,4 +1,6 @@
-"""The recipes for clusters, as far as one machine can tell: the SLURM script before a scheduler that is a shell script."""
+"""The recipes for clusters, as far as one machine can tell: the SLURM script before a scheduler that is a shell
+script.
+"""
 
 import os
 import subprocess
@@ -12,11 +14,13 @@ from anyqlora.processes.environment import ProcessContext
 from tests.support.paths import ROOT
 
 SCRIPT = ROOT / "examples" / "clusters" / "slurm.sbatch"
-# srun: both tasks of the job, one after the other, with what SLURM tells each; then the exit code that the test asks for.
+# srun: both tasks of the job, one after the other, with what SLURM tells each; then the exit code that the test asks
+# for.
 SRUN = """#!/bin/bash
 while [[ "$1" == --* ]]; do shift; done
 for task in 0 1; do
-    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_STEP_NODELIST='gpu[07-08]' "$@" || exit $?
+    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$task SLURM_LOCALID=$task \\
+        SLURM_STEP_NODELIST='gpu[07-08]' "$@" || exit $?
 done
 exit "$TASKS_END_WITH"
 """
@@ -28,7 +32,8 @@ from anyqlora.processes.environment import ProcessContext
 flags = dict(word.removeprefix("--").split("=", 1) for word in canonical_argv(sys.argv[2:]))
 config = resolve(flags)
 world = ProcessContext.here(config)
-print("task", world.rank, world.size, world.local_rank, world.address, world.port, world.apply_to(config).world_size, config.run_name, config.lr)
+print("task", world.rank, world.size, world.local_rank, world.address, world.port,
+      world.apply_to(config).world_size, config.run_name, config.lr)
 """
 
 
@@ -97,7 +102,9 @@ def test_the_kubeflow_job_starts_train_py_by_torchrun():
 
 
 def test_the_ray_recipe_takes_the_flags_of_train_py():
-    """Ray itself is not installed here: what is seen is that the file says how it is used, and that its flags are ours."""
+    """Ray itself is not installed here: what is seen is that the file says how it is used, and that its flags are
+    ours.
+    """
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "clusters" / "ray_train.py")], capture_output=True, text=True, cwd=ROOT
     )

@@ -1,4 +1,6 @@
-"""train.py itself in worlds that are set up as torchrun does it: the loop, evaluation, checkpoints and the finished adapter."""
+"""train.py itself in worlds that are set up as torchrun does it: the loop, evaluation, checkpoints and the finished
+adapter.
+"""
 
 import numpy as np
 import pytest

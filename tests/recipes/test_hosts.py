@@ -1,4 +1,7 @@
-"""Two hosts: network namespaces of this machine, each with an address of its own, joined by torchrun's rendezvous. Needs root."""
+"""Two hosts: network namespaces of this machine, each with an address of its own, joined by torchrun's rendezvous.
+
+Needs root.
+"""
 
 import contextlib
 import os

@@ -115,7 +115,10 @@ if "RANK" in os.environ:
 
 
 def test_a_signal_that_comes_while_the_processes_start_is_answered(tmp_path, monkeypatch):
-    """The interpreter itself dies of it there, and is not started again. One that asks to save finds nothing to save."""
+    """The interpreter itself dies of it there, and is not started again.
+
+    One that asks to save finds nothing to save.
+    """
     (tmp_path / "sitecustomize.py").write_text(SLOW_TO_START)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Launched(tmp_path / "runs", max_restarts=1) as run:
@@ -132,7 +135,9 @@ def test_a_signal_that_comes_while_the_processes_start_is_answered(tmp_path, mon
 
 
 def refused(output, *different: dict, places=(None, None)) -> str:
-    """What two processes say that were started as torchrun does it and are not to train together: one message, exit 2, no hang."""
+    """What two processes say that were started as torchrun does it and are not to train together: one message, exit 2,
+    no hang.
+    """
     shared = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     started = [
         subprocess.Popen(
@@ -239,7 +244,9 @@ print("after it", flush=True)
 )
 @pytest.mark.parametrize("group", ["none", "of the run", pytest.param("of the caller", marks=pytest.mark.slow)])
 def test_a_process_that_was_in_a_group_ends_at_once(group, end, code, said):
-    """A thread of gloo's that lets go of a tensor while the interpreter ends aborts it, and the exit code would be lost."""
+    """A thread of gloo's that lets go of a tensor while the interpreter ends aborts it, and the exit code would be
+    lost.
+    """
     done = subprocess.run([sys.executable, "-c", LEAVING, group, end], capture_output=True, text=True)
     assert done.returncode == code and done.stderr.strip().endswith(said) and bool(done.stderr) == bool(said)
     assert ("the interpreter ended" in done.stdout) == (group == "none") and ("after it" in done.stdout) == (
@@ -271,7 +278,9 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.slow
 def test_memory_that_runs_out_on_one_rank_halves_the_rows_of_all(tmp_path, monkeypatch):
-    """Rank 1's model refuses more than one row at a time, from the first step on: the run ends as one that was started so."""
+    """Rank 1's model refuses more than one row at a time, from the first step on: the run ends as one that was started
+    so.
+    """
     (tmp_path / "sitecustomize.py").write_text(NARROW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Launched(tmp_path / "narrow", max_steps=4) as run:

@@ -78,7 +78,10 @@ def test_a_save_that_one_process_was_asked_for_is_made_by_all(tmp_path):
 
 
 def stopped_in_an_evaluation(output):
-    """SIGTERM comes to the second process in the third batch of the evaluation after step 2. Returns the exit code and the batches begun there."""
+    """SIGTERM comes to the second process in the third batch of the evaluation after step 2.
+
+    Returns the exit code and the batches begun there.
+    """
     begun, between = [], TrainingSession.check_signals
 
     def counted(self):

@@ -63,7 +63,9 @@ def plan_of(**settings):
 
 
 def screen(output: str) -> list[str]:
-    """The lines that a terminal shows after `output`: carriage return, line feed, cursor up and erase line are obeyed."""
+    """The lines that a terminal shows after `output`: carriage return, line feed, cursor up and erase line are
+    obeyed.
+    """
     lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
         if part == "\r":

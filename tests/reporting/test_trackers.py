@@ -1,4 +1,6 @@
-"""Trackers are fed from metrics.jsonl; secrets do not reach them; wandb, tensorboard and trackio for real where they are installed."""
+"""Trackers are fed from metrics.jsonl; secrets do not reach them; wandb, tensorboard and trackio for real where they
+are installed.
+"""
 
 import importlib.util
 import json

@@ -25,7 +25,10 @@ def whole(tmp_path_factory):
 
 
 def test_the_speed_of_a_run_that_went_on_is_that_of_all_its_steps(tmp_path):
-    """The reference is metrics.jsonl, which has the seconds of each step. A checkpoint from before times were kept is read, too."""
+    """The reference is metrics.jsonl, which has the seconds of each step.
+
+    A checkpoint from before times were kept is read, too.
+    """
 
     def be_slow_and_fail(step):
         time.sleep(0.15)
@@ -59,7 +62,9 @@ def test_the_speed_of_a_run_that_went_on_is_that_of_all_its_steps(tmp_path):
 
 
 def test_a_forced_run_that_is_killed_before_it_saves_leaves_the_one_before_as_it_was(whole, tmp_path):
-    """Neither its first steps nor a crash between its checkpoint and its identity take the run away from its own command."""
+    """Neither its first steps nor a crash between its checkpoint and its identity take the run away from its own
+    command.
+    """
     forced = {**SMALL, "lr": 1e-3, "resume": "force"}
     with pytest.raises(ZeroDivisionError):
         runs.run(tmp_path, during=lambda step: step == 4 and fail(ZeroDivisionError()), **SMALL)

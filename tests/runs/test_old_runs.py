@@ -1,7 +1,7 @@
 """Runs that commit 9268e7a wrote, with the names that settings had then: they go on, and they are opened.
 
-tests/support/old_runs has, for torch and MLX, one that was stopped by SIGTERM after 7 of 12 steps, and one of the same settings that
-nobody stopped: the reference. made_on.json says by which command and on which processor they were made.
+tests/support/old_runs has, for torch and MLX, one that was stopped by SIGTERM after 7 of 12 steps, and one of the same
+settings that nobody stopped: the reference. made_on.json says by which command and on which processor they were made.
 """
 
 import contextlib

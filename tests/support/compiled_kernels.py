@@ -1,4 +1,5 @@
-"""Every Triton kernel compiled for a GPU that need not be there: python tests/compiled_kernels.py 90 prints what was made of each.
+"""Every Triton kernel compiled for a GPU that need not be there: python tests/compiled_kernels.py 90 prints what was
+made of each.
 
 The interpreter runs what a compiler may refuse. Run without TRITON_INTERPRET.
 """
@@ -95,7 +96,11 @@ def kernels(dtype: str, capability: int):
 
 
 def fused_in(ptx: str) -> int:
-    """How many products and sums are rounded together. GPUs before sm_90 have neither a product nor a sum of bf16 alone: one is a b + -0 there, the other a 1 + b or a -1 + b."""
+    """How many products and sums are rounded together.
+
+    GPUs before sm_90 have neither a product nor a sum of bf16 alone: one is a b + -0 there, the other a 1 + b or a -1 +
+    b.
+    """
     words = [line.replace(",", " ").rstrip(";").split() for line in ptx.splitlines() if line.strip()]
     alone = {
         line[1] for line in words if line[0] == "mov.b16" and line[2] in ("0x8000", "0x3F80", "0xBF80")

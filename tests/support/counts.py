@@ -1,4 +1,6 @@
-"""How often each promise was tried and held: asserted always, written to benchmarks/results when all of it was tried."""
+"""How often each promise was tried and held: asserted always, written to benchmarks/results when all of it was
+tried.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""What tests run in a world: a tiny model trained through build and Runtime on rows that are dealt to the ranks, and what came of it."""
+"""What tests run in a world: a tiny model trained through build and Runtime on rows that are dealt to the ranks, and
+what came of it.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +111,9 @@ class Trained:
 def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, skips=(), **settings):
     """Train `len(plans)` steps and return a Trained, as plain values.
 
-    `form` is how boundaries are made known: early (micro_batch), late (backward alone), setter. `load` is (adapter, moments, step) to go on
-    from. `spoil(step, rank, loss)` may change a loss. `skips` are steps that are to change nothing.
+    `form` is how boundaries are made known: early (micro_batch), late (backward alone), setter. `load` is (adapter,
+    moments, step) to go on from. `spoil(step, rank, loss)` may change a loss. `skips` are steps that are to change
+    nothing.
     """
     import os
 
@@ -154,7 +157,9 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
 
 
 def fast_paths(built) -> dict:
-    """What this process runs on: fused layers, those with products in 8 bits and those in C, modules of our kernels, and what a batch is for the model."""
+    """What this process runs on: fused layers, those with products in 8 bits and those in C, modules of our kernels,
+    and what a batch is for the model.
+    """
     layers = fused_layers(built.model)
     return {
         "fused": len(layers),

@@ -23,7 +23,9 @@ CRASHED = 86
 
 
 def each_call(act) -> None:
-    """`act(number, name, paths, content, do)` in the place of every file-system call of the seam; `do()` is the call itself."""
+    """`act(number, name, paths, content, do)` in the place of every file-system call of the seam; `do()` is the call
+    itself.
+    """
     number = iter(range(10**9))
 
     def wrapped(name, method):
@@ -50,7 +52,9 @@ def record_calls(path: str) -> None:
 
 
 def record_work(path: str) -> None:
-    """Write as a line what each call of the seam, and each hash of a piece of a file, has to do: [what, of what, bytes]."""
+    """Write as a line what each call of the seam, and each hash of a piece of a file, has to do: [what, of what,
+    bytes].
+    """
 
     def note(*line):
         with open(path, "a") as file:
@@ -133,7 +137,9 @@ def limit_files(size: int, step: int) -> None:
 
 
 def fill_disk(path: str, first: int, last: int, left: int) -> None:
-    """From step `first` on somebody else fills the file system of `path` up to `left` bytes, and frees it at step `last`."""
+    """From step `first` on somebody else fills the file system of `path` up to `left` bytes, and frees it at step
+    `last`.
+    """
 
     def act(step):
         filler = os.path.join(path, "filler")
@@ -191,7 +197,9 @@ def with_model(act) -> None:
 
 
 def poison(where: str, steps: list[int], values: list[float]) -> None:
-    """In each of `steps` (from 0) put a value into the loss (the head's input), one activation, or one gradient of the first micro-batch."""
+    """In each of `steps` (from 0) put a value into the loss (the head's input), one activation, or one gradient of the
+    first micro-batch.
+    """
     now = {"value": None}
 
     def begin(step):

@@ -1,4 +1,6 @@
-"""What processes of a world do with anyqlora.distribution, on its own and through Keras; each returns what it saw, as numpy and plain values."""
+"""What processes of a world do with anyqlora.distribution, on its own and through Keras; each returns what it saw, as
+numpy and plain values.
+"""
 
 import os
 
@@ -124,7 +126,9 @@ def data():
 
 
 def distribution_of(kind, library, separator, names):
-    """A distribution of `library` (ours or Keras's): "data", or "model" over a mesh of two axes where there are four processes."""
+    """A distribution of `library` (ours or Keras's): "data", or "model" over a mesh of two axes where there are four
+    processes.
+    """
     if kind == "data":
         return library.DataParallel()
     count = len(library.list_devices())
@@ -136,7 +140,10 @@ def distribution_of(kind, library, separator, names):
 
 
 def torch_steps(kind):
-    """Three SGD steps of a torch module under `kind`; None: undistributed. Returns ({name: value}, {name: local shape})."""
+    """Three SGD steps of a torch module under `kind`; None: undistributed.
+
+    Returns ({name: value}, {name: local shape}).
+    """
     joined()
     model, (x, y) = network(), data()
     found = kind and distribution_of(

@@ -1,4 +1,6 @@
-"""A plain float32 fine-tuning loop over transformers and PEFT, with nothing of ours in its arithmetic: the reference."""
+"""A plain float32 fine-tuning loop over transformers and PEFT, with nothing of ours in its arithmetic: the
+reference.
+"""
 
 import math
 
@@ -12,7 +14,9 @@ from anyqlora.training.schedule import uniform_start
 
 
 def peft_model(directory, *, rank, alpha, seed, weights=None):
-    """The base in float32 (its linear weights replaced by `weights`) with LoRA on every linear layer, from our start."""
+    """The base in float32 (its linear weights replaced by `weights`) with LoRA on every linear layer, from our
+    start.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, value in (weights or {}).items():
         model.get_submodule(name).weight.data = value.clone()
@@ -28,7 +32,10 @@ def peft_model(directory, *, rank, alpha, seed, weights=None):
 
 
 def train(model, steps_of_rows, *, lr, total_steps, warmup, clip, weight_decay):
-    """One optimizer step for each list of (ids, trained) rows, every row by itself. Returns ([loss], [gradient norm])."""
+    """One optimizer step for each list of (ids, trained) rows, every row by itself.
+
+    Returns ([loss], [gradient norm]).
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
     losses, norms = [], []

@@ -1,4 +1,6 @@
-"""Optimizer steps of one planned run on this process of a world, with any number of micro-batches in each, and what they leave."""
+"""Optimizer steps of one planned run on this process of a world, with any number of micro-batches in each, and what
+they leave.
+"""
 
 import os
 from collections import Counter
@@ -146,7 +148,9 @@ def continued(settings, counts, after, adapter, moments):
 
 
 def watched(settings, counts):
-    """Of a run of these micro-batches: (collectives that add gradients in each micro-batch, bytes of codes here and in all)."""
+    """Of a run of these micro-batches: (collectives that add gradients in each micro-batch, bytes of codes here and in
+    all).
+    """
     started = Started(**settings)
     found = []
     for number, count in enumerate(counts):
@@ -179,7 +183,9 @@ def error_of(settings):
 
 
 def guarded(settings):
-    """What the guard says of a trained tensor that has come off the mesh, and of one that is whole where it should be split."""
+    """What the guard says of a trained tensor that has come off the mesh, and of one that is whole where it should be
+    split.
+    """
     started = Started(**settings)
     name = min(name for name in started.built.trainable if "q_proj.lora_B" in name)
     full = whole(started.strategy, started.strategy.trainable[name])

@@ -1,6 +1,8 @@
-"""Directories of tiny random models, one for each architecture, with what makes it different switched on; and one step on them.
+"""Directories of tiny random models, one for each architecture, with what makes it different switched on; and one step
+on them.
 
-Written by transformers' own `save_pretrained`, with the embedded base's tokenizer, so that every way of reading them works.
+Written by transformers' own `save_pretrained`, with the embedded base's tokenizer, so that every way of reading them
+works.
 """
 
 import contextlib
@@ -25,7 +27,8 @@ from tests.support.paths import ROOT
 TASK = ROOT / "anyqlora" / "demo" / "task" / "train.jsonl"
 WINDOW = 12  # of the models with a sliding window: shorter than every row of the embedded task
 
-# What stands beside the common shape (rows that end inside a block of 64, few key heads): what the architecture is known for.
+# What stands beside the common shape (rows that end inside a block of 64, few key heads): what the architecture is
+# known for.
 ARCHITECTURES = {
     "llama": {
         "tie_word_embeddings": False,
@@ -156,7 +159,9 @@ def make(directory, architecture="llama", *, seed=0, dtype=torch.float32, max_sh
 
 @torch.no_grad()
 def randomise(model, seed):
-    """Weights of a size at which every part matters: matrices keep variance, vectors (norms, biases, sinks) move by 0.2."""
+    """Weights of a size at which every part matters: matrices keep variance, vectors (norms, biases, sinks) move by
+    0.2.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
@@ -257,7 +262,9 @@ class Started:
 
 
 def plain(directory, held=None, adapter=None, **options):
-    """transformers' own model of a directory in float32, with the weights `held` put into it and PEFT's own reading of `adapter`."""
+    """transformers' own model of a directory in float32, with the weights `held` put into it and PEFT's own reading of
+    `adapter`.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
     for name, value in (held or {}).items():
         parameter = model.get_parameter(name)

@@ -46,7 +46,10 @@ _numbers = itertools.count()
 
 
 def job(directory: Path) -> dict:
-    """Settings of the small job: the embedded base cut to its first layer, some rows of the embedded task. Made once, in `directory`."""
+    """Settings of the small job: the embedded base cut to its first layer, some rows of the embedded task.
+
+    Made once, in `directory`.
+    """
     base = directory / "base"
     shutil.copytree(DEMO_BASE, base)
     config = json.loads((base / "config.json").read_text())
@@ -181,7 +184,9 @@ def finished(output: Path, settings: dict, whole: Path, **changes) -> list[str]:
 
 
 def differences(directory: Path, whole: Path) -> list[str]:
-    """In what a finished run differs from another: bytes of adapter, moments and samples, fields of metrics and result; and what is left."""
+    """In what a finished run differs from another: bytes of adapter, moments and samples, fields of metrics and result;
+    and what is left.
+    """
     checkpoints = Checkpoints(whole / "checkpoints")
     last = checkpoints.path(checkpoints.steps()[-1]).relative_to(whole)
     names = [

@@ -1,4 +1,7 @@
-"""Imported once by the server that processes of tests are forked from, so that they start with what takes time. Nothing here runs autograd."""
+"""Imported once by the server that processes of tests are forked from, so that they start with what takes time.
+
+Nothing here runs autograd.
+"""
 
 import gc
 

@@ -108,7 +108,10 @@ def test_without_a_usable_checkpoint_it_is_refused_and_stays_finished(is_there, 
 
 
 def test_the_end_of_a_run_that_goes_on_may_stay_its_best_step(tmp_path):
-    """Its last checkpoint does not know of its last evaluation. What follows, at a rate that wrecks the model, is no better; a kill in between changes nothing."""
+    """Its last checkpoint does not know of its last evaluation.
+
+    What follows, at a rate that wrecks the model, is no better; a kill in between changes nothing.
+    """
     settings = {
         **CONSTANT,
         "eval_dataset": "demo",

@@ -96,7 +96,9 @@ def test_the_last_step_may_be_the_best(best, tmp_path):
 
 
 def test_a_best_step_that_could_not_be_saved_leaves_the_best_before_it(wrecked, tmp_path, monkeypatch, capfd):
-    """The disk is full for the best step's checkpoint alone: the one before it is not pruned for it, and the run ends with the best that is there."""
+    """The disk is full for the best step's checkpoint alone: the one before it is not pruned for it, and the run ends
+    with the best that is there.
+    """
     whole = runs.run(tmp_path, "whole", **{**wrecked, "eval_steps": 1})
     seen = losses(whole)
     best = min(seen, key=seen.get)
@@ -147,7 +149,9 @@ def test_a_best_step_that_cannot_be_read_in_the_end_leaves_the_last_one(wrecked,
 
 
 def test_an_evaluation_that_is_pending_may_be_the_best(wrecked, tmp_path, monkeypatch):
-    """A signal drops the evaluation of the best step, whose checkpoint is there: it is made first by the run that goes on."""
+    """A signal drops the evaluation of the best step, whose checkpoint is there: it is made first by the run that goes
+    on.
+    """
     evaluate, interrupted = TrainingSession.evaluate, []
 
     def dropped(self, step, evaluation):

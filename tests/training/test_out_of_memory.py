@@ -1,4 +1,7 @@
-"""Memory that runs out: in a micro-batch of any size, in an evaluation, in the optimizer's step. Errors are those of torch's allocators."""
+"""Memory that runs out: in a micro-batch of any size, in an evaluation, in the optimizer's step.
+
+Errors are those of torch's allocators.
+"""
 
 import contextlib
 import weakref

@@ -174,7 +174,9 @@ def test_equals_hugging_face_trainer_in_bfloat16(tmp_path):
 
 
 def against_trainer(tmp_path, precision, steps, batch, lr) -> tuple[np.ndarray, np.ndarray]:
-    """Losses of the steps of ours and of transformers' Trainer on the embedded base and task: same rows, order, start, AdamW."""
+    """Losses of the steps of ours and of transformers' Trainer on the embedded base and task: same rows, order, start,
+    AdamW.
+    """
     settings = {
         "model_name": "demo",
         "dataset": "demo",

@@ -66,8 +66,9 @@ def test_every_precision_learns_like_float32_with_float32_adapters(precision, fl
 
 
 def test_fp16_skips_what_overflows_and_saves_its_scale(tmp_path):
-    """At 65536 the first step overflows where whole logits are differentiated; the second starts from the same weights, as float32 does
-    at a rate of zero."""
+    """At 65536 the first step overflows where whole logits are differentiated; the second starts from the same weights,
+    as float32 does at a rate of zero.
+    """
     directory = runs.run(
         tmp_path, "fp16", **SHORT, precision="fp16", logits_chunk_tokens=0, padding_free=False, fused_lora=False
     )
@@ -226,7 +227,9 @@ def test_optimizers_without_a_cpu_form_are_refused(name):
 
 @pytest.mark.parametrize(("options", "place"), [({}, "cpu"), ({"capturable": True}, "meta")])
 def test_steps_go_back_to_where_the_optimizer_reads_them(options, place):
-    """One launch on the device reads `step` there (as torch.optim.Optimizer.load_state_dict has it for fused and capturable); else it stays in host memory."""
+    """One launch on the device reads `step` there (as torch.optim.Optimizer.load_state_dict has it for fused and
+    capturable); else it stays in host memory.
+    """
     weight = torch.nn.Parameter(torch.empty(3, device="meta"))
     strategy = Strategy(planned())
     strategy.prepare(torch.nn.Module(), {"w": weight}, lambda parameters: torch.optim.AdamW(parameters, **options))

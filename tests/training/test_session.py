@@ -112,7 +112,9 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bytes(whole, tmp_path):
 
 @pytest.mark.parametrize(("method", "left"), [("due", [3, 5]), ("save", [3])])
 def test_a_stop_loses_no_step_whenever_it_comes(method, left, tmp_path, monkeypatch):
-    """One that comes when it is decided not to save step 4 waits for step 5, one that comes while step 3 is saved for nothing."""
+    """One that comes when it is decided not to save step 4 waits for step 5, one that comes while step 3 is saved for
+    nothing.
+    """
     original, at = getattr(TrainingSession, method), {"due": ("save", 3), "save": (3,)}[method]
 
     def signalled(self, *asked):
@@ -397,7 +399,9 @@ def test_the_run_directory_describes_the_run(whole):
 
 
 def test_a_run_that_goes_on_keeps_what_its_plan_chose(tmp_path):
-    """What was stated when it began and is left to the plan now is as in the checkpoint, so that the bytes are those of the whole run."""
+    """What was stated when it began and is left to the plan now is as in the checkpoint, so that the bytes are those of
+    the whole run.
+    """
     chosen = {
         "fused_lora": False,
         "padding_free": False,
@@ -446,7 +450,9 @@ def test_what_is_stated_of_recomputation_now_is_not_held_against_what_was_chosen
 
 
 def test_rows_of_two_tokens_show_no_gradient_of_queries(tmp_path):
-    """A token that sees one key has nothing to choose from: only a step with longer rows shows whether all of the model learns."""
+    """A token that sees one key has nothing to choose from: only a step with longer rows shows whether all of the model
+    learns.
+    """
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"text": "{word}"}}\n' for word in ("a", "b", "c", "a longer row than these")))
     found = runs.run(

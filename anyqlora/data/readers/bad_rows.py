@@ -39,7 +39,10 @@ def shown(value: object) -> str:
 
 
 def text(row: dict, key: str, *, empty: bool = False, of: str = "") -> str:
-    """The text under `key`. Raises BadRow where it is missing, not text or (unless `empty`) blank; `of` says of what it is part."""
+    """The text under `key`.
+
+    Raises BadRow where it is missing, not text or (unless `empty`) blank; `of` says of what it is part.
+    """
     named = f"{key!r}{of}"
     if key not in row:
         if empty:

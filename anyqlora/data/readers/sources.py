@@ -90,7 +90,9 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
 
 
 def placed(spec: str, otherwise: Callable[[str], str]) -> str:
-    """The same specification with whole paths, so that it can be read from anywhere; `otherwise` gives what is no file here."""
+    """The same specification with whole paths, so that it can be read from anywhere; `otherwise` gives what is no file
+    here.
+    """
 
     def whole(name: str) -> str:
         path = Path(os.path.expanduser(name))
@@ -105,7 +107,8 @@ def placed(spec: str, otherwise: Callable[[str], str]) -> str:
 
 
 def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | None:
-    """The file or directory behind one source's name, downloaded if it is on the hub; None for dummy, which is generated.
+    """The file or directory behind one source's name, downloaded if it is on the hub; None for dummy, which is
+    generated.
 
     Raises UsageError for what is no source at all.
     """
@@ -133,7 +136,9 @@ def files(name: str, *, held_out: bool = False, offline: bool = False) -> list[P
 
 
 def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool = False) -> list[Source]:
-    """The rows of one source, file by file. `held_out` chooses the split, `samples` the rows of alpaca_sample and dummy.
+    """The rows of one source, file by file.
+
+    `held_out` chooses the split, `samples` the rows of alpaca_sample and dummy.
 
     Raises UsageError for what is no source at all; rows that cannot be read are in each `bad`.
     """
@@ -160,8 +165,9 @@ def dummy(count: int) -> Source:
 
 
 def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
-    """(chosen, left out) of the files of known kind below `path`, in the order of their names: those of the train split, or if
-    `held_out` of a test split, where the names tell; else all that hold rows."""
+    """(chosen, left out) of the files of known kind below `path`, in the order of their names: those of the train
+    split, or if `held_out` of a test split, where the names tell; else all that hold rows.
+    """
     found = sorted(
         p
         for p in path.rglob("*")
@@ -202,7 +208,10 @@ def download(repository: str, offline: bool) -> Path:
 
 
 def file(path: str | Path) -> Source:
-    """The rows of one file, by its suffix. Raises UsageError for a file that is no text, is empty or is of unknown kind."""
+    """The rows of one file, by its suffix.
+
+    Raises UsageError for a file that is no text, is empty or is of unknown kind.
+    """
     path = Path(path)
     source = Source(str(path))
     if path.suffix.lower() not in READERS:

@@ -67,7 +67,10 @@ def value(text: str) -> object:
 
 
 def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
-    """("file:line", row) of a file that is one JSON list; a BadRow instead of a row that is none. Nothing follows a break."""
+    """("file:line", row) of a file that is one JSON list; a BadRow instead of a row that is none.
+
+    Nothing follows a break.
+    """
     try:
         text = text_of(content, name, 1)
     except BadRow as bad:
@@ -140,7 +143,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant)
 
 
 def _decoded(text: str, start: int, place: Callable[[int], str], where: str) -> tuple[object, int]:
-    """The JSON value at `start`, and where it ends. Raises BadRow at the place of the break, or at `where` where none is known."""
+    """The JSON value at `start`, and where it ends.
+
+    Raises BadRow at the place of the break, or at `where` where none is known.
+    """
     try:
         return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:

@@ -23,7 +23,10 @@ ADDED = "added"  # key of the record: what config.json got beside Hugging Face's
 
 
 def to_mlx(source: Path, out: Path, shard: int = SHARD) -> int:
-    """Write Hugging Face's directory `source` as mlx-lm's `out`. Returns how many tensors. Raises UsageError, NotBuilt, DiskFull."""
+    """Write Hugging Face's directory `source` as mlx-lm's `out`.
+
+    Returns how many tensors. Raises UsageError, NotBuilt, DiskFull.
+    """
     described = read_config(source)
     kind = quantized_as(described)
     if kind and "quantization" not in described:
@@ -64,8 +67,9 @@ def to_mlx(source: Path, out: Path, shard: int = SHARD) -> int:
 
 
 def to_hf(source: Path, out: Path, shard: int = SHARD) -> int:
-    """Write mlx-lm's directory `source` as Hugging Face's `out`: by the record that `to_mlx` left, or as it is where the names are the same.
-    Returns how many tensors. Raises UsageError, NotBuilt, DiskFull."""
+    """Write mlx-lm's directory `source` as Hugging Face's `out`: by the record that `to_mlx` left, or as it is where
+    the names are the same. Returns how many tensors. Raises UsageError, NotBuilt, DiskFull.
+    """
     described, record, given = read_config(source), tensor_moves.read_record(source), _tensors(source)
     if record is None:
         _refuse_unknown_names(described, given, source)
@@ -125,7 +129,8 @@ def _refuse_unknown_names(described: dict, given: Mapping[str, mx.array], source
     missing = sorted(known - given.keys() - tied_weights(model))
     if strange or missing:
         raise NotSupported(
-            f"{len(strange) + len(missing)} tensors are called otherwise here than by Hugging Face, {(strange + missing)[0]} is the first, and no "
+            f"{len(strange) + len(missing)} tensors are called otherwise here than by Hugging Face, "
+            f"{(strange + missing)[0]} is the first, and no "
             f"{tensor_moves.RECORD} says how",
             where=str(source),
             cure="the original directory",

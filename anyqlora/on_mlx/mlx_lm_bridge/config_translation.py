@@ -1,5 +1,6 @@
-"""A config.json in the words that mlx-lm's model of it reads. mlx-lm passes over keys that it does not know, so whatever changes the arithmetic
-and would be passed over is refused here."""
+"""A config.json in the words that mlx-lm's model of it reads. mlx-lm passes over keys that it does not know, so
+whatever changes the arithmetic and would be passed over is refused here.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def refuse_mixtures(described: dict, directory: Path) -> None:
 
 
 def _positions(described: dict, known: set[str]) -> dict:
-    """transformers 5 states rotary embeddings in `rope_parameters`, for each kind of layer where they differ; mlx-lm mostly reads the older keys."""
+    """transformers 5 states rotary embeddings in `rope_parameters`, for each kind of layer where they differ; mlx-lm
+    mostly reads the older keys.
+    """
     stated = described.get("rope_parameters")
     if not stated or "rope_parameters" in known:
         return {}
@@ -81,7 +84,9 @@ def _positions(described: dict, known: set[str]) -> dict:
 
 
 def _pattern(described: dict, known: set[str]) -> dict:
-    """transformers 5 lists the kind of each layer; older models of mlx-lm count to the next one that sees everything."""
+    """transformers 5 lists the kind of each layer; older models of mlx-lm count to the next one that sees
+    everything.
+    """
     layers = described.get("layer_types")
     if not layers or "layer_types" in known or "sliding_window_pattern" not in known or "full_attention" not in layers:
         return {}

@@ -21,8 +21,10 @@ NF4_STATE = ".quant_state.bitsandbytes__nf4"
 
 
 def load_model(directory: Path, longest: int, trust_remote_code: bool = False) -> nn.Module:
-    """The causal LM of a directory of Hugging Face's or mlx-lm's form, for rows of up to `longest` tokens. Raises NotBuilt for an architecture
-    that mlx-lm does not have, UsageError for files that are not this model's."""
+    """The causal LM of a directory of Hugging Face's or mlx-lm's form, for rows of up to `longest` tokens.
+
+    Raises NotBuilt for an architecture that mlx-lm does not have, UsageError for files that are not this model's.
+    """
     from mlx_lm.utils import load_model
 
     described = read_config(directory)
@@ -46,7 +48,8 @@ def load_model(directory: Path, longest: int, trust_remote_code: bool = False) -
         raise UsageError(
             f"not read by mlx-lm: {str(error).strip().splitlines()[0]}",
             where=str(directory),
-            cure="a config.json and weights that belong together; or another --backend, where mlx-lm's model is not of this shape",
+            cure="a config.json and weights that belong together; or another --backend, where mlx-lm's model is not of "
+            "this shape",
         ) from None
     return model
 

@@ -20,7 +20,9 @@ ROWS = 1024  # tokens
 
 @mx.custom_function
 def low_rank_input(x: mx.array, factor: mx.array) -> mx.array:
-    """x F^T in x's dtype of a float32 factor F [out, in], whose gradient is summed in float32: autograd's own is rounded to x's dtype."""
+    """x F^T in x's dtype of a float32 factor F [out, in], whose gradient is summed in float32: autograd's own is
+    rounded to x's dtype.
+    """
     return x @ factor.astype(x.dtype).T
 
 
@@ -47,7 +49,9 @@ def gradients(x: mx.array, factor: mx.array, cotangent: mx.array) -> tuple[mx.ar
 
 
 def sum_gradients(gradient: mx.array, x: mx.array) -> mx.array:
-    """gradient^T x [out, in] of [..., out] and [..., in], float32, in parts of ROWS tokens: neither is whole in float32."""
+    """gradient^T x [out, in] of [..., out] and [..., in], float32, in parts of ROWS tokens: neither is whole in
+    float32.
+    """
     total = mx.zeros((gradient.shape[-1], x.shape[-1]))
     gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
     for start in range(0, len(x), ROWS):
@@ -70,7 +74,10 @@ class LoraLinear(nn.Module):
         self._key = key
 
     def dropped(self, x: mx.array) -> mx.array:
-        """`x`, in training with a part of it zeroed. By how much the rest grows is left to the narrow product: see `kept`."""
+        """`x`, in training with a part of it zeroed.
+
+        By how much the rest grows is left to the narrow product: see `kept`.
+        """
         return x if self.kept == 1 else mx.where(mx.random.bernoulli(self.kept, x.shape, key=self._key), x, 0)
 
     @property
@@ -84,7 +91,9 @@ class LoraLinear(nn.Module):
 
 
 class DoraLinear(LoraLinear):
-    """m V x / |V| with V = W + scale B A, its row norms taken as constants of the gradient (Liu et al. 2024, section 4.3), as PEFT has it."""
+    """m V x / |V| with V = W + scale B A, its row norms taken as constants of the gradient (Liu et al. 2024, section
+    4.3), as PEFT has it.
+    """
 
     def __init__(self, base, a, b, scale, dropout, dequantize):
         super().__init__(base, a, b, scale, dropout)

@@ -1,8 +1,9 @@
-"""Attention of which backward keeps queries, keys and values only: the scores of pairs of tokens are made again there, some heads at a time.
+"""Attention of which backward keeps queries, keys and values only: the scores of pairs of tokens are made again there,
+some heads at a time.
 
-MLX's own kernel keeps no scores, but makes way for plain products wherever a gradient is asked (ScaledDotProductAttention::use_fallback,
-mlx 0.32). Those keep the softmax [B, heads, T, T] of every layer, and backward has four such arrays at a time: 17 GB for four rows of
-4,096 tokens and 32 heads in 16 bits.
+MLX's own kernel keeps no scores, but makes way for plain products wherever a gradient is asked
+(ScaledDotProductAttention::use_fallback, mlx 0.32). Those keep the softmax [B, heads, T, T] of every layer, and
+backward has four such arrays at a time: 17 GB for four rows of 4,096 tokens and 32 heads in 16 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ own = mx.fast.scaled_dot_product_attention
 
 @contextlib.contextmanager
 def recomputed_attention() -> Iterator[None]:
-    """While it lasts, models that call mx.fast.scaled_dot_product_attention, as mlx-lm's do, get `attention` instead."""
+    """While it lasts, models that call mx.fast.scaled_dot_product_attention, as mlx-lm's do, get `attention`
+    instead.
+    """
 
     def instead(queries, keys, values, *, scale, mask=None, sinks=None, **more):
         if sinks is not None or more:  # sinks may learn
@@ -35,8 +38,9 @@ def recomputed_attention() -> Iterator[None]:
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> mx.array:
-    """MLX's own [B, heads, T, D] of [B, heads, T, D] and twice [B, kv heads, S, D]; a mask is None, "causal" or an array that broadcasts to
-    [B, heads, T, S], of which no gradient is asked."""
+    """MLX's own [B, heads, T, D] of [B, heads, T, D] and twice [B, kv heads, S, D]; a mask is None, "causal" or an
+    array that broadcasts to [B, heads, T, S], of which no gradient is asked.
+    """
     cuts = parts(queries.shape, keys.shape, queries.itemsize)
 
     def some(at):
@@ -71,8 +75,9 @@ def attention(
 
 
 def parts(queries: tuple, keys: tuple, width: int) -> list[tuple[tuple, tuple]]:
-    """[(rows and heads of the queries, rows and heads of keys and values)] of these shapes: so many at a time that their scores, of `width`
-    bytes each, have activations.SCORES_ON_MLX bytes, but one head at least."""
+    """[(rows and heads of the queries, rows and heads of keys and values)] of these shapes: so many at a time that
+    their scores, of `width` bytes each, have activations.SCORES_ON_MLX bytes, but one head at least.
+    """
     rows, heads, length, _ = queries
     group = heads // keys[1]
     fitting = max(1, activations.SCORES_ON_MLX // (length * keys[2] * width))  # heads

@@ -10,7 +10,9 @@ from anyqlora.on_mlx.nn.quantizers import Nf4Linear, UnpackedLinear
 
 
 def linears(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """{name: (outputs, inputs)} of the linear layers that are frozen and packed: those in the model's blocks, not its head."""
+    """{name: (outputs, inputs)} of the linear layers that are frozen and packed: those in the model's blocks, not its
+    head.
+    """
     inside = {id(module) for block in model.layers for module in block.modules()}
     return {name: shape(module) for name, module in model.named_modules() if id(module) in inside and is_linear(module)}
 
@@ -40,7 +42,10 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def recompute(block: nn.Module) -> None:
-    """Keep only what enters this block for backward, and compute the rest again there. The instance changes, its class does not."""
+    """Keep only what enters this block for backward, and compute the rest again there.
+
+    The instance changes, its class does not.
+    """
     kind = type(block)
 
     class Recomputed(kind):

@@ -1,4 +1,6 @@
-"""The loss: the sum of the trained tokens' negative log-likelihoods, with logits of some of them at a time and of no other token."""
+"""The loss: the sum of the trained tokens' negative log-likelihoods, with logits of some of them at a time and of no
+other token.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from mlx.utils import tree_flatten, tree_unflatten
 from anyqlora.data.stream import IGNORE, Batch
 from anyqlora.on_mlx.nn.attention import recomputed_attention
 
-SHARES = 8  # of a padded micro-batch's tokens: those that are trained are counted in whole ones, so that there are few shapes
+# of a padded micro-batch's tokens: those that are trained are counted in whole ones, so that there are few shapes
+SHARES = 8
 NEAR, NEAR_IN_16_BITS = 1e-4, 0.03  # of the largest logit: how near those of some tokens are to the model's own
 
 
 class Inputs(NamedTuple):
-    """ids [B, T]; segments [B, T] where several documents share a row, else None; of the trained tokens their numbers in B * T and their
-    labels, [N], with fillers behind them whose label is IGNORE."""
+    """ids [B, T]; segments [B, T] where several documents share a row, else None; of the trained tokens their numbers
+    in B * T and their labels, [N], with fillers behind them whose label is IGNORE.
+    """
 
     ids: mx.array
     segments: mx.array | None
@@ -82,7 +86,10 @@ class FullLogitsLoss:
         return float(self(given)[1])
 
     def run(self, given: Inputs) -> mx.array:
-        """The model's logits [B, T, V]. Rows are padded on the right, so under causal attention padding reaches no trained token."""
+        """The model's logits [B, T, V].
+
+        Rows are padded on the right, so under causal attention padding reaches no trained token.
+        """
         cache = None if given.segments is None else [DocumentMaskCache(given.segments)] * len(self.model.layers)
         with recomputed_attention():
             return self.model(given.ids, cache=cache)
@@ -91,9 +98,9 @@ class FullLogitsLoss:
 class TrainedTokenLoss(FullLogitsLoss):
     """By logits of `rows` trained tokens at a time, whose gradient is made as soon as they are.
 
-    The model's own forward is run: once with its backbone's output caught on the way, then with some of that output in its place. What
-    the model does to logits after its head is therefore done; and the logits that the first run describes are never computed, as MLX
-    computes what is asked for only.
+    The model's own forward is run: once with its backbone's output caught on the way, then with some of that output in
+    its place. What the model does to logits after its head is therefore done; and the logits that the first run
+    describes are never computed, as MLX computes what is asked for only.
     """
 
     def __init__(self, model: nn.Module, rows: int):
@@ -135,7 +142,9 @@ class TrainedTokenLoss(FullLogitsLoss):
         return [slice(start, start + self.rows) for start in range(0, count, self.rows)]
 
     def _by_parts(self, labels: mx.array) -> Callable:
-        """(factor, hidden [N, H], what the head may learn...) -> (factor times the loss, the loss, gradients of the first by the others)."""
+        """(factor, hidden [N, H], what the head may learn...) -> (factor times the loss, the loss, gradients of the
+        first by the others).
+        """
 
         def scaled(values, labels, factor):
             hidden, *learned = values
@@ -171,8 +180,10 @@ class TrainedTokenLoss(FullLogitsLoss):
 
 @contextlib.contextmanager
 def use_chunked_loss(owner: nn.Module, name: str, call: Callable) -> Iterator[None]:
-    """While it lasts, `call(module, ...)` answers for the module `name` of `owner`. The tree of modules stays as it is: the stand-in is
-    an attribute, which Python finds before the module's item."""
+    """While it lasts, `call(module, ...)` answers for the module `name` of `owner`.
+
+    The tree of modules stays as it is: the stand-in is an attribute, which Python finds before the module's item.
+    """
     object.__setattr__(owner, name, StandIn(owner[name], call))
     try:
         yield
@@ -194,7 +205,10 @@ class StandIn:
 
 
 def backbone(model: nn.Module) -> tuple[nn.Module, str, str]:
-    """The module that has the blocks: (its owner, its name there, how the blocks' parameters' paths begin). Raises ValueError."""
+    """The module that has the blocks: (its owner, its name there, how the blocks' parameters' paths begin).
+
+    Raises ValueError.
+    """
     modules = dict(model.named_modules())
     for path, module in modules.items():
         for name, value in module.items():
@@ -205,7 +219,10 @@ def backbone(model: nn.Module) -> tuple[nn.Module, str, str]:
 
 
 def loss_for(model: nn.Module, rows: int) -> tuple[FullLogitsLoss, str]:
-    """(the loss, why it is not the one by `rows` tokens, or ""). The model is run on some tokens, and what the two make of them compared."""
+    """(the loss, why it is not the one by `rows` tokens, or "").
+
+    The model is run on some tokens, and what the two make of them compared.
+    """
     if not rows:
         return FullLogitsLoss(model), ""
     given = Inputs(mx.arange(3, 15)[None], None, mx.array([1, 4, 9]), mx.array([5, 6, 7]))
@@ -224,10 +241,11 @@ def loss_for(model: nn.Module, rows: int) -> tuple[FullLogitsLoss, str]:
 
 
 class DocumentMaskCache:
-    """Stands where mlx-lm expects a cache of keys and values: it keeps none, and its mask keeps the documents of a row apart.
+    """Stands where mlx-lm expects a cache of keys and values: it keeps none, and its mask keeps the documents of a row
+    apart.
 
-    Positions go on from document to document: mlx-lm's models take no positions. Rotary embeddings see differences of positions only;
-    an architecture for which that is not so is found out by `build.try_out`.
+    Positions go on from document to document: mlx-lm's models take no positions. Rotary embeddings see differences of
+    positions only; an architecture for which that is not so is found out by `build.try_out`.
     """
 
     offset = 0

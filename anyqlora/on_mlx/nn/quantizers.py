@@ -3,7 +3,8 @@
 A quantizer has
     bits, module_type
     pack(linear) -> module              what holds the weight of an nn.Linear from here on
-    dequantize(module, after) -> array  [out, in], float32 where the codes say no less; made once the array `after`, if given, is there
+    dequantize(module, after) -> array  [out, in], float32 where the codes say no less; made once the array `after`,
+                                        if given, is there
     refusal(inputs) -> str              why a layer with so many inputs cannot be packed, or ""
 """
 
@@ -40,8 +41,10 @@ class Unquantized:
 
 
 class Affine(Unquantized):
-    """w = scale q + bias over groups of a row, MLX's own packing. Codes are taken from float32 weights; scale and bias have the
-    precision of bf16, in memory as in the portable file."""
+    """w = scale q + bias over groups of a row, MLX's own packing.
+
+    Codes are taken from float32 weights; scale and bias have the precision of bf16, in memory as in the portable file.
+    """
 
     mode = "affine"
     module_type = nn.QuantizedLinear
@@ -104,8 +107,8 @@ class Nvfp4(Affine):
 def follow_config(value: mx.array, after: mx.array | None) -> mx.array:
     """`value`, and what is made of it is made when `after` is there.
 
-    Weights are constants of a step: else all of them may be unpacked before the first product, and a compiled step, which joins equal
-    expressions, would keep what forward has unpacked until backward.
+    Weights are constants of a step: else all of them may be unpacked before the first product, and a compiled step,
+    which joins equal expressions, would keep what forward has unpacked until backward.
     """
     return value if after is None else mx.depends([value], [after])[0]
 
@@ -127,9 +130,11 @@ def unpack_weights(module: nn.QuantizedLinear, after: mx.array | None = None) ->
 
 
 def unpacked_matmul(x: mx.array, weight: Callable[[mx.array], mx.array]) -> mx.array:
-    """x W^T in x's dtype, with W = weight(after) [out, in] made in forward after x and again in backward after the gradient, and not kept.
+    """x W^T in x's dtype, with W = weight(after) [out, in] made in forward after x and again in backward after the
+    gradient, and not kept.
 
-    A processor multiplies in float32, and neither matrix transposed: MLX's 16 bits and its BLAS's other order take longer there.
+    A processor multiplies in float32, and neither matrix transposed: MLX's 16 bits and its BLAS's other order take
+    longer there.
     """
     on_processor = mx.default_device() == mx.cpu
     kind = mx.float32 if on_processor else x.dtype
@@ -147,7 +152,9 @@ def unpacked_matmul(x: mx.array, weight: Callable[[mx.array], mx.array]) -> mx.a
 
 
 class UnpackedLinear(nn.QuantizedLinear):
-    """The same, its weight unpacked for each product: MLX's product with packed weights takes a processor up to twenty times as long."""
+    """The same, its weight unpacked for each product: MLX's product with packed weights takes a processor up to twenty
+    times as long.
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
         out = unpacked_matmul(x, partial(unpack_weights, self))

@@ -1,4 +1,6 @@
-"""PEFT's LoRA layers whose forward and backward are one function with the frozen weight: the same parameters under the same names."""
+"""PEFT's LoRA layers whose forward and backward are one function with the frozen weight: the same parameters under the
+same names.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ PLAIN = tuple(
 
 
 class FusedLoraLinear:
-    """Stands before a class of PEFT's LoRA layers. What is not plain training of the one adapter goes PEFT's own way."""
+    """Stands before a class of PEFT's LoRA layers.
+
+    What is not plain training of the one adapter goes PEFT's own way.
+    """
 
     group: SharedInputGroup
 
@@ -33,7 +38,10 @@ class FusedLoraLinear:
 
 
 class SharedInputGroup:
-    """Layers that read one tensor. Whichever is called first computes all of them; the others, called with that tensor, take theirs."""
+    """Layers that read one tensor.
+
+    Whichever is called first computes all of them; the others, called with that tensor, take theirs.
+    """
 
     def __init__(
         self,
@@ -43,7 +51,10 @@ class SharedInputGroup:
         product=lora_linears,
         whole: FrozenMatmul = FULL,
     ):
-        """`keeps`: what is made of the weights stays in memory once it is there. `product` computes, and `whole` multiplies in x's dtype."""
+        """`keeps`: what is made of the weights stays in memory once it is there.
+
+        `product` computes, and `whole` multiplies in x's dtype.
+        """
         self.names, self.layers, self.quantizer, self.keeps, self.product = (
             list(layers),
             list(layers.values()),
@@ -56,7 +67,10 @@ class SharedInputGroup:
         self.multiply_by(whole)
 
     def multiply_by(self, products: FrozenMatmul, keeps: bool = True) -> None:
-        """From now on the products with the frozen weights are these. Not `keeps`: nothing stays in memory, whatever the group does else."""
+        """From now on the products with the frozen weights are these.
+
+        Not `keeps`: nothing stays in memory, whatever the group does else.
+        """
         self.products = products
         weights, self.is_kept = [functools.partial(self._weight, layer) for layer in self.layers], keeps and self.keeps
         self.weights = [functools.cache(weight) for weight in weights] if self.is_kept else weights
@@ -118,8 +132,8 @@ def fuse_layers(
 ) -> list[str]:
     """Put a fused layer, computed by `product` and `whole`, in the place of each of PEFT's LoRA layers in `model`.
 
-    The first `cached` layers of the model keep their dequantized weights. Returns the names of the LoRA layers that stay as
-    they are, since they do more than add B A x, as DoRA's do.
+    The first `cached` layers of the model keep their dequantized weights. Returns the names of the LoRA layers that
+    stay as they are, since they do more than add B A x, as DoRA's do.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)}
     fused = {}
@@ -157,7 +171,9 @@ def fused_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def are_all_fused(model: nn.Module, held: type) -> bool:
-    """Whether each frozen linear layer, `held` by a quantizer or plain, is in a fused one, of an even rank as csrc/matmul.c has it."""
+    """Whether each frozen linear layer, `held` by a quantizer or plain, is in a fused one, of an even rank as
+    csrc/matmul.c has it.
+    """
     layers = fused_layers(model)
     inside = {id(layer.base_layer) for layer in layers}
     frozen = [module for name, module in linears(model, held).items() if "lora_" not in name]

@@ -20,7 +20,9 @@ from anyqlora.training.schedule import uniform_start
 
 
 class Lora:
-    """y = W x + (alpha / rank) B A x, with A [rank, in] uniform in +-1/sqrt(in), B [out, rank] zero (Hu et al. 2021)."""
+    """y = W x + (alpha / rank) B A x, with A [rank, in] uniform in +-1/sqrt(in), B [out, rank] zero (Hu et al.
+    2021).
+    """
 
     variant: dict = {}
     folder = "adapter"
@@ -31,7 +33,10 @@ class Lora:
         self.chosen: set[str] = set()
 
     def select_targets(self, model: nn.Module, held: type = nn.Linear) -> None:
-        """Resolve lora_target_modules into names of linear layers (of type `held` where already packed). Raises UsageError."""
+        """Resolve lora_target_modules into names of linear layers (of type `held` where already packed).
+
+        Raises UsageError.
+        """
         stated, where = self.config.lora_target_modules, self.config.sources.get("lora_target_modules", "")
         self.chosen = select_targets(stated, model.config.model_type, text_linears(model, held), where)
 

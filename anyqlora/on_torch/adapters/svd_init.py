@@ -15,11 +15,12 @@ SPARE = 8  # columns beyond the rank, which make the leading ones settle
 
 
 def svd_factors(matrix: torch.Tensor, rank: int, name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """B [out, rank] and A [rank, in], float32, whose product is nearly the best approximation of `matrix` [out, in] of that rank.
+    """B [out, rank] and A [rank, in], float32, whose product is nearly the best approximation of `matrix` [out, in] of
+    that rank.
 
-    Subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4) from a start drawn by name: a full decomposition of one
-    4096 x 14336 weight takes minutes on a CPU. The signs of the singular vectors are fixed (largest entry of each row of A
-    positive): libraries choose them freely.
+    Subspace iteration (Halko, Martinsson, Tropp 2011, algorithm 4.4) from a start drawn by name: a full decomposition
+    of one 4096 x 14336 weight takes minutes on a CPU. The signs of the singular vectors are fixed (largest entry of
+    each row of A positive): libraries choose them freely.
     """
     matrix = matrix.float()
     columns = min(rank + SPARE, *matrix.shape)
@@ -51,7 +52,8 @@ class _SvdInitialized(Lora):
         model = super().attach(model)
         if self.starts:
             raise RunError(
-                f"{len(self.starts)} weights were factored for an adapter that is not there, {min(self.starts)} is the first"
+                f"{len(self.starts)} weights were factored for an adapter that is not there, {min(self.starts)} is the "
+                f"first"
             )
         self.initial = {name: p.detach().clone().cpu() for name, p in self.trainable(model).items() if not p.is_meta}
         return model

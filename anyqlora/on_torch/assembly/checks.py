@@ -11,7 +11,8 @@ from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.linears import linears
 from anyqlora.on_torch.quantizers.experts import PackedExperts, expert_parameters
 
-LEAK = 0.05  # of a document's influence on the next: far above 16-bit rounding, far below one layer that does not keep them apart
+# of a document's influence on the next: far above 16-bit rounding, far below one layer that does not keep them apart
+LEAK = 0.05
 
 
 def verify(context: BuildContext) -> list[str]:
@@ -81,7 +82,8 @@ def run_a_dozen_tokens(model: nn.Module, device: torch.device, packing: bool) ->
             raise RunError(f"this architecture cannot run packed rows: {error}", cure="--packing false") from error
     if packing and leaked > LEAK * seen:
         raise RunError(
-            f"this architecture does not keep packed documents apart: {leaked / seen:.0%} of what a document would change in the "
+            f"this architecture does not keep packed documents apart: {leaked / seen:.0%} of what a document would "
+            f"change in the "
             "next one, were they one text, comes through",
             cure="--packing false",
         )

@@ -16,7 +16,9 @@ from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, FullMatmul, ad
 from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.on_torch.memory.malloc import return_freed_pages
 
-NEAR = 0.08  # how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8 0.03-0.06
+# how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8
+# 0.03-0.06
+NEAR = 0.08
 TINY = 1e-30
 LOSS = 0.005  # how far the loss of those rows may move
 
@@ -95,7 +97,8 @@ def calibrate(
     worst = groups[max(off, key=off.__getitem__)].names[0]
     if not near:
         raise RunError(
-            f"frozen_matmul: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are {max(off.values()):.0%} off",
+            f"frozen_matmul: no layer's products are within {NEAR:.0%} of whole ones, {worst}'s are "
+            f"{max(off.values()):.0%} off",
             cure="--frozen_matmul full",
         )
     with (
@@ -111,11 +114,13 @@ def calibrate(
         )
     left = len(groups) - len(near)
     said = [
-        f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than {NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"
+        f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than "
+        f"{NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"
     ] * bool(left)
     return [
         *said,
-        f"rounded products are at most {max(off[number] for number in near):.1%} off whole ones; the rows' loss moves by {moved:.3%}",
+        f"rounded products are at most {max(off[number] for number in near):.1%} off whole ones; the rows' loss moves "
+        f"by {moved:.3%}",
     ]
 
 

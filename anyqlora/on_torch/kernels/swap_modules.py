@@ -79,8 +79,10 @@ class FastGatedMLP(FastModule):
 
 
 class RotaryAngles(tuple):
-    """(cosines, sines) [B, T, D], rounded as a rotary module gives them and as a model's own attention takes them, with the same in float32 as
-    `exact`, by which FastAttention rotates. A decoder hands on to its layers what its rotary module has given."""
+    """(cosines, sines) [B, T, D], rounded as a rotary module gives them and as a model's own attention takes them, with
+    the same in float32 as `exact`, by which FastAttention rotates. A decoder hands on to its layers what its rotary
+    module has given.
+    """
 
     exact: tuple[torch.Tensor, torch.Tensor]
 
@@ -277,8 +279,9 @@ class ColumnPicker(nn.Module):
 
 @contextlib.contextmanager
 def _picking(module: nn.Module, linears: tuple[str, ...]) -> Iterator[None]:
-    """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in question, and reading
-    all quantized weights two or three times takes longer than all else here."""
+    """Within, these linears of the module, and of what is in its place, only pick: what they are made of is not in
+    question, and reading all quantized weights two or three times takes longer than all else here.
+    """
     originals = {name: getattr(module, name) for name in linears}
     for seed, (name, linear) in enumerate(originals.items()):
         setattr(module, name, ColumnPicker(linear, seed))

@@ -1,4 +1,6 @@
-"""Quantized weights, kept for the next start: directories as `python -m anyqlora quantize` writes them, one for each base and way of packing it."""
+"""Quantized weights, kept for the next start: directories as `python -m anyqlora quantize` writes them, one for each
+base and way of packing it.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ UNFINISHED = re.compile(rf"{ENTRY.pattern}\.[0-9a-f]{{8}}({re.escape(STAGED)}|{r
 class QuantizedCache:
     """The kept weights of the base in `source`, packed on `device` as `config` says.
 
-    What is read of them is copied, not left mapped: pages of a file are in nobody's account of memory, and whoever removes an entry
-    must not pull the weights from under a run. `news` is what is worth a line afterwards, `notes` is what went wrong.
+    What is read of them is copied, not left mapped: pages of a file are in nobody's account of memory, and whoever
+    removes an entry must not pull the weights from under a run. `news` is what is worth a line afterwards, `notes` is
+    what went wrong.
     """
 
     config: TrainConfig
@@ -76,7 +79,8 @@ class QuantizedCache:
         return round(self.config.quantized_cache_limit * (1 << 30))
 
     def entry(self) -> Path | None:
-        """The directory of the packed weights, written first where there is none; None where it cannot be had, and why is noted.
+        """The directory of the packed weights, written first where there is none; None where it cannot be had, and why
+        is noted.
 
         Raises NotBuilt where somebody has asked for it, of a model that cannot be written so.
         """
@@ -102,7 +106,8 @@ class QuantizedCache:
             os.utime(self.path)
             self.prune()
         self.news.append(
-            f"quantized weights {'come from' if is_hit else 'are kept in'} {self.path} ({format_bytes(size_of(self.path))})"
+            f"quantized weights {'come from' if is_hit else 'are kept in'} {self.path} "
+            f"({format_bytes(size_of(self.path))})"
         )
         return self.path
 
@@ -133,7 +138,10 @@ class QuantizedCache:
             shutil.rmtree(staged, ignore_errors=True)
 
     def damage(self) -> str:
-        """Why the entry is not what was written of this base; "" where it is. Contents are read once, and again after a file has changed."""
+        """Why the entry is not what was written of this base; "" where it is.
+
+        Contents are read once, and again after a file has changed.
+        """
         try:
             content = (self.path / MANIFEST).read_bytes()
             manifest = json.loads(content)
@@ -155,7 +163,9 @@ class QuantizedCache:
             return f"{MANIFEST}: {error}"
 
     def prune(self) -> None:
-        """Remove the entries that were not used for longest until the others are within the limit, and what killed processes left."""
+        """Remove the entries that were not used for longest until the others are within the limit, and what killed
+        processes left.
+        """
         now, total = time.time(), 0
         idle = {path: now - path.stat().st_mtime for path in self.path.parent.iterdir()}  # seconds
         for path in sorted(idle, key=idle.get):
@@ -166,7 +176,8 @@ class QuantizedCache:
                 if total > self.limit and idle[path] > READING:
                     self.remove(path)
                     self.news.append(
-                        f"the quantized weights in {path}, not used for longest, are removed: quantized_cache_limit is {format_bytes(self.limit)}"
+                        f"the quantized weights in {path}, not used for longest, are removed: quantized_cache_limit is "
+                        f"{format_bytes(self.limit)}"
                     )
 
     def remove(self, path: Path) -> None:

@@ -1,8 +1,8 @@
 """Weights from safetensors files into the model: read, quantize, place, one tensor at a time.
 
 The full-precision model is never resident. Names and shapes in the files are those of the checkpoint, not of the module
-(transformers' conversion mapping merges experts, splits fused projections, renames), so reading goes through transformers'
-own loader, whose documented extension point for quantizers hands us each finished tensor.
+(transformers' conversion mapping merges experts, splits fused projections, renames), so reading goes through
+transformers' own loader, whose documented extension point for quantizers hands us each finished tensor.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LEFT_OUT = (
 class LoadPolicy:
     """What happens to each weight on its way in.
 
-    `select_targets(model)` sees the model before any weight is read; `pack(name, module, weight) -> Parameter` packs a weight [out, in]
-    in float32 or, where that is exact, bf16; `quantizer` says what modules hold them.
+    `select_targets(model)` sees the model before any weight is read; `pack(name, module, weight) -> Parameter` packs a
+    weight [out, in] in float32 or, where that is exact, bf16; `quantizer` says what modules hold them.
     """
 
     quantizer: object
@@ -154,7 +154,8 @@ class QuantizeOp(ConversionOps):
         module = self.stream.layers[owner]
         if weight.shape != (module.out_features, module.in_features):
             raise UsageError(
-                f"{name} has shape {list(weight.shape)} in the files and [{module.out_features}, {module.in_features}] in the model",
+                f"{name} has shape {list(weight.shape)} in the files and [{module.out_features}, {module.in_features}] "
+                f"in the model",
                 where=self.stream.directory,
                 cure="a config.json and weights that belong together",
             )
@@ -212,8 +213,9 @@ def load_streamed(
 
 
 def meta_model(model: nn.Module, quantizer) -> dict:
-    """What another process must know of a model that was read to make the same without its values, JSON-able: which layers the quantizer
-    holds, and which experts."""
+    """What another process must know of a model that was read to make the same without its values, JSON-able: which
+    layers the quantizer holds, and which experts.
+    """
     return {
         "layers": [
             name
@@ -261,7 +263,8 @@ def meta_model_with_shapes(
 
 
 def exact_dtype(directory: str, dtype: torch.dtype) -> torch.dtype:
-    """In what tensors are read: float32, or `dtype` itself where the files hold nothing wider, which takes half the memory on the way.
+    """In what tensors are read: float32, or `dtype` itself where the files hold nothing wider, which takes half the
+    memory on the way.
 
     Codes must not depend on the precision, so a weight is never rounded before it is quantized.
     """
@@ -283,11 +286,12 @@ def load_quantized(
     trust_remote_code: bool = False,
     made_in: torch.dtype | None = None,
 ) -> nn.Module:
-    """The causal LM of a checkpoint that bitsandbytes has already quantized as `quantizer` does: codes and scales as they are in the
-    files, in modules as the quantizer makes them (transformers' own compute in the dtype that they were saved with).
+    """The causal LM of a checkpoint that bitsandbytes has already quantized as `quantizer` does: codes and scales as
+    they are in the files, in modules as the quantizer makes them (transformers' own compute in the dtype that they were
+    saved with).
 
-    `made_in` is the dtype of what the model makes itself, its buffers, where that is another. Raises UsageError for files that are not
-    this model's.
+    `made_in` is the dtype of what the model makes itself, its buffers, where that is another. Raises UsageError for
+    files that are not this model's.
     """
     model = _from_pretrained(directory, trust_remote_code, dtype=made_in or dtype, device_map={"": device})
     for name, module in list(model.named_modules()):
@@ -305,7 +309,9 @@ def load_quantized(
 
 
 def give_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """What is not packed in `dtype`: transformers leaves a quantized checkpoint's other weights as they are in the files."""
+    """What is not packed in `dtype`: transformers leaves a quantized checkpoint's other weights as they are in the
+    files.
+    """
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not float32_modules(model, name):
             parameter.data = parameter.data.to(dtype)
@@ -320,8 +326,10 @@ def load_packed(
     trust_remote_code: bool = False,
     made_in: torch.dtype | None = None,
 ) -> nn.Module:
-    """The causal LM of a directory whose linear weights are packed as the affine quantizer packs them: codes, scales and biases as they are
-    in the files; `made_in` as for `read_quantized`. Raises UsageError for files that are not this model's, NotBuilt where more than linear layers is packed."""
+    """The causal LM of a directory whose linear weights are packed as the affine quantizer packs them: codes, scales
+    and biases as they are in the files; `made_in` as for `read_quantized`. Raises UsageError for files that are not
+    this model's, NotBuilt where more than linear layers is packed.
+    """
     there = {
         name: about["dtype"]
         for path in Path(directory).glob("*.safetensors")
@@ -355,7 +363,9 @@ def load_packed(
 
 @register_quantization_config(f"{METHOD}_packed")
 class _PackedConfig(QuantizationConfigMixin):
-    """Carries the affine quantizer and {tensor: type} of the files through `from_pretrained`; it is never written to disk."""
+    """Carries the affine quantizer and {tensor: type} of the files through `from_pretrained`; it is never written to
+    disk.
+    """
 
     def __init__(self, quantizer=None, there: dict | None = None, dtype: torch.dtype = torch.float32, **ignored):
         self.quant_method, self.quantizer, self.there, self.dtype = f"{METHOD}_packed", quantizer, there, dtype
@@ -378,7 +388,8 @@ class _Packed(HfQuantizer):
         others = sorted(packed - layers.keys())
         if others:
             raise NotSupported(
-                f"{len(others)} parts of the checkpoint are packed that are no frozen linear layers here, {others[0]} is the first",
+                f"{len(others)} parts of the checkpoint are packed that are no frozen linear layers here, {others[0]} "
+                f"is the first",
                 where=model.name_or_path,
                 cure="python -m anyqlora quantize of the full-precision model: it packs linear layers only",
             )
@@ -394,7 +405,9 @@ class _Packed(HfQuantizer):
 
 
 def _from_pretrained(directory: str, trust_remote_code: bool, **options) -> nn.Module:
-    """The causal LM of `directory` as transformers reads it; what it would only report is refused, or said in a line."""
+    """The causal LM of `directory` as transformers reads it; what it would only report is refused, or said in a
+    line.
+    """
     _check_config(directory, trust_remote_code)
     with _without_reports():
         try:
@@ -417,7 +430,8 @@ def _from_pretrained(directory: str, trust_remote_code: bool, **options) -> nn.M
         strange = sorted(loaded["unexpected_keys"])
         print(
             printable(
-                f"warning: {directory}: {len(strange)} tensors of the files are in no part of the model, {strange[0]} is the first"
+                f"warning: {directory}: {len(strange)} tensors of the files are in no part of the model, {strange[0]} "
+                f"is the first"
             ),
             file=sys.stderr,
         )
@@ -443,7 +457,9 @@ def _check_config(directory: str, trust_remote_code: bool) -> None:
 
 @contextlib.contextmanager
 def _without_reports():
-    """transformers writes tables of what it makes up or leaves out; here the one is refused and the other said in a line."""
+    """transformers writes tables of what it makes up or leaves out; here the one is refused and the other said in a
+    line.
+    """
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -453,8 +469,9 @@ def _without_reports():
 
 
 def owned_weights(model: nn.Module) -> None:
-    """Copy parameters in host memory: those that were not converted still lie in the files' pages, where a file that is written to
-    would change them, and which no measurement of the process's memory would count."""
+    """Copy parameters in host memory: those that were not converted still lie in the files' pages, where a file that is
+    written to would change them, and which no measurement of the process's memory would count.
+    """
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
@@ -467,12 +484,15 @@ def owned_weights(model: nn.Module) -> None:
 
 
 def refuse_what_does_not_fit(loaded: dict, directory: str) -> None:
-    """Raises UsageError when the files lack a weight or have it in another shape: transformers would make one up and go on."""
+    """Raises UsageError when the files lack a weight or have it in another shape: transformers would make one up and go
+    on.
+    """
     missing, others = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
     if others:
         name, there, here = others[0]
         raise UsageError(
-            f"{len(others)} weights have another shape in the files than in the model, the first: {name} {list(there)}, not {list(here)}",
+            f"{len(others)} weights have another shape in the files than in the model, the first: {name} "
+            f"{list(there)}, not {list(here)}",
             where=directory,
             cure="a config.json and weights that belong together",
         )

@@ -1,4 +1,6 @@
-"""A model directory with its linear weights quantized: written once, tensor by tensor, and read by torch and MLX from then on."""
+"""A model directory with its linear weights quantized: written once, tensor by tensor, and read by torch and MLX from
+then on.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt
 
 
 def packed_config(config: TrainConfig, device: torch.device | str = "cpu"):
-    """The quantizer of `config` that writes files on `device`: what they say of arithmetic is float32, whatever they are read for."""
+    """The quantizer of `config` that writes files on `device`: what they say of arithmetic is float32, whatever they
+    are read for.
+    """
     quantizer = registry.quantizer(config.quantizer).load()(config, torch.float32)
     if (
         isinstance(quantizer, KernelQuantizer)
@@ -58,8 +62,9 @@ def write_model(
     shard: int = SHARD,
     disk: FileSystem | None = None,
 ) -> dict[str, int]:
-    """Write the model of directory `source` to the new directory `out`, its linear weights as `quantizer` (an object of on_torch/quantizers
-    with `files` and `stated`) packs them on `device`, all else as it is. Complete or absent; one tensor and one shard are in memory at a time.
+    """Write the model of directory `source` to the new directory `out`, its linear weights as `quantizer` (an object of
+    on_torch/quantizers with `files` and `stated`) packs them on `device`, all else as it is. Complete or absent; one
+    tensor and one shard are in memory at a time.
 
     Returns {"packed": weights, "kept": tensors, "bytes": of the files}. Raises UsageError, NotBuilt, DiskFull.
     """
@@ -131,8 +136,10 @@ def size(source: Path, quantizer) -> int:
 
 
 def linear_weights(source: Path) -> set[str]:
-    """Names of the weights that are packed: the frozen linear layers', as the checkpoint calls them. Raises NotBuilt where it calls them
-    otherwise than the model does, has them transposed, or has experts."""
+    """Names of the weights that are packed: the frozen linear layers', as the checkpoint calls them.
+
+    Raises NotBuilt where it calls them otherwise than the model does, has them transposed, or has experts.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     experts = expert_parameters(model)
@@ -155,7 +162,8 @@ def linear_weights(source: Path) -> set[str]:
     missing = sorted(names - _names(source))
     if missing:
         raise NotSupported(
-            f"{len(missing)} linear layers have other names in the checkpoint than in the model, {missing[0]} is the first",
+            f"{len(missing)} linear layers have other names in the checkpoint than in the model, {missing[0]} is the "
+            f"first",
             where=str(source),
             cure="--quantizer nf4 when training",
         )

@@ -9,7 +9,8 @@ SMALLEST = 1 << 20  # bytes: what is less is not worth its way
 
 
 def offload_activations(smallest: int = SMALLEST):
-    """A context around a forward pass: what it saves for backward goes to host memory, and comes back when backward asks for it.
+    """A context around a forward pass: what it saves for backward goes to host memory, and comes back when backward
+    asks for it.
 
     Weights stay. The copies run on the stream that computes, so each is done before its source is used again.
     """

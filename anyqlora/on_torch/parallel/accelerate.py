@@ -1,4 +1,6 @@
-"""Data parallel through Hugging Face Accelerate: its Accelerator wraps the model and the optimizer and runs backward."""
+"""Data parallel through Hugging Face Accelerate: its Accelerator wraps the model and the optimizer and runs
+backward.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ ENGINES = {
 class Accelerate(Ddp):
     """Accelerate's data parallelism with our boundaries, sums and loss scale.
 
-    What Accelerate 1.15 takes and does not do is refused: its FSDP and DeepSpeed plugins on a CPU are plain data parallelism without a
-    word, and without `cpu=True` processes on CPUs are not connected at all.
+    What Accelerate 1.15 takes and does not do is refused: its FSDP and DeepSpeed plugins on a CPU are plain data
+    parallelism without a word, and without `cpu=True` processes on CPUs are not connected at all.
     """
 
     name = "accelerate"
@@ -38,7 +40,8 @@ class Accelerate(Ddp):
         ]
         if asked:
             raise UsageError(
-                f"{asked[0][0]} is set: strategy accelerate is data parallel, and Accelerate may drop that engine silently",
+                f"{asked[0][0]} is set: strategy accelerate is data parallel, and Accelerate may drop that engine "
+                f"silently",
                 where="environment",
                 cure=f"unset it; {asked[0][1]}",
             )

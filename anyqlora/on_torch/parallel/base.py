@@ -21,7 +21,10 @@ class Prepared:
 
 
 class Strategy:
-    """Owns wrapping, backward and update. It never divides a loss, always sums gradients, and never steps inside backward."""
+    """Owns wrapping, backward and update.
+
+    It never divides a loss, always sums gradients, and never steps inside backward.
+    """
 
     name = "single"
     plugin_cls = None  # the dataclass of its options, a plugins.StrategyPlugin; None: it has none
@@ -61,7 +64,8 @@ class Strategy:
     def prepare(self, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer_factory: Callable) -> Prepared:
         """Wrap the model, then make the optimizer over what is trained: `optimizer_factory(parameters)`.
 
-        `trainable` names the parameters as they are afterwards, too: where sharding replaces them, it is brought up to date.
+        `trainable` names the parameters as they are afterwards, too: where sharding replaces them, it is brought up to
+        date.
         """
         self.model, self.trainable = model, trainable
         self.optimizer = optimizer_factory(list(trainable.values()))
@@ -73,7 +77,9 @@ class Strategy:
 
     @property
     def needs_logits(self) -> str:
-        """Why the loss must come through the model's own output; "" where the head may be used by itself after the model's forward."""
+        """Why the loss must come through the model's own output; "" where the head may be used by itself after the
+        model's forward.
+        """
         return ""
 
     def broadcast(self, value):
@@ -84,7 +90,9 @@ class Strategy:
 
     @contextlib.contextmanager
     def micro_batch(self, is_final: bool):
-        """Around forward and backward of one micro-batch: the boundary is known before, so communication overlaps backward."""
+        """Around forward and backward of one micro-batch: the boundary is known before, so communication overlaps
+        backward.
+        """
         self.announced = is_final
         try:
             yield
@@ -92,7 +100,10 @@ class Strategy:
             self.announced = None
 
     def backward(self, loss: torch.Tensor, *, is_final_micro_batch: bool) -> None:
-        """Accumulate gradients. Raises RuntimeError when the micro-batch was announced as the last of its step and is not."""
+        """Accumulate gradients.
+
+        Raises RuntimeError when the micro-batch was announced as the last of its step and is not.
+        """
         if self.announced and not is_final_micro_batch:
             raise RuntimeError(
                 "this micro-batch was announced as the last of its step, and its backward says that it is not"
@@ -107,8 +118,10 @@ class Strategy:
         """Whatever is left to do so that each gradient is the sum over all ranks."""
 
     def clip(self, max_grad_norm: float | None) -> torch.Tensor | None:
-        """Sum and unscale the step's gradients and cut them to `max_grad_norm` (None: measure only), ahead of `step`. Returns the norm
-        before; None where the engine takes it in `step`."""
+        """Sum and unscale the step's gradients and cut them to `max_grad_norm` (None: measure only), ahead of `step`.
+
+        Returns the norm before; None where the engine takes it in `step`.
+        """
         if self.clipped is None:
             self.sum_gradients()
             if self.scaler.is_enabled():
@@ -119,7 +132,10 @@ class Strategy:
         return self.clipped
 
     def step(self, *, max_grad_norm: float | None, skip: bool = False) -> StepResult:
-        """Sum, unscale, measure, clip, update, clear. `skip` clears without an update; so do gradients that are not finite."""
+        """Sum, unscale, measure, clip, update, clear.
+
+        `skip` clears without an update; so do gradients that are not finite.
+        """
         scale = self.scaler.get_scale()
         norm = self.clip(max_grad_norm)
         is_finite = bool(torch.isfinite(norm))
@@ -167,18 +183,24 @@ class Strategy:
             group["lr"] = lr
 
     def missing_gradients(self) -> dict[str, bool]:
-        """After a backward, before the step: {name: False where there is no gradient at all, True where it is zero throughout}."""
+        """After a backward, before the step: {name: False where there is no gradient at all, True where it is zero
+        throughout}.
+        """
         return {name: p.grad is not None for name, p in self.trainable.items() if p.grad is None or not p.grad.any()}
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
     def gather_trainable(self) -> dict[str, torch.Tensor]:
-        """{name: full tensor in host memory} on rank 0, nothing on the others; all call it. Where it lies there already, it is the one
-        that learns."""
+        """{name: full tensor in host memory} on rank 0, nothing on the others; all call it.
+
+        Where it lies there already, it is the one that learns.
+        """
         return {name: p.detach().cpu() for name, p in self.trainable.items()}
 
     def gather_moments(self) -> dict[str, torch.Tensor]:
-        """{"name|key": full tensor in host memory} of the optimizer's state on rank 0, nothing on the others; all call it."""
+        """{"name|key": full tensor in host memory} of the optimizer's state on rank 0, nothing on the others; all call
+        it.
+        """
         return {
             f"{name}|{key}": value.detach().cpu()
             for name, p in self.trainable.items()
@@ -203,8 +225,9 @@ class Strategy:
             }
 
     def restore_step(self, step: torch.Tensor, device: torch.device) -> torch.Tensor | int:
-        """A parameter's `step` as its optimizer keeps it: an integer as a number (bitsandbytes), and a tensor in host memory, unless
-        moments are updated by one launch on `device`, which reads it there."""
+        """A parameter's `step` as its optimizer keeps it: an integer as a number (bitsandbytes), and a tensor in host
+        memory, unless moments are updated by one launch on `device`, which reads it there.
+        """
         if not step.is_floating_point():
             return int(step)
         is_on_device = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)

@@ -13,7 +13,10 @@ from anyqlora.on_torch.quantizers.experts import PackedExperts
 
 
 class Broadcaster:
-    """Rank 0 tells, the others hear. Small things go through host memory and wait as long as rank 0 takes; tensors go by `device`."""
+    """Rank 0 tells, the others hear.
+
+    Small things go through host memory and wait as long as rank 0 takes; tensors go by `device`.
+    """
 
     def __init__(self, rank: int, device: torch.device, patient: dist.ProcessGroup | None = None):
         """`patient` is a group on host memory whose collectives wait long: rank 0 may be reading a large model."""
@@ -47,8 +50,8 @@ def broadcast_model(
     done: Callable[[nn.Module], bool] = lambda part: False,
     keeps: bool = True,
 ) -> None:
-    """Everything that `module` holds, apart from what lies in modules that are `done`, is what rank 0 holds, on the device. A process that
-    does not keep it takes part only because all must.
+    """Everything that `module` holds, apart from what lies in modules that are `done`, is what rank 0 holds, on the
+    device. A process that does not keep it takes part only because all must.
 
     A rank that has an outline takes tensors of its own; one that has values takes rank 0's in their place.
     """

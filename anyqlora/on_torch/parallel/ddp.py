@@ -22,9 +22,9 @@ MANY = 10**8  # trained numbers: their gradients are worth sending while others 
 class Ddp(MultiProcessStrategy):
     """torch's DistributedDataParallel, whose mean over the ranks is left out: gradients are sums.
 
-    Adapters are small: their gradients go in one collective in `step`, so that until then a process that runs out of memory can
-    still say so. With `overlap`, which is for many trained numbers, the last backward of a step communicates as it goes where its
-    boundary is announced before its forward. Nothing is ever communicated in between.
+    Adapters are small: their gradients go in one collective in `step`, so that until then a process that runs out of
+    memory can still say so. With `overlap`, which is for many trained numbers, the last backward of a step communicates
+    as it goes where its boundary is announced before its forward. Nothing is ever communicated in between.
     """
 
     name = "ddp"
@@ -96,7 +96,8 @@ class Ddp(MultiProcessStrategy):
         self.is_summed = self.wrapped.require_backward_grad_sync
         if self.is_summed and self.reduced != self.trained and not self.options.find_unused_parameters:
             raise RunError(
-                f"{self.name}: backward reached {self.reduced} of {self.trained} trained numbers, and the rest waits for ever",
+                f"{self.name}: backward reached {self.reduced} of {self.trained} trained numbers, and the rest waits "
+                f"for ever",
                 cure="--find_unused_parameters true, or train only what every row passes through",
             )
 

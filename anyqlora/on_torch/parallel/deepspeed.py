@@ -26,7 +26,9 @@ BUCKET = 1 << 26  # gradients that are reduced together at most; DeepSpeed's own
 
 
 class Autocasting(nn.Module):
-    """The model in the precision's context: DeepSpeed switches an outer one off, and its own would round what is communicated."""
+    """The model in the precision's context: DeepSpeed switches an outer one off, and its own would round what is
+    communicated.
+    """
 
     def __init__(self, module: nn.Module, autocast: Callable):
         super().__init__()
@@ -40,9 +42,9 @@ class Autocasting(nn.Module):
 class DeepSpeed(MultiProcessStrategy):
     """The caller owns the boundary (DeepSpeed's unmanaged accumulation): gradients accumulate until `step`.
 
-    Stages 0 and 1 communicate gradients in `step` alone; 2 and 3 reduce in every backward, which is what sharding them means.
-    DeepSpeed's mean over ranks is undone in the loss. Its engine runs in float32 arithmetic with our precision inside and our loss scale
-    as its own, so adapters and moments are float32 in every precision.
+    Stages 0 and 1 communicate gradients in `step` alone; 2 and 3 reduce in every backward, which is what sharding them
+    means. DeepSpeed's mean over ranks is undone in the loss. Its engine runs in float32 arithmetic with our precision
+    inside and our loss scale as its own, so adapters and moments are float32 in every precision.
     """
 
     name = "deepspeed"
@@ -172,7 +174,9 @@ class DeepSpeed(MultiProcessStrategy):
             raise RunError(f"deepspeed: {len(whole)} parameters are not sharded, {whole[0]} is the first")
 
     def _make_skippable(self) -> None:
-        """Gradients that a step is to leave out are taken away as torch's optimizer begins: what has no gradient is not updated."""
+        """Gradients that a step is to leave out are taken away as torch's optimizer begins: what has no gradient is not
+        updated.
+        """
         self.skipping, taken = False, {}
 
         def before(optimizer, *_):
@@ -238,7 +242,8 @@ class DeepSpeed(MultiProcessStrategy):
     def zero_grad(self) -> None:
         if self.stage >= 2:
             raise RunError(
-                f"out of memory: ZeRO stage {self.stage} has sent a part of the step's gradients already, so it cannot be done again",
+                f"out of memory: ZeRO stage {self.stage} has sent a part of the step's gradients already, so it cannot "
+                f"be done again",
                 cure="a smaller --batch_size, or --deepspeed_zero_stage 1",
             )
         if self.stage == 0:

@@ -1,4 +1,6 @@
-"""Fully sharded data parallel: each rank keeps a part of every layer, frozen codes too, and layers are put together as they are used."""
+"""Fully sharded data parallel: each rank keeps a part of every layer, frozen codes too, and layers are put together as
+they are used.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ from anyqlora.on_torch.quantizers.experts import PackedExperts
 
 
 class Fsdp(ShardedStrategy):
-    """torch's FSDP2, `fully_shard` on every block and on the model; 4-bit codes are sharded and sent as the bytes they are.
+    """torch's FSDP2, `fully_shard` on every block and on the model; 4-bit codes are sharded and sent as the bytes they
+    are.
 
-    Layers reach the other ranks one at a time and are sharded at once, so no rank but the one that reads holds more than its shards
-    and a layer.
+    Layers reach the other ranks one at a time and are sharded at once, so no rank but the one that reads holds more
+    than its shards and a layer.
     """
 
     name = "fsdp"
@@ -150,7 +153,10 @@ class Fsdp(ShardedStrategy):
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers that are put together one at a time: what transformers says may not be split. Raises NotBuilt where it does not say."""
+    """The layers that are put together one at a time: what transformers says may not be split.
+
+    Raises NotBuilt where it does not say.
+    """
     names = block_classes(model)
     if names is None:  # a model of somebody's own: its lists of modules
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]

@@ -1,4 +1,6 @@
-"""What all strategies of several processes share: who is in the group, how the model reaches every rank, and sums over all of them."""
+"""What all strategies of several processes share: who is in the group, how the model reaches every rank, and sums over
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ from anyqlora.processes.environment import COLLECTIVES, LONG, OF_TORCHRUN, colle
 
 
 def join_group(device: torch.device) -> bool:
-    """Form the process group that the launcher's environment describes, unless this process is in one. Returns whether it was formed.
-    Raises UsageError for half of an environment."""
+    """Form the process group that the launcher's environment describes, unless this process is in one.
+
+    Returns whether it was formed. Raises UsageError for half of an environment.
+    """
     if dist.is_initialized():
         return False
     missing = [name for name in OF_TORCHRUN if not os.environ.get(name)]
@@ -122,7 +126,10 @@ class MultiProcessStrategy(Strategy):
         return value
 
     def sum_flat(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Every gradient becomes the sum over all ranks, in one collective. One that no rank has stays away, as in one process."""
+        """Every gradient becomes the sum over all ranks, in one collective.
+
+        One that no rank has stays away, as in one process.
+        """
         parameters = list(parameters)
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=self.device)
         parts = [has, *(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)]

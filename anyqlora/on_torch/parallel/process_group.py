@@ -26,7 +26,10 @@ class TorchProcessGroup(ProcessGroup):
     """torch.distributed's default group; what is told here goes through host memory."""
 
     def __init__(self, plan, world: ProcessContext):
-        """Meet the others. `plan.config.dist_timeout` seconds is how long anybody waits for them afterwards. Raises PeerLost."""
+        """Meet the others.
+
+        `plan.config.dist_timeout` seconds is how long anybody waits for them afterwards. Raises PeerLost.
+        """
         self.rank, self.size, self.is_first = world.rank, world.size, world.is_first
         self.environment = contextlib.ExitStack()
         self.environment.enter_context(
@@ -94,7 +97,8 @@ class TorchProcessGroup(ProcessGroup):
         return _PeerErrors(self)
 
     def close(self) -> None:
-        """Leave the group that was formed here, and the environment as it was: the next run of this process may be of another size.
+        """Leave the group that was formed here, and the environment as it was: the next run of this process may be of
+        another size.
 
         A group that has lost a member cannot be left in order, and ends with the process.
         """
@@ -120,8 +124,8 @@ def rendezvous_address(config: TrainConfig, world: ProcessContext) -> dist.Store
 def rendezvous(store: dist.Store, world: ProcessContext) -> str:
     """Wait until all processes are there. Returns a name for their meeting.
 
-    torchrun keeps one store when it starts processes again, with all that those before them wrote. So each greets with a token of its
-    own, which only a first process that is alive can answer.
+    torchrun keeps one store when it starts processes again, with all that those before them wrote. So each greets with
+    a token of its own, which only a first process that is alive can answer.
     """
     token, until = secrets.token_hex(8), time.monotonic() + MEETING.total_seconds()
 

@@ -1,7 +1,8 @@
-"""Tensor parallel: each process along the model axis holds a slice of the linear layers; along the batch axis, FSDP2 shards that.
+"""Tensor parallel: each process along the model axis holds a slice of the linear layers; along the batch axis, FSDP2
+shards that.
 
-A weight is sliced first and its slice quantized: a scale belongs to 64 weights of one row, so the slices' codes are those of the
-whole (with double quantization the scales of scales are not).
+A weight is sliced first and its slice quantized: a scale belongs to 64 weights of one row, so the slices' codes are
+those of the whole (with double quantization the scales of scales are not).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from anyqlora.planning.mesh import BATCH, MODEL, mesh_axes
 
 
 class TensorParallel(ShardedStrategy):
-    """`--mesh batch=2,model=2 --tensor_layout default|FILE`. Neighbours in rank are along the model axis and see the same rows."""
+    """`--mesh batch=2,model=2 --tensor_layout default|FILE`.
+
+    Neighbours in rank are along the model axis and see the same rows.
+    """
 
     name = "tp"
 
@@ -46,7 +50,9 @@ class TensorParallel(ShardedStrategy):
     # ------------------------------------------------------------------------------------------------ before training
 
     def load_model(self, loader, pack: Callable) -> nn.Module:
-        """Rank 0 slices each weight that the layout splits as it comes in, and only then quantizes; then every process gets its slices."""
+        """Rank 0 slices each weight that the layout splits as it comes in, and only then quantizes; then every process
+        gets its slices.
+        """
         self.splits = planned_splits(self.plan.config, self.along.size())
         # Rank 0's: of each layer the slices 1, 2, ..., in host memory until they are sent
         for_others: dict[str, list[nn.Parameter]] = {}
@@ -121,7 +127,10 @@ class TensorParallel(ShardedStrategy):
         return super().prepare(model, trainable, optimizer_factory)
 
     def split_own(self, model: nn.Module, trainable: dict[str, nn.Parameter]) -> None:
-        """Slice those frozen linear layers of somebody's own model that a layout file names, in place. What is trained stays whole."""
+        """Slice those frozen linear layers of somebody's own model that a layout file names, in place.
+
+        What is trained stays whole.
+        """
         self.splits = own_splits(model, self.plan.config, self.along.size())
         learned = {id(p) for p in trainable.values()}
         for name, split in self.splits.items():

@@ -1,4 +1,6 @@
-"""Linear layers of which each process along the model axis holds a slice, and what travels between them (Shoeybi et al. 2019)."""
+"""Linear layers of which each process along the model axis holds a slice, and what travels between them (Shoeybi et al.
+2019).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ DIMENSION = {COLUMNS: 0, ROWS: 1}  # of a weight [outputs, inputs] that is split
 
 @dataclass(frozen=True)
 class Split:
-    """How one linear layer is split. `alone`: what stands beside it needs whole tensors, so that outputs are gathered, or inputs
-    sliced; else the neighbours are split too, and a column split's outputs are a row split's inputs as they are."""
+    """How one linear layer is split.
+
+    `alone`: what stands beside it needs whole tensors, so that outputs are gathered, or inputs sliced; else the
+    neighbours are split too, and a column split's outputs are a row split's inputs as they are.
+    """
 
     along: str  # COLUMNS or ROWS
     alone: bool
@@ -62,7 +67,9 @@ def slice_for_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class Copier:
-    """`copied`, once for all layers that read the very same tensor: queries, keys and values cost one sum in backward, not three."""
+    """`copied`, once for all layers that read the very same tensor: queries, keys and values cost one sum in backward,
+    not three.
+    """
 
     def __init__(self, mesh: DeviceMesh):
         self.mesh, self.read, self.copy = mesh, None, None
@@ -124,8 +131,9 @@ def split_frozen(module: nn.Module, split: Split, mesh: DeviceMesh, copier: Copi
 
 
 def split_adapter(layer: LoraLayer, split: Split | None, mesh: DeviceMesh) -> None:
-    """Put a LoRA layer on the mesh, split as its base is: B's rows beside the base's columns, A's columns beside its rows.
-    A factor that is not split is whole on every process, and so is its gradient."""
+    """Put a LoRA layer on the mesh, split as its base is: B's rows beside the base's columns, A's columns beside its
+    rows. A factor that is not split is whole on every process, and so is its gradient.
+    """
     along = split and split.along
     for name in layer.lora_A:
         for factors, of in ((layer.lora_A, ROWS), (layer.lora_B, COLUMNS)):

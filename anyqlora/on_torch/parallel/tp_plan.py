@@ -34,8 +34,8 @@ WHOLE_STYLES = {
 def planned_splits(config: TrainConfig, ways: int) -> dict[str, Split]:
     """{name of a linear layer: how it is split} by the plan's layout, found on the model without its weights.
 
-    Raises LayoutError for a key that matches nothing and for a layer that cannot be split so, NotBuilt for an architecture without a
-    default layout or with parts that would stay whole.
+    Raises LayoutError for a key that matches nothing and for a layer that cannot be split so, NotBuilt for an
+    architecture without a default layout or with parts that would stay whole.
     """
     described = AutoConfig.from_pretrained(base_directory(config), trust_remote_code=config.trust_remote_code)
     if getattr(described, "quantization_config", None):
@@ -104,19 +104,24 @@ def select_layout(layers: dict[str, nn.Module], default: RegexMap, config: Train
 
 
 def default_layout(described, config: TrainConfig) -> RegexMap:
-    """{regex of a weight's name: Split, or None for whole} of the architecture's base_model_tp_plan. Raises NotBuilt."""
+    """{regex of a weight's name: Split, or None for whole} of the architecture's base_model_tp_plan.
+
+    Raises NotBuilt.
+    """
     said = getattr(described.get_text_config(), "base_model_tp_plan", None)
     where = config.sources.get("tensor_layout", "") or config.sources.get("mesh", "")
     if not said:
         raise NotSupported(
-            f"transformers has no tensor parallel plan for {described.model_type} models, so there is no default layout",
+            f"transformers has no tensor parallel plan for {described.model_type} models, so there is no default "
+            f"layout",
             where=where,
             cure="--strategy fsdp",
         )
     unknown = sorted({style for style in said.values() if style not in STYLES and style not in WHOLE_STYLES})
     if unknown:
         raise NotSupported(
-            f"strategy tp with {described.model_type} models: their plan has parts that are split as {', '.join(unknown)}, which is not "
+            f"strategy tp with {described.model_type} models: their plan has parts that are split as "
+            f"{', '.join(unknown)}, which is not "
             "built",
             where=where,
             cure="--strategy fsdp",
@@ -130,8 +135,11 @@ def default_layout(described, config: TrainConfig) -> RegexMap:
 
 
 def check_agreement(name: str, stated: RegexMap, default: RegexMap, layers: Iterable[str]) -> Split | None:
-    """How a file's layout splits a layer. Where it splits all that the default splits beside this layer, and alike, they hand slices
-    to one another as there; else each is joined, so that any layout is correct."""
+    """How a file's layout splits a layer.
+
+    Where it splits all that the default splits beside this layer, and alike, they hand slices to one another as there;
+    else each is joined, so that any layout is correct.
+    """
     said = stated[f"{name}.weight"]
     if said is None or said.split == WHOLE:
         return None

@@ -10,7 +10,9 @@ class NullHooks:
     """Nothing is watched."""
 
     def phase(self, name: str, is_final: bool = True):
-        """A context around one phase of a run: load, forward, backward (`is_final`: of the step's last micro-batch), step or evaluate."""
+        """A context around one phase of a run: load, forward, backward (`is_final`: of the step's last micro-batch),
+        step or evaluate.
+        """
         return contextlib.nullcontext()
 
     def span(self, name: str):

@@ -34,8 +34,8 @@ def make_hooks(run, memory: MemoryMonitor) -> NullHooks:
 
 
 class MemoryWatch(NullHooks):
-    """memory.json: a list of {step, phase, bytes}, where bytes are those in use when the phase ends, once for each micro-batch.
-    In host memory pages are in use that are kept for the next step.
+    """memory.json: a list of {step, phase, bytes}, where bytes are those in use when the phase ends, once for each
+    micro-batch. In host memory pages are in use that are kept for the next step.
 
     `step` counts from 1 as in metrics.jsonl; what is loaded or evaluated before the first step has 0.
     """
@@ -67,7 +67,10 @@ def profiler(run) -> list[NullHooks]:
 
 
 class Profiler(NullHooks):
-    """torch.profiler over cycles of steps. Each cycle writes step-<its last step>/: a table of operators, a trace, a memory timeline."""
+    """torch.profiler over cycles of steps.
+
+    Each cycle writes step-<its last step>/: a table of operators, a trace, a memory timeline.
+    """
 
     def __init__(self, run, output: Path):
         self.config, self.output, self.first_step, self.warn = run.config, output, run.first_step, run.console.warn
@@ -132,15 +135,18 @@ class Profiler(NullHooks):
             KeyError,
         ) as error:  # torch cannot always follow the versions of each tensor: its issue 167838
             self.warn(
-                f"{path} has every byte as of an unknown category, since torch could not tell what its tensors are: {str(error)[:60]}"
+                f"{path} has every byte as of an unknown category, since torch could not tell what its tensors are: "
+                f"{str(error)[:60]}"
             )
             path.write_text(json.dumps(plain_timeline(profile)))
 
 
 def plain_timeline(profile) -> list[list]:
-    """Bytes in use at each allocation, in the form of torch's memory timeline: [times in microseconds, [bytes of each category at that time]].
+    """Bytes in use at each allocation, in the form of torch's memory timeline: [times in microseconds, [bytes of each
+    category at that time]].
 
-    All of them are in the last category, which is torch's for the unknown. What was there before the profile and stayed is not in it.
+    All of them are in the last category, which is torch's for the unknown. What was there before the profile and stayed
+    is not in it.
     """
     with tempfile.TemporaryDirectory() as scratch:
         profile.export_chrome_trace(f"{scratch}/trace.json")
@@ -158,7 +164,10 @@ def plain_timeline(profile) -> list[list]:
 
 
 def action(config: TrainConfig, step: int, steps: int) -> ProfilerAction:
-    """What the profiler does in a step (from 0) of `steps`. A cycle begins every profiling_frequency steps: wait, warm up, record, rest."""
+    """What the profiler does in a step (from 0) of `steps`.
+
+    A cycle begins every profiling_frequency steps: wait, warm up, record, rest.
+    """
     cycle, place = divmod(step, config.profiling_frequency)
     recording = config.profile_wait + config.profiler_warmup_steps
     is_over = step >= steps or (config.profile_repeat and cycle >= config.profile_repeat)

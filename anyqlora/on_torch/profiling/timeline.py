@@ -1,4 +1,6 @@
-"""Where the time of the first steps goes, and what the processes say to each other meanwhile, as a trace that browsers show."""
+"""Where the time of the first steps goes, and what the processes say to each other meanwhile, as a trace that browsers
+show.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ BETWEEN = "between"  # the phases: what all processes agree on
 
 
 class Timeline(NullHooks):
-    """A Chrome trace (chrome://tracing, ui.perfetto.dev) with a process for each rank: its phases - data, forward, accumulate (a backward
-    before the step's last), backward (the last one), reduce, clip, update, zero - and the collectives that begin in each.
+    """A Chrome trace (chrome://tracing, ui.perfetto.dev) with a process for each rank: its phases - data, forward,
+    accumulate (a backward before the step's last), backward (the last one), reduce, clip, update, zero - and the
+    collectives that begin in each.
 
     The same counts stand in it under otherData: {phase: {collective: count}} of the first rank.
     """

@@ -1,4 +1,6 @@
-"""The portable 4-bit base: w = scale q + bias over groups of a row, packed as MLX packs it, so that one file is read by both."""
+"""The portable 4-bit base: w = scale q + bias over groups of a row, packed as MLX packs it, so that one file is read by
+both.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ SMALLEST = 1e-7  # of a scale: what MLX divides by where a group is constant
 
 
 class AffineLinear(nn.Linear):
-    """x W^T + b. weight: int32 [out, in * bits / 32], the first code in the lowest bits; scales, biases: bf16 [out, in / group]."""
+    """x W^T + b. weight: int32 [out, in * bits / 32], the first code in the lowest bits; scales, biases: bf16 [out, in
+    / group].
+    """
 
     def __init__(self, linear: nn.Linear, bits: int, group: int):
         nn.Module.__init__(self)
@@ -31,7 +35,9 @@ class AffineLinear(nn.Linear):
         self.bias = linear.bias
 
     def expect_files(self, dtype: torch.dtype) -> AffineLinear:
-        """Take weight, scales and biases from a checkpoint, by their names there; scales in `dtype`, as they are in the files."""
+        """Take weight, scales and biases from a checkpoint, by their names there; scales in `dtype`, as they are in the
+        files.
+        """
         shape = (self.out_features, self.in_features // self.group)
         with torch.device("meta"):
             self.weight = nn.Parameter(self.weight.to(torch.uint32), requires_grad=False)
@@ -42,7 +48,9 @@ class AffineLinear(nn.Linear):
 
     @property
     def W_q(self) -> torch.Tensor:
-        """By this name of HQQ's PEFT knows a layer whose `dequantize()` it has to ask for the weight: DoRA needs that."""
+        """By this name of HQQ's PEFT knows a layer whose `dequantize()` it has to ask for the weight: DoRA needs
+        that.
+        """
         return self.weight
 
     def dequantize(self) -> torch.Tensor:
@@ -57,7 +65,8 @@ class AffineLinear(nn.Linear):
 def pack(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(weight, scales, biases) of AffineLinear for float32 `weight` [out, in].
 
-    MLX's rule (mlx/ops.cpp, quantize): the extreme of larger magnitude is met exactly, and zero wherever it lies in between.
+    MLX's rule (mlx/ops.cpp, quantize): the extreme of larger magnitude is met exactly, and zero wherever it lies in
+    between.
     """
     groups, most = weight.reshape(weight.shape[0], -1, group), 2**bits - 1  # [out, in / group, group]
     high, low = groups.amax(2), groups.amin(2)

@@ -1,7 +1,7 @@
 """What a quantizer is: how the frozen linear weights of a model are kept, as typing.Protocol classes.
 
-`Quantizer` is what every one has. The other four say what more it can do, and what that is for; a quantizer takes part in what it has the
-members for. `anyqlora.testing.QuantizerContract` tests all of them.
+`Quantizer` is what every one has. The other four say what more it can do, and what that is for; a quantizer takes part
+in what it has the members for. `anyqlora.testing.QuantizerContract` tests all of them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 class Quantizer(Protocol):
     """How linear weights are kept, one at a time. Made of (config: TrainConfig, compute_dtype: torch.dtype).
 
-    bits: of one weight, without scales; 16 where nothing is quantized. module_type: the class of the layers that hold packed weights
-    (subclasses count). compute_dtype: what `dequantize` gives and layers multiply in.
+    bits: of one weight, without scales; 16 where nothing is quantized. module_type: the class of the layers that hold
+    packed weights (subclasses count). compute_dtype: what `dequantize` gives and layers multiply in.
     """
 
     bits: int
@@ -25,8 +25,10 @@ class Quantizer(Protocol):
     compute_dtype: torch.dtype
 
     def empty_layer(self, linear: nn.Linear) -> nn.Module:
-        """The layer that is to hold `linear`'s weight, without a value: a `module_type` on the meta device, of the same shape, with
-        `linear`'s bias where it has one. Its forward is x W^T + bias with W = dequantize(layer), and gives x its gradient."""
+        """The layer that is to hold `linear`'s weight, without a value: a `module_type` on the meta device, of the same
+        shape, with `linear`'s bias where it has one. Its forward is x W^T + bias with W = dequantize(layer), and gives
+        x its gradient.
+        """
         ...
 
     def quantize_into(self, module: nn.Module, weight: torch.Tensor) -> nn.Parameter:
@@ -48,7 +50,9 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class ExpertQuantizer(Quantizer, Protocol):
-    """One that also packs weights which no linear layer owns: the experts of a mixture, [experts, ., .], an expert at a time."""
+    """One that also packs weights which no linear layer owns: the experts of a mixture, [experts, ., .], an expert at a
+    time.
+    """
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """(codes, state) of one weight [., .] in float32: codes of all experts lie in one tensor [experts, ...]."""
@@ -103,6 +107,7 @@ class KernelQuantizer(Quantizer, Protocol):
     """One that has several ways of packing and unpacking."""
 
     def set_kernels(self, kernels: str, device: torch.device) -> list[str]:
-        """Quantize and dequantize by these kernels (a name of the setting `kernels`) on `device` from here on: the same numbers, sooner.
-        Returns a line for each that cannot be taken, and why. Called before `empty_layer`."""
+        """Quantize and dequantize by these kernels (a name of the setting `kernels`) on `device` from here on: the same
+        numbers, sooner. Returns a line for each that cannot be taken, and why. Called before `empty_layer`.
+        """
         ...

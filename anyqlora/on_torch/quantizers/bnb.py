@@ -14,7 +14,9 @@ from anyqlora.on_torch._compat import keep_weights_as_packed
 from anyqlora.on_torch.kernels.cpu.nf4_quantize import BLOCK, quantize_4bit
 from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
 
-MANY = 1537  # tokens from which bitsandbytes 0.50 unpacks the whole weight on CUDA; for fewer it has kernels that multiply by the codes
+# tokens from which bitsandbytes 0.50 unpacks the whole weight on CUDA; for fewer it has kernels that multiply by the
+# codes
+MANY = 1537
 CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times their float32 size while it works
 
 
@@ -54,7 +56,10 @@ class _FourBit:
         return keep_weights_as_packed(module)
 
     def set_kernels(self, kernels: str, device: torch.device) -> list[str]:
-        """Quantize and unpack by these kernels (settings.kernels) from here on. Returns a line where they unpack something else on this device."""
+        """Quantize and unpack by these kernels (settings.kernels) from here on.
+
+        Returns a line where they unpack something else on this device.
+        """
         self.is_native = kernels == "native"
         if kernels in ("portable", "native"):
             return []
@@ -166,9 +171,9 @@ class _Unpacking(bnb.nn.Linear4bit):
 class UnalignedLinear4bit(_Unpacking):
     """A Linear4bit whose rows do not end where blocks end.
 
-    bitsandbytes' AVX-512 kernel gives such weights wrong values (25 % off at 96 inputs): it counts blocks from each row's start,
-    and quantization counts them from the tensor's. Seen in 0.50.2, where in_features is a multiple of 16 and not of 64 (its pull
-    request 1828 works around the same at large blocks).
+    bitsandbytes' AVX-512 kernel gives such weights wrong values (25 % off at 96 inputs): it counts blocks from each
+    row's start, and quantization counts them from the tensor's. Seen in 0.50.2, where in_features is a multiple of 16
+    and not of 64 (its pull request 1828 works around the same at large blocks).
     Can go when tests/on_torch/test_compat.py::test_bitsandbytes_still_miscounts_blocks fails.
     """
 

@@ -15,7 +15,8 @@ def dequant_matmul(
     transposed: bool = True,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W^T + bias, or x W when not `transposed`, with W = dequantize(); in autocast's dtype where that is on, else in x's.
+    """x W^T + bias, or x W when not `transposed`, with W = dequantize(); in autocast's dtype where that is on, else in
+    x's.
 
     No gradient reaches the bias.
     """

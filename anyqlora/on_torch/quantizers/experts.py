@@ -1,7 +1,8 @@
 """Mixture-of-experts weights, which transformers keeps as one [experts, ., .] parameter that no linear layer owns.
 
-`PackedExperts` takes the parameter's place on the experts module. The module's own forward indexes it by expert and gives the
-result to `F.linear` or `@`; there the expert's weight is dequantized, used, and dropped, in forward and again in backward.
+`PackedExperts` takes the parameter's place on the experts module. The module's own forward indexes it by expert and
+gives the result to `F.linear` or `@`; there the expert's weight is dequantized, used, and dropped, in forward and again
+in backward.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm
 
 
 class PackedExperts(nn.Module):
-    """The codes of E weights, each quantized by itself as it stands in its parameter: [out, in], or [in, out] where forward uses `@`."""
+    """The codes of E weights, each quantized by itself as it stands in its parameter: [out, in], or [in, out] where
+    forward uses `@`.
+    """
 
     def __init__(self, name: str, shape: torch.Size, quantizer):
         super().__init__()

@@ -40,7 +40,8 @@ def kernels_of(config: TrainConfig) -> KernelInfo:
 
 
 def activation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """What autograd keeps from forward to backward: all that layers need, or what enters those that are recomputed, and the last norm.
+    """What autograd keeps from forward to backward: all that layers need, or what enters those that are recomputed, and
+    the last norm.
 
     Offloaded activations leave the device, except those of one layer on their way.
     """
@@ -56,8 +57,10 @@ def activation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def recomputing_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """What is there when the first layer is recomputed that is: what enters each of them and the last norm. The others, which come after
-    them, have had their turn in backward."""
+    """What is there when the first layer is recomputed that is: what enters each of them and the last norm.
+
+    The others, which come after them, have had their turn in backward.
+    """
     hidden, width = batch_tokens(config) * shapes.hidden, DtypeSizes.of(config)
     layers = 1 if config.use_activation_cpu_offload else recomputed(shapes, config)
     return (
@@ -84,7 +87,9 @@ def scores_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def norm_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """Per token and layer: each norm's input in float32 (native, MLX: as it is), and the normalized values where the norm's own weight learns."""
+    """Per token and layer: each norm's input in float32 (native, MLX: as it is), and the normalized values where the
+    norm's own weight learns.
+    """
     queries, keys = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     normed = (1 if shapes.parallel else shapes.norms) * shapes.hidden + (queries + keys if shapes.qk_norm else 0)
     as_it_is = shapes.norm_bias or kernels_of(config).in_c or traits_of(config).keeps_norm_inputs
@@ -92,8 +97,8 @@ def norm_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def attention_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """Per token and layer: q, k, v, and from torch's kernels and attention.c the output and one log-sum-exp per head; the eager form keeps
-    k and v repeated for all heads.
+    """Per token and layer: q, k, v, and from torch's kernels and attention.c the output and one log-sum-exp per head;
+    the eager form keeps k and v repeated for all heads.
 
     Where one linear makes q, k and v, v is a view that keeps all of them, unless autocast or attention.c copies it.
     """
@@ -107,7 +112,9 @@ def attention_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def in_blocks(shapes: ModelShape, config: TrainConfig) -> bool:
-    """Whether attention is by blocks (kernels/attention.py), which keeps no output of its own: bf16 on a CPU, without padding."""
+    """Whether attention is by blocks (kernels/attention.py), which keeps no output of its own: bf16 on a CPU, without
+    padding.
+    """
     is_ours = (
         config.padding_free is True
         and traits_of(config).blocked_attention
@@ -128,10 +135,11 @@ def in_c(shapes: ModelShape, config: TrainConfig) -> bool:
 
 
 def mlp_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """Per token and layer: gate, act(gate) and up, or the one that act takes (their product is down_proj's input); native: gate and up;
-    MLX, which makes act of several operations: silu's sigmoid, or three steps of gelu, too.
+    """Per token and layer: gate, act(gate) and up, or the one that act takes (their product is down_proj's input);
+    native: gate and up; MLX, which makes act of several operations: silu's sigmoid, or three steps of gelu, too.
 
-    Experts keep their outputs before and after weighting too; they are not linear modules, so autocast makes them 16 bits.
+    Experts keep their outputs before and after weighting too; they are not linear modules, so autocast makes them 16
+    bits.
     """
     width, values = DtypeSizes.of(config), 3 if shapes.gated else 1
     if traits_of(config).composed_activation:
@@ -156,8 +164,9 @@ def input_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 def _input_bytes(linears: Iterable[LinearShape], shapes: ModelShape, config: TrainConfig) -> int:
     """Per token: what these `linears` of a layer keep: inputs, dropout's masks, the adapters' middles.
 
-    Fused, or without dropout in the input's own dtype, linears of one input share it (and a mask), and o_proj's is attention's output,
-    which is there already; otherwise each makes a copy of its own. DoRA keeps the frozen product and the adapter's: what learns scales both.
+    Fused, or without dropout in the input's own dtype, linears of one input share it (and a mask), and o_proj's is
+    attention's output, which is there already; otherwise each makes a copy of its own. DoRA keeps the frozen product
+    and the adapter's: what learns scales both.
     """
     width = DtypeSizes.of(config)
     adapter, traits, fused = registry.adapter(config.adapter), traits_of(config), is_fused(config)
@@ -183,7 +192,9 @@ def _input_bytes(linears: Iterable[LinearShape], shapes: ModelShape, config: Tra
 
 
 def cast_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """16-bit copies of a layer's float32 weights, which autocast makes for forward and autograd keeps for backward (fused: neither)."""
+    """16-bit copies of a layer's float32 weights, which autocast makes for forward and autograd keeps for backward
+    (fused: neither).
+    """
     width = DtypeSizes.of(config)
     if not width.autocast or is_fused(config):
         return 0
@@ -194,8 +205,9 @@ def cast_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """What the loss leaves for backward: the gradient of the head's input; with whole logits the head's cast weight and, where it
-    learns, its input."""
+    """What the loss leaves for backward: the gradient of the head's input; with whole logits the head's cast weight
+    and, where it learns, its input.
+    """
     width, hidden = DtypeSizes.of(config), batch_tokens(config) * shapes.hidden
     if logits_chunk_tokens(shapes, config):
         return hidden * (FULL if config.precision == "fp16_autocast" else width.computed)
@@ -204,8 +216,9 @@ def head_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def logits_chunk_tokens(shapes: ModelShape | None, config: TrainConfig) -> int:
-    """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a cache's size on a
-    CPU, and keep a GPU busy. 0: all of a micro-batch."""
+    """Trained tokens whose logits are made at a time: as stated, else a power of two of which the logits stay near a
+    cache's size on a CPU, and keep a GPU busy. 0: all of a micro-batch.
+    """
     if config.logits_chunk_tokens != "auto":
         return int(config.logits_chunk_tokens)
     if config.fused_linear_cross_entropy is True:
@@ -216,11 +229,11 @@ def logits_chunk_tokens(shapes: ModelShape | None, config: TrainConfig) -> int:
 
 
 def logit_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """Of the tokens that are looked at together, [N, V]: their logits, the float32 softmax and, in 16 bits, the gradient; all tokens'
-    inputs of the head, its weight where that is cast, and the weight's gradient where it learns.
+    """Of the tokens that are looked at together, [N, V]: their logits, the float32 softmax and, in 16 bits, the
+    gradient; all tokens' inputs of the head, its weight where that is cast, and the weight's gradient where it learns.
 
-    With whole logits, of float32 [B * T, V]: the log-softmax that autograd keeps, and in backward its gradient and the gradient of
-    the logits. Every token is taken to be trained.
+    With whole logits, of float32 [B * T, V]: the log-softmax that autograd keeps, and in backward its gradient and the
+    gradient of the logits. Every token is taken to be trained.
     """
     width, tokens, rows = (
         DtypeSizes.of(config),
@@ -240,8 +253,9 @@ def logit_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def head_room(shapes: ModelShape, config: TrainConfig, rows: int, is_learned: bool) -> int:
-    """Of so many tokens that are looked at together: their logits; by csrc/lm_head.c a copy of the head's inputs, for some parts of the words
-    float32 sums of its gradient, and each thread's packed weights."""
+    """Of so many tokens that are looked at together: their logits; by csrc/lm_head.c a copy of the head's inputs, for
+    some parts of the words float32 sums of its gradient, and each thread's packed weights.
+    """
     if config.fused_linear_cross_entropy is not True:
         return rows * shapes.vocab * chunk_width(shapes, config)
     sums = 64 + FULL * shapes.hidden
@@ -262,9 +276,10 @@ def chunk_width(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def work_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """Backward of one layer: its largest weight dequantized, the MLP's gradients; MLX, which has up to ten operations under way, of those
-    four times as much, or where that is more, of the pairs of tokens the scores, their softmax and the gradients of both, or twice as much
-    of those that attention looks at together (eager: of all)."""
+    """Backward of one layer: its largest weight dequantized, the MLP's gradients; MLX, which has up to ten operations
+    under way, of those four times as much, or where that is more, of the pairs of tokens the scores, their softmax and
+    the gradients of both, or twice as much of those that attention looks at together (eager: of all).
+    """
     width, tokens = DtypeSizes.of(config), batch_tokens(config)
     largest = max(linear.outputs * linear.inputs for linear in shapes.linears)
     weight = largest * width.computed if registry.quantizer(config.quantizer).is_quantized else 0
@@ -291,8 +306,9 @@ def rounding_bytes(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def evaluation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """Of eval_batch_size rows: one layer's MLP, and the logits of the tokens that are looked at together; with whole logits those of
-    all trained tokens in float32, and their log-softmax."""
+    """Of eval_batch_size rows: one layer's MLP, and the logits of the tokens that are looked at together; with whole
+    logits those of all trained tokens in float32, and their log-softmax.
+    """
     width, tokens, rows = (
         DtypeSizes.of(config),
         config.eval_batch_size * config.context_length,

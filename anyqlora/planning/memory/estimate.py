@@ -70,9 +70,12 @@ class MemoryEstimate:
 
 
 def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
-    """Predicted bytes on the device for a config whose every auto is resolved. Rows are taken to be context_length long.
+    """Predicted bytes on the device for a config whose every auto is resolved.
 
-    Gradients are made in backward and cleared after the update, so they are there during the loss only when accumulating.
+    Rows are taken to be context_length long.
+
+    Gradients are made in backward and cleared after the update, so they are there during the loss only when
+    accumulating.
     """
     shards = shard_factors(config)
     weights = {part: -(-count // shards.weights) for part, count in weight_bytes(shapes, config).items()}
@@ -123,5 +126,7 @@ def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
 
 
 def products(shapes: ModelShape) -> int:
-    """How many compiled products oneDNN may keep: more for a mixture, since each expert has tokens of its own number."""
+    """How many compiled products oneDNN may keep: more for a mixture, since each expert has tokens of its own
+    number.
+    """
     return COMPILED * (4 if shapes.experts else 1)

@@ -31,7 +31,9 @@ def shard_factors(config: TrainConfig) -> ShardFactors:
 
 
 def together_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """What a sharded model holds whole while it works: two layers, as the next one is fetched meanwhile, and what is in no layer."""
+    """What a sharded model holds whole while it works: two layers, as the next one is fetched meanwhile, and what is in
+    no layer.
+    """
     whole = weight_bytes(shapes, config)
     outside = shapes.other_parameters * (FULL if trains_base(config) else STORED[config.precision])
     return outside + 2 * max(sum(whole.values()) - outside, 0) // shapes.layers
@@ -52,8 +54,9 @@ def weight_bytes(shapes: ModelShape, config: TrainConfig) -> dict[str, int]:
 
 
 def cache_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """The weights of so many layers as they are multiplied, beside their codes: float8 once for each direction, and int8_backward beside the
-    dequantized ones, which without a quantizer are the model's own."""
+    """The weights of so many layers as they are multiplied, beside their codes: float8 once for each direction, and
+    int8_backward beside the dequantized ones, which without a quantizer are the model's own.
+    """
     layers = 0 if config.dequantized_layers == "auto" else min(int(config.dequantized_layers), shapes.layers)
     products, is_quantized = (
         registry.FROZEN_MATMULS[config.frozen_matmul],
@@ -78,7 +81,10 @@ def largest_tensor(shapes: ModelShape) -> int:
 
 
 def targets(shapes: ModelShape, config: TrainConfig) -> tuple[tuple[LinearShape, ...], ...]:
-    """The linears of each layer that get an adapter, as lora_target_modules says. Raises UsageError where that is refused."""
+    """The linears of each layer that get an adapter, as lora_target_modules says.
+
+    Raises UsageError where that is refused.
+    """
     return _targets(shapes, config.lora_target_modules)
 
 
@@ -105,7 +111,9 @@ def trained_parameters(shapes: ModelShape, config: TrainConfig) -> int:
 
 
 def update_bytes(shapes: ModelShape, config: TrainConfig) -> int:
-    """What the update of one tensor needs beside it (AdamW: the denominator); multi-tensor updates on a GPU do all at once."""
+    """What the update of one tensor needs beside it (AdamW: the denominator); multi-tensor updates on a GPU do all at
+    once.
+    """
     if not trains_base(config):
         return adapter_parameters(shapes, config) * FULL
     return (shapes.parameters if traits_of(config).updates_together else largest_tensor(shapes)) * FULL

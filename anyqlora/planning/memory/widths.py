@@ -41,7 +41,10 @@ def traits_of(config: TrainConfig) -> MemoryTraits:
 
 @dataclass(frozen=True)
 class DtypeSizes:
-    """Bytes per value, by precision. Full fine-tuning keeps float32 weights, and any other precision is autocast then."""
+    """Bytes per value, by precision.
+
+    Full fine-tuning keeps float32 weights, and any other precision is autocast then.
+    """
 
     stored: int  # unquantized frozen weights, and the residual stream, which starts as an embedding
     computed: int  # what matrix products and attention see

@@ -1,4 +1,6 @@
-"""Local SGD (Stich 2019): each process takes steps by itself, and every so often all take the average of what they have learned."""
+"""Local SGD (Stich 2019): each process takes steps by itself, and every so often all take the average of what they have
+learned.
+"""
 
 from dataclasses import dataclass
 

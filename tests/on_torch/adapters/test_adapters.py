@@ -116,7 +116,9 @@ def test_dora_on_rows_that_end_inside_a_block_is_refused_on_a_cpu(tmp_path):
 
 
 def test_loftq_starts_from_what_quantization_lost(base, tmp_path):
-    """The base is the plain quantized one; B A is the best approximation of W - held of its rank, by torch's own decomposition."""
+    """The base is the plain quantized one; B A is the best approximation of W - held of its rank, by torch's own
+    decomposition.
+    """
     started, plain = (
         tiny_models.Started(tmp_path / "loftq", base, adapter="loftq"),
         tiny_models.Started(tmp_path / "lora", base),
@@ -151,7 +153,9 @@ def test_pissa_at_step_0_leaves_the_original_model_as_it_is(base, tmp_path):
 
 @pytest.mark.parametrize("quantizer", ["none", "nf4"])
 def test_pissa_after_training_acts_on_the_original_base(quantizer, base, tmp_path):
-    """Without quantization our residual base + what was learned is the original base + the file; with it, up to what was lost."""
+    """Without quantization our residual base + what was learned is the original base + the file; with it, up to what
+    was lost.
+    """
     started = tiny_models.Started(tmp_path, base, adapter="pissa", quantizer=quantizer)
     for number in range(2):
         started.step(number)
@@ -237,7 +241,9 @@ def test_whole_names_where_the_last_part_says_too_much():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_full_fine_tuning_saves_a_model(dtype, tmp_path):
-    """Loads by transformers, in the base's own dtype, tied head included; what is learned is float32 in every precision."""
+    """Loads by transformers, in the base's own dtype, tied head included; what is learned is float32 in every
+    precision.
+    """
     directory = tiny_models.make(tmp_path / "base", "qwen2", dtype=dtype)
     started = tiny_models.Started(
         tmp_path, directory, train_type="full", precision="bf16" if dtype == torch.bfloat16 else "fp32", lr=1e-3

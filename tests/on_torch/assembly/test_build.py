@@ -24,7 +24,9 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_what_its_description_says(kind, tmp_path):
-    """Made again from the description alone, it has the same value and the same gradients, bit for bit; and the plain loss's value nearly."""
+    """Made again from the description alone, it has the same value and the same gradients, bit for bit; and the plain
+    loss's value nearly.
+    """
     settings = {**KINDS[kind]}
     architecture = settings.pop("architecture", "llama")
     if settings.get("kernels") == "native" and not bindings.preferred("lm_head_cross_entropy"):

@@ -43,7 +43,9 @@ class TestAccelerate(StrategyContract):
 
 
 class TestTensorParallel(StrategyContract):
-    """Over a model of somebody's own, whose frozen layers a layout file splits; all processes are along the model axis."""
+    """Over a model of somebody's own, whose frozen layers a layout file splits; all processes are along the model
+    axis.
+    """
 
     strategy = "tp"
     settings = {"train_type": "lora", "tensor_layout": str(SUPPORT / "contract_layout.yaml")}

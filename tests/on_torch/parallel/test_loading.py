@@ -165,7 +165,9 @@ def test_a_model_that_cannot_be_read_ends_all_ranks(tmp_path):
 
 
 def loading_memory(base, small, settings):
-    """Bytes: the most that this rank's own pages rose while it was given its part of the model, that part, and the largest layer."""
+    """Bytes: the most that this rank's own pages rose while it was given its part of the model, that part, and the
+    largest layer.
+    """
     from anyqlora.on_torch.device import own_pages
 
     built_under(small, settings)  # what is imported, allocated once and kept

@@ -1,4 +1,6 @@
-"""Strategies of third parties: a real package that is installed for the test, options from four layers, and what can be wrong with them."""
+"""Strategies of third parties: a real package that is installed for the test, options from four layers, and what can be
+wrong with them.
+"""
 
 import importlib.util
 import os
@@ -54,7 +56,10 @@ def on_the_path(installed, monkeypatch):
 @pytest.mark.slow
 def test_the_contract_holds_for_the_installed_package(installed):
     """Its own test file, run by pytest as its author would."""
-    code = f"import sys; sys.path.insert(0, {str(installed)!r}); import pytest; sys.exit(pytest.main(['-p', 'no:cacheprovider', {str(PACKAGE / 'test_contract.py')!r}]))"
+    code = (
+        f"import sys; sys.path.insert(0, {str(installed)!r}); import pytest; sys.exit(pytest.main(['-p', "
+        f"'no:cacheprovider', {str(PACKAGE / 'test_contract.py')!r}]))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parents[1])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "10 passed" in done.stdout
@@ -107,7 +112,9 @@ class TornDown(Strategy):
 
 @pytest.mark.parametrize("is_member", [False, True])
 def test_a_run_lets_go_of_all_it_took(is_member, tmp_path, monkeypatch):
-    """Its strategy, its group unless the caller had formed it, and the environment: the next run in this process may be of another size."""
+    """Its strategy, its group unless the caller had formed it, and the environment: the next run in this process may be
+    of another size.
+    """
     (tmp_path / "torn_down.py").write_text(TORN_DOWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torn_down", raising=False)
@@ -212,7 +219,8 @@ DEEPSPEED_FILE = """{
   "train_micro_batch_size_per_gpu": "auto",
   "gradient_accumulation_steps": %s,
   "bf16": {"enabled": "auto"},
-  "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "cpu"}, "overlap_comm": true}%s
+  "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "cpu"},
+                        "overlap_comm": true}%s
 }"""
 
 
@@ -271,7 +279,8 @@ def test_an_unknown_strategy_is_told_what_there_is_and_whose(tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
         UsageError,
-        match=r"unknown strategy 'its_one'; did you mean 'its_own'\?(.|\n)*one of: single, ddp, .*its_own \(of a-package\)",
+        match=r"unknown strategy 'its_one'; did you mean 'its_own'\?(.|\n)*one of: single, ddp, .*its_own \(of "
+        r"a-package\)",
     ):
         options(strategy="its_one")
 

@@ -44,7 +44,10 @@ def one():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_example_equals_one_process(name, one):
-    """101 rows in batches of 4: the last round has five rows for two processes. Loss, norm and what was learned after 27 steps."""
+    """101 rows in batches of 4: the last round has five rows for two processes.
+
+    Loss, norm and what was learned after 27 steps.
+    """
     ranks = world(2, own_loop, {**STRATEGIES[name], "batch_size": 4, "backend": "cpu"})
     for loss, norm, _ in ranks:
         assert loss == pytest.approx(one[0], rel=1e-4) and norm == pytest.approx(one[1], rel=1e-3)

@@ -106,8 +106,10 @@ def test_fast_paths_of_whole_models_equal_one_process_without(name, base, alone)
 )
 @pytest.mark.parametrize("products", ["full", "int8", "int8_backward"])
 def test_kernels_and_rounded_products_equal_one_process(products, base, alone):
-    """The same numbers are rounded in the same places: what is summed over ranks is all that differs. Not by AdamW, which makes whole steps of what is left
-    of two gradients that cancel, and those tip roundings to bf16."""
+    """The same numbers are rounded in the same places: what is summed over ranks is all that differs.
+
+    Not by AdamW, which makes whole steps of what is left of two gradients that cancel, and those tip roundings to bf16.
+    """
     settings = {**IN_C, "optimizer": "sgd", "lr": SGD["lr"], "frozen_matmul": products}
     ranks, expected = world(2, in_a_world, base, {"strategy": "ddp", **settings}), alone(2, **settings)
     assert (
@@ -169,7 +171,9 @@ def test_four_processes_equal_one(name, base, alone):
     ),
 )
 def test_a_step_that_is_to_be_skipped_changes_nothing(name, base, alone):
-    """Finite gradients and `skip`, as for a loss that is a spike: the steps before and after are those of one process that skips too."""
+    """Finite gradients and `skip`, as for a loss that is a spike: the steps before and after are those of one process
+    that skips too.
+    """
     settings = {"skips": (0, 2), "plans": [2, 1, 2, 1]}
     ranks = world(2, in_a_world, base, {**STRATEGIES[name], **settings})
     compare(ranks, alone(2, **settings), adapter=1e-4, norm=1e-5)
@@ -199,8 +203,9 @@ def test_full_fine_tuning_equals_one_process(name, base, alone):
 def test_16_bits(name, precision, base, alone):
     """What one process computes in 16 bits; a last digit of an adapter's float32 now and then tips a 16-bit one.
 
-    All make whole logits here, as ZeRO 3 must: a loss that is made in parts rounds otherwise. And all run on portable kernels, as those must that split
-    weights: C ones turn positions by angles that are not rounded."""
+    All make whole logits here, as ZeRO 3 must: a loss that is made in parts rounds otherwise. And all run on portable
+    kernels, as those must that split weights: C ones turn positions by angles that are not rounded.
+    """
     settings = {
         **SGD,
         "precision": precision,

@@ -69,7 +69,7 @@ model\.layers\.\d+\.self_attn\.o_proj\.weight: [null, model]
 model\.layers\.\d+\.mlp\.(gate|up)_proj\.weight: [model, null]
 model\.layers\.\d+\.mlp\.down_proj\.weight: [null, model]
 """,
-    "some alone": r"""# one layer's attention stays whole, by an exact name; the rest of it and half of the MLP are split each by itself
+    "some alone": r"""# one layer's attention stays whole, by an exact name; the rest of it and half of the MLP, too
 model.layers.0.self_attn.q_proj.weight: [null, null]
 .*\.self_attn\.[qkv]_proj\.weight: [null, model]
 .*\.o_proj\.weight: [model, null]
@@ -124,8 +124,11 @@ COARSER = {
 
 @pytest.mark.parametrize("arithmetic", mostly_slow(COARSER, "double quantization"))
 def test_coarser_arithmetic_is_near_one_process(base, arithmetic):
-    """Scales of scales are those of slices, and sums in 16 bits are rounded before they are added: near, not equal. AdamW's first steps
-    are the sign of the gradient, so the adapter shows it more than the norm does (measured: 4e-4 and 0.11)."""
+    """Scales of scales are those of slices, and sums in 16 bits are rounded before they are added: near, not equal.
+
+    AdamW's first steps are the sign of the gradient, so the adapter shows it more than the norm does (measured: 4e-4
+    and 0.11).
+    """
     for norm, adapter in world(2, steps_on_ranks.compared, {"model_name": base, **COARSER[arithmetic]}, STEPS):
         assert norm < 2e-3 and adapter < 0.2
 
@@ -198,7 +201,8 @@ def test_gradients_travel_along_the_batch_axis_at_boundaries_only(base):
             assert (
                 codes * size == 2 * (3 * 128 * 128 + 3 * 128 * 256) // 2
             )  # two layers: q + o are 128 x 128 each, k + v together one more
-            # two layers: two sums for what attention and the MLP read (the first layer reads what nothing learns from), five for adapters
+            # two layers: two sums for what attention and the MLP read (the first layer reads what nothing learns from),
+            # five for adapters
             assert [micro["c10d::allreduce_"] for micro in seen] == [2 * (2 + 5) - 1] * 4
             if mesh == "model=2":
                 assert reduced == [0, 0, 0, 0]

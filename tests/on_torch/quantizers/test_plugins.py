@@ -24,7 +24,9 @@ OURS = ("rowwise", "rowwise.quantizer")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The example package, installed by pip where only these tests look, from a copy: a build leaves files beside it."""
+    """The example package, installed by pip where only these tests look, from a copy: a build leaves files beside
+    it.
+    """
     import shutil
 
     source, target = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site")

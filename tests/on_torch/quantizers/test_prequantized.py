@@ -50,7 +50,9 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_checkpoint_is_read_as_it_is(name, checkpoints, tmp_path, monkeypatch):
-    """A step on it, and the same logits as transformers' own load of it with the adapter in PEFT; the same codes as in the files."""
+    """A step on it, and the same logits as transformers' own load of it with the adapter in PEFT; the same codes as in
+    the files.
+    """
     with monkeypatch.context() as cpu:
         cpu.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
         started = tiny_models.Started(tmp_path, checkpoints[name])

@@ -69,7 +69,9 @@ def test_eight_bits_in_pieces_equal_bitsandbytes_on_the_whole(shape, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", BUILT)
 def test_forward_and_backward_are_those_of_the_dequantized_weight(name, dtype):
-    """The contract of every row of the table: the module is a linear layer on `dequantize(module)`, which stays what it is."""
+    """The contract of every row of the table: the module is a linear layer on `dequantize(module)`, which stays what it
+    is.
+    """
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(40, 96, generator=generator), torch.randn(40, generator=generator)
     made, module = filled(name, weight, bias, dtype)
@@ -142,7 +144,9 @@ def test_codes_do_not_depend_on_the_precision():
     ],
 )
 def test_the_whole_model_equals_bitsandbytes_own_load(name, options, tmp_path):
-    """The reference is transformers' load_in_4bit and load_in_8bit of the same directory, with the adapter read by PEFT."""
+    """The reference is transformers' load_in_4bit and load_in_8bit of the same directory, with the adapter read by
+    PEFT.
+    """
     directory = tiny_models.make(tmp_path / "base", "qwen2", intermediate_size=128)
     started = tiny_models.Started(tmp_path, directory, quantizer=name, max_steps=1)
     started.step()
@@ -191,7 +195,9 @@ WAYS = [pytest.param(False, id="by table"), pytest.param(True, id="in C", marks=
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_codes_are_bitsandbytes_own_to_the_bit(kind, dtype, is_native, threads, monkeypatch):
-    """Random weights of every size, and all borders between codes with their neighbours on either side; the reference is bitsandbytes'."""
+    """Random weights of every size, and all borders between codes with their neighbours on either side; the reference
+    is bitsandbytes'.
+    """
     monkeypatch.setattr(nf4_quantize, "PIECE", 1 << 12)
     generator = torch.Generator().manual_seed(0)
     weight = (
