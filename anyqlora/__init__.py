@@ -110,7 +110,7 @@ def _config(config: TrainConfig | None, settings: Mapping[str, object]) -> Train
     from anyqlora.config.resolve import resolve
 
     if config is None:
-        return resolve(settings, said=_WHERE)
+        return resolve(settings, origin=_WHERE)
     if settings:
         raise TypeError(
             f"a TrainConfig and settings ({', '.join(settings)}): give one; config.with_(...) changes a setting"

@@ -197,7 +197,7 @@ def in_c(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def frozen(device: str, dtype: torch.dtype, tokens: int, cut: int) -> Iterator[Case]:
     """Products with Llama-3-8B's frozen weights, forward and back, in 16 bits and in 8."""
     wanted = {"cpu": ("int8",), "cuda": ("fp8",)}[device]
-    found = [kind for kind in BackendManager(device).found.products if kind in wanted]
+    found = [kind for kind in BackendManager(device).report.products if kind in wanted]
     ways = {
         "whole": frozen_matmul.FullMatmul(),
         **{

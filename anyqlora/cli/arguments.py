@@ -53,12 +53,12 @@ def _key(key: str, own: Mapping[str, type], settings: tuple[str, ...]) -> str:
         return key
     known = [*own, *settings]
     try:
-        found = next(iter(canonical_settings(key, "", WHERE)))
+        setting = next(iter(canonical_settings(key, "", WHERE)))
     except UsageError:
-        found = ""
-    if found in settings:
-        return found
-    why = ": it is a setting of train.py, not of this verb" if found else nearest(key, known)
+        setting = ""
+    if setting in settings:
+        return setting
+    why = ": it is a setting of train.py, not of this verb" if setting else nearest(key, known)
     raise UsageError(
         f"unknown flag --{key}{why}", where=WHERE, cure="one of: " + ", ".join(f"--{name}" for name in known)
     )
@@ -81,14 +81,14 @@ def temperature(values: dict) -> float:
     """
     from anyqlora.runs.opened import COLDEST
 
-    found = values.pop("temperature", 0.0)
-    if 0 < found < COLDEST:
+    value = values.pop("temperature", 0.0)
+    if 0 < value < COLDEST:
         raise UsageError(
-            f"temperature: {found:g} is neither 0 nor at least {COLDEST:g}",
+            f"temperature: {value:g} is neither 0 nor at least {COLDEST:g}",
             where=f"{WHERE}: --temperature",
             cure="0 takes the likeliest token each time",
         )
-    return found
+    return value
 
 
 def settings(argv: list[str]) -> dict[str, str]:

@@ -51,17 +51,17 @@ def markdown(table: Mapping[str, Capabilities] = CAPABILITIES) -> str:
 def here(manager: BackendManager) -> Iterator[str]:
     """What this machine does of each backend, and why less."""
     for name in manager.names():
-        found = manager.probe(name)
-        if not found.available:
-            yield f"{name:5} no: {found.why('available')}"
+        report = manager.probe(name)
+        if not report.available:
+            yield f"{name:5} no: {report.why('available')}"
             continue
         row = manager.spec(name).capabilities
         why = LOOPS.get(row.framework)
-        yield f"{name:5} yes: {', '.join(device.name for device in found.devices)}" + (f" ({why})" if why else "")
+        yield f"{name:5} yes: {', '.join(device.name for device in report.devices)}" + (f" ({why})" if why else "")
         for column, title in COLUMNS.items():
-            if hasattr(found, column):
-                yield f"      {title:14} {', '.join(getattr(found, column)) or 'none'}"
-        yield from (f"      without {cell}: {why}" for cell, why in found.reasons.items())
+            if hasattr(report, column):
+                yield f"      {title:14} {', '.join(getattr(report, column)) or 'none'}"
+        yield from (f"      without {cell}: {why}" for cell, why in report.reasons.items())
 
 
 def main(argv: list[str]) -> int:

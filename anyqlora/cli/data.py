@@ -39,21 +39,21 @@ def main(argv: list[str]) -> int:
     settings, changes = planner.fitted_context_length(
         settings
     )  # what a hub model says of itself came with its tokenizer
-    found = dataset.load_data(settings, tokens)
+    rows_data = dataset.load_data(settings, tokens)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    for example in found.train[:show]:
+    for example in rows_data.train[:show]:
         _print_example(console, example, tokens)
-    for line in [*changes, *report(found.report)]:
+    for line in [*changes, *report(rows_data.report)]:
         console.print(printable(line))
     return 0
 
 
 def _show(argv: list[str]) -> tuple[int, list[str]]:
     """(value of --show, the other arguments)."""
-    rest, show, words = [], "3", iter(argv)
-    for word in words:
+    rest, show, tokens_left = [], "3", iter(argv)
+    for word in tokens_left:
         if word == "--show" or word.startswith("--show="):
-            show = word.partition("=")[2] or next(words, "")
+            show = word.partition("=")[2] or next(tokens_left, "")
         else:
             rest.append(word)
     if not show.isdigit():
@@ -65,11 +65,11 @@ def _print_example(console, example, tokens) -> None:
     from rich.text import Text
 
     line = Text()
-    for words, trained in audit.token_spans(example, tokens):
+    for text, trained in audit.token_spans(example, tokens):
         if console.is_terminal:
-            line.append(words, style="green" if trained else "dim")
+            line.append(text, style="green" if trained else "dim")
         else:
-            line.append(f"[[{words}]]" if trained else words)
+            line.append(f"[[{text}]]" if trained else text)
     cut = ", truncated" if example.truncated else ""
     console.print(
         printable(f"--- {example.where}: {len(example.ids)} tokens, {int(example.trained[1:].sum())} trained{cut}"),
@@ -78,10 +78,10 @@ def _print_example(console, example, tokens) -> None:
     console.print(line)
 
 
-def report(found: dict) -> list[str]:
+def report(audited: dict) -> list[str]:
     """The report of the data as lines of text."""
     lines = []
-    for source in found["sources"] + found["eval_sources"]:
+    for source in audited["sources"] + audited["eval_sources"]:
         counted = "".join(
             f", {count} {name.replace('_', ' ')}"
             for name, count in source.items()
@@ -94,14 +94,14 @@ def report(found: dict) -> list[str]:
         unused = audit.unused(source)
         lines += [f"  {note}" for note in source["notes"] + [f"columns that are not used: {unused}"] * bool(unused)]
     for name in ("train", "held_out"):
-        lines += _part(name.replace("_", " "), found[name]) if found[name]["examples"] else []
-    lines += _finding("duplicates", found["duplicates"]) + _finding(
-        "held-out rows that are trained on", found["overlap"]
+        lines += _part(name.replace("_", " "), audited[name]) if audited[name]["examples"] else []
+    lines += _finding("duplicates", audited["duplicates"]) + _finding(
+        "held-out rows that are trained on", audited["overlap"]
     )
-    if found["skipped"]:
-        lines.append(f"skipped: {len(found['skipped'])}")
-        lines += [f"  {bad['where']}: {bad['reason']}" for bad in found["skipped"][: audit.FIRST]]
-    return [*lines, f"identity {found['identity']}"]
+    if audited["skipped"]:
+        lines.append(f"skipped: {len(audited['skipped'])}")
+        lines += [f"  {bad['where']}: {bad['reason']}" for bad in audited["skipped"][: audit.FIRST]]
+    return [*lines, f"identity {audited['identity']}"]
 
 
 def _part(name: str, part: dict) -> list[str]:
@@ -122,6 +122,6 @@ def _part(name: str, part: dict) -> list[str]:
     return lines
 
 
-def _finding(name: str, found: dict) -> list[str]:
-    where = f" ({', '.join(found['first'][:5])}{', ...' if found['count'] > 5 else ''})" if found["count"] else ""
-    return [f"{name}: {found['count']}{where}"]
+def _finding(name: str, finding: dict) -> list[str]:
+    where = f" ({', '.join(finding['first'][:5])}{', ...' if finding['count'] > 5 else ''})" if finding["count"] else ""
+    return [f"{name}: {finding['count']}{where}"]

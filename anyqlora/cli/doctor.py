@@ -200,12 +200,12 @@ def hardware() -> set[str]:
 
     (Intel's driver also drives processors' own graphics.)
     """
-    found = set()
+    makers = set()
     if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists():
-        found.add("NVIDIA GPU")
+        makers.add("NVIDIA GPU")
     if Path("/dev/kfd").exists():
-        found.add("AMD GPU")
-    return found
+        makers.add("AMD GPU")
+    return makers
 
 
 def builds(machine, hardware: set[str]) -> Iterator[Finding]:
@@ -281,37 +281,39 @@ def last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it said nothing"])[-1]
 
 
-def judged(backend: str, found: dict) -> Finding:
+def judged(backend: str, result: dict) -> Finding:
     """What `tiny_run` found, as a finding."""
-    if "error" in found:
+    if "error" in result:
         return Finding(
-            "WRONG", f"{backend}: {found['error']}", found["cure"] or f"python train.py --backend {backend} shows where"
+            "WRONG",
+            f"{backend}: {result['error']}",
+            result["cure"] or f"python train.py --backend {backend} shows where",
         )
-    before, after, again = found["before"], found["after"], found["reloaded"]
-    told = (
-        f"{backend}: {found['quantizer']}, {found['precision']}, {found['kernels']} kernels: loss {before:.4f} -> "
-        f"{after:.4f} in {found['steps']} steps"
+    before, after, again = result["before"], result["after"], result["reloaded"]
+    summary = (
+        f"{backend}: {result['quantizer']}, {result['precision']}, {result['kernels']} kernels: loss {before:.4f} -> "
+        f"{after:.4f} in {result['steps']} steps"
     )
     if not after < before:
         return Finding(
             "WRONG",
-            f"{told}: it does not learn",
+            f"{summary}: it does not learn",
             "another --precision; please report it with the output of this command",
         )
-    if not found["moved"]:
+    if not result["moved"]:
         return Finding(
             "WRONG",
-            f"{told}, and the adapter that was saved has not moved",
+            f"{summary}, and the adapter that was saved has not moved",
             "please report it with the output of this command",
         )
     if abs(again - after) > 1e-3 * after:
         return Finding(
             "WRONG",
-            f"{told}, and {again:.4f} after loading what was saved",
+            f"{summary}, and {again:.4f} after loading what was saved",
             "please report it with the output of this command",
         )
     same = "the same" if again == after else f"{again:.4f}"
-    return Finding("ok", f"{told}, {same} after loading what was saved ({found['seconds']:.1f} s)")
+    return Finding("ok", f"{summary}, {same} after loading what was saved ({result['seconds']:.1f} s)")
 
 
 def tiny_run(backend: str, directory: str) -> dict:
@@ -323,7 +325,7 @@ def tiny_run(backend: str, directory: str) -> dict:
     from anyqlora.runs.finished import read_run
 
     try:
-        result = train(resolve({**TINY, "backend": backend, "output_dir": directory}, environ={}, said="doctor"))
+        result = train(resolve({**TINY, "backend": backend, "output_dir": directory}, environ={}, origin="doctor"))
         run = read_run(Path(directory) / TINY["run_name"])
         with safe_open(run.folder / "adapter_model.safetensors", "np") as file:
             moved = all(file.get_tensor(name).any() for name in file.keys() if ".lora_B." in name)  # noqa: SIM118 - a handle, not a dict

@@ -44,24 +44,24 @@ def main(argv: list[str]) -> int:
 
     tuned = load_finetuned(run, {"num_samples": 0, **values})
     rows = run.held_out(tuned.tokenizer, other, ConsoleReporter(tuned.plan, 0).warn)
-    found = tuned.evaluate_examples(rows)
+    evaluation = tuned.evaluate_examples(rows)
     print(printable(f"{run.directory}: {len(rows)} held-out rows{f' of {other}' if other else ''}"))
-    print(*table(found, None if other else (run.result.get("eval") or {}).get("after")), sep="\n")
-    for sample in found.get("samples", []):
+    print(*table(evaluation, None if other else (run.result.get("eval") or {}).get("after")), sep="\n")
+    for sample in evaluation.get("samples", []):
         print("", *(printable(f"{name:9} {sample[name]}") for name in ("prompt", "answer", "expected")), sep="\n")
     return 0
 
 
-def table(found: dict, then: dict | None) -> list[str]:
+def table(evaluation: dict, then: dict | None) -> list[str]:
     """A line for each number; `then` are those of the run's end, to compare with."""
     lines = []
     for name, form in FORMS.items():
-        if name in found:
-            line = f"{name.replace('_', ' '):12} {form.format(found[name])}"
+        if name in evaluation:
+            line = f"{name.replace('_', ' '):12} {form.format(evaluation[name])}"
             if then and name in then:
                 line += (
                     "  as at the end of the run"
-                    if found[name] == then[name]
+                    if evaluation[name] == then[name]
                     else f"  at the end of the run {form.format(then[name])}"
                 )
             lines.append(line)

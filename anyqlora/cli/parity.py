@@ -74,12 +74,12 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="anyqlora-parity-") as place:
         for backend in backends:
             train({**settings, "backend": backend, "output_dir": place, "run_name": backend})
-        found = {backend: read_metrics(Path(place) / backend) for backend in backends}
+        metrics = {backend: read_metrics(Path(place) / backend) for backend in backends}
     first = backends[0]
     agree = True
     for other in backends[1:]:
-        far = differences(found[first], found[other])
-        print(*table(first, other, found[first][0], found[other][0]), sep="\n")
+        far = differences(metrics[first], metrics[other])
+        print(*table(first, other, metrics[first][0], metrics[other][0]), sep="\n")
         bounds = BOUNDS["none" if quantizer == "none" else "packed"]
         within = all(far[name] <= bound for name, bound in bounds.items())
         agree &= within
@@ -120,12 +120,12 @@ def differences(one: tuple, other: tuple) -> dict[str, float]:
     (2-norm over all).
     """
     steps = list(zip(one[0], other[0], strict=True))
-    found = {name: max(abs(b[name] / a[name] - 1) for a, b in steps) for name in ("loss", "grad_norm")}
+    worst = {name: max(abs(b[name] / a[name] - 1) for a, b in steps) for name in ("loss", "grad_norm")}
     far = math.sqrt(sum(np.square(one[1][name].astype(np.float64) - other[1][name]).sum() for name in one[1]))
     way = math.sqrt(
         sum(np.square(value.astype(np.float64) - start(name, value.shape)).sum() for name, value in one[1].items())
     )
-    return {**found, "adapter": far / way}
+    return {**worst, "adapter": far / way}
 
 
 def start(name: str, shape: tuple[int, ...]) -> np.ndarray:

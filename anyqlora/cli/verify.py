@@ -56,17 +56,17 @@ def main(argv: list[str]) -> int:
         expect(train(command, "whole"), 0, "the run that is never stopped")
         stopped_at = stop(command, Path(place) / "stopped")
         expect(train(command, "stopped"), 0, "the run that was stopped and resumed")
-        found = differences(Path(place) / "whole", Path(place) / "stopped")
-    for line in found:
+        different = differences(Path(place) / "whole", Path(place) / "stopped")
+    for line in different:
         print(printable(f"differs: {line}"))
-    verdict = "NOT equal" if found else "equal, byte for byte"
+    verdict = "NOT equal" if different else "equal, byte for byte"
     print(
         printable(
             f"{directory}: {steps} steps whole, and stopped after {stopped_at} and resumed: adapter, moments and "
             f"metrics are {verdict}"
         )
     )
-    return 1 if found else 0
+    return 1 if different else 0
 
 
 def command_of(directory: Path, place: Path, steps: int, values: Mapping) -> list[str]:
@@ -107,8 +107,8 @@ def stop(command: list[str], directory: Path) -> int:
     while process.poll() is None and not (metrics.exists() and b'"lr"' in metrics.read_bytes()):
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate()[1]
-    expect(subprocess.CompletedProcess(command, process.returncode, "", said), 75, "the run that was to be stopped")
+    stderr = process.communicate()[1]
+    expect(subprocess.CompletedProcess(command, process.returncode, "", stderr), 75, "the run that was to be stopped")
     return Checkpoints(directory / "checkpoints").steps()[-1]
 
 
@@ -123,21 +123,21 @@ def differences(one: Path, other: Path) -> list[str]:
     """What two finished runs differ in, but for times and memory."""
     last = max(Checkpoints(one / "checkpoints").steps())
     here, there = (Checkpoints(run / "checkpoints").path(last) for run in (one, other))
-    found = [
+    different = [
         f"{name} of step {last}"
         for name in (ADAPTER, MOMENTS)
         if not (there / name).is_file() or (here / name).read_bytes() != (there / name).read_bytes()
     ]
     folder = "adapter" if (one / "adapter").is_dir() else "model"
-    found += [
+    different += [
         f"{folder}/{path.name}"
         for path in sorted((one / folder).glob("*.safetensors"))
         if path.read_bytes() != (other / folder / path.name).read_bytes()
     ]
     lines = [records(run) for run in (one, other)]
     if len(lines[0]) != len(lines[1]):
-        found.append(f"metrics.jsonl: {len(lines[0])} lines against {len(lines[1])}")
-    return found + [f"metrics.jsonl: {a} against {b}" for a, b in zip(*lines, strict=False) if a != b]
+        different.append(f"metrics.jsonl: {len(lines[0])} lines against {len(lines[1])}")
+    return different + [f"metrics.jsonl: {a} against {b}" for a, b in zip(*lines, strict=False) if a != b]
 
 
 def records(run: Path) -> list[dict]:

@@ -53,33 +53,33 @@ def init_adapter_directory(config: TrainConfig) -> Path:
     local = Path(os.path.expanduser(name))
     if not os.path.isdir(local):
         local = _cached_snapshot(name, where)
-    found = next((path for path in (local, local / "adapter") if (path / ADAPTER_CONFIG).is_file()), None)
-    trained = _adapter_of_run(found / "manifest.json") if found else ""
+    directory = next((path for path in (local, local / "adapter") if (path / ADAPTER_CONFIG).is_file()), None)
+    trained = _adapter_of_run(directory / "manifest.json") if directory else ""
     if trained in registry.ADAPTERS and registry.ADAPTERS[trained].moves_base:  # what is beside it does not describe it
         raise UsageError(
-            f"init_adapter: {found} is a checkpoint of a run with adapter {trained}",
+            f"init_adapter: {directory} is a checkpoint of a run with adapter {trained}",
             where=where,
             cure="--model_name RUN/model of the finished run"
             if registry.ADAPTERS[trained].trains_base
             else "the directory of the finished run",
         )
-    if found is None:
+    if directory is None:
         whole = next((path for path in (local / "model", local) if (path / "config.json").exists()), None)
         raise UsageError(
             f"init_adapter: no {ADAPTER_CONFIG} in {local}",
             where=where,
             cure=f"a whole model is started from by --model_name {whole}" if whole else CURE,
         )
-    if not (found / ADAPTER).is_file():
-        of_mlx = (found / "adapters.safetensors").is_file()
+    if not (directory / ADAPTER).is_file():
+        of_mlx = (directory / "adapters.safetensors").is_file()
         raise UsageError(
-            f"init_adapter: no {ADAPTER} in {found}",
+            f"init_adapter: no {ADAPTER} in {directory}",
             where=where,
-            cure=f"python -m anyqlora export {found} --to peft --out OUT, and OUT"
+            cure=f"python -m anyqlora export {directory} --to peft --out OUT, and OUT"
             if of_mlx
             else "an adapter in safetensors form",
         )
-    return found
+    return directory
 
 
 def _adapter_of_run(manifest: Path) -> str:
@@ -95,16 +95,16 @@ def _cached_snapshot(name: str, where: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, ADAPTER_CONFIG)
+        cached = try_to_load_from_cache(name, ADAPTER_CONFIG)
     except HFValidationError:
-        found = None
-    if not isinstance(found, str):
+        cached = None
+    if not isinstance(cached, str):
         raise UsageError(
             f"init_adapter: no such directory: {name}",
             where=where,
             cure=f"{CURE}; of one of the hub: hf download {name}",
         )
-    return Path(found).parent
+    return Path(cached).parent
 
 
 def apply_init_adapter(config: TrainConfig) -> TrainConfig:
@@ -116,9 +116,9 @@ def apply_init_adapter(config: TrainConfig) -> TrainConfig:
     """
     described = init_adapter_directory(config) / ADAPTER_CONFIG
     brought = _adapter_settings(config, _adapter_config(described), described)
-    meant = {name for name in brought if is_explicit(config, name) and getattr(config, name) != AUTO}
+    explicit = {name for name in brought if is_explicit(config, name) and getattr(config, name) != AUTO}
     for name in sorted(
-        meant - {"lora_dropout", "lora_target_modules", "chat_template"}
+        explicit - {"lora_dropout", "lora_target_modules", "chat_template"}
     ):  # of the targets the tensors tell
         if getattr(config, name) != brought[name]:
             raise UsageError(
@@ -127,7 +127,7 @@ def apply_init_adapter(config: TrainConfig) -> TrainConfig:
                 where=config.sources[name],
                 cure=f"leave out {name} or init_adapter",
             )
-    brought = {name: value for name, value in brought.items() if name not in meant}
+    brought = {name: value for name, value in brought.items() if name not in explicit}
     return config.with_(**brought, sources={**config.sources, **dict.fromkeys(brought, str(described))})
 
 

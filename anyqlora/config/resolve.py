@@ -127,15 +127,15 @@ def _as_text(value: object) -> str:
 def flag_type(name: str) -> str:
     """What kind of value a setting has, as --help shows it: int, float|auto, true|false, text."""
     kinds = value_types(name)
-    found = [shown for kind, shown in ((bool, "true|false"), (int, "int"), (float, "float")) if kind in kinds]
-    return "|".join([*found, "auto" if found else "text"] if str in kinds else found)
+    shown_types = [shown for kind, shown in ((bool, "true|false"), (int, "int"), (float, "float")) if kind in kinds]
+    return "|".join([*shown_types, "auto" if shown_types else "text"] if str in kinds else shown_types)
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     """{setting: (value, where)} of FSDP_BACKEND and ANYQLORA_<SETTING>."""
-    found = {}
+    settings = {}
     if environ.get("FSDP_BACKEND"):
-        found["backend"] = (environ["FSDP_BACKEND"], "FSDP_BACKEND")
+        settings["backend"] = (environ["FSDP_BACKEND"], "FSDP_BACKEND")
     names = {**SETTINGS, **ALIASES, **SPLIT_ALIASES}
     of_strategies = strategy_options.options_from_environment(environ, ENV_PREFIX, names)
     for variable, raw in sorted(environ.items()):
@@ -146,13 +146,13 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
                 raise UsageError(
                     f"{name} can only be given on the command line", where=variable, cure=f"--{name} {raw}"
                 )
-            if name in found and found[name][1].startswith(ENV_PREFIX):  # FSDP_BACKEND gives way
-                raise UsageError(f"{found[name][1]} states {name} already", where=variable, cure="unset one of them")
-            found[name] = (value, variable)
+            if name in settings and settings[name][1].startswith(ENV_PREFIX):  # FSDP_BACKEND gives way
+                raise UsageError(f"{settings[name][1]} states {name} already", where=variable, cure="unset one of them")
+            settings[name] = (value, variable)
     if of_strategies:
-        own = found.get("strategy_opt", ("", ""))[0]
-        found["strategy_opt"] = (",".join(filter(None, [own, *of_strategies.values()])), ", ".join(of_strategies))
-    return found
+        own = settings.get("strategy_opt", ("", ""))[0]
+        settings["strategy_opt"] = (",".join(filter(None, [own, *of_strategies.values()])), ", ".join(of_strategies))
+    return settings
 
 
 def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
@@ -183,14 +183,14 @@ def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
         return {}
     if not isinstance(tree, yaml.MappingNode) or tree.tag != "tag:yaml.org,2002:map":
         raise UsageError("not a map of settings", where=f"{path}:1", cure="write one `name: value` per line")
-    found = {}
+    settings = {}
     for key, node in tree.value:
         where = f"{path}:{key.start_mark.line + 1}"
         names = canonical_settings(str(key.value), None, where)
         for name in names:
-            if name in found:
+            if name in settings:
                 raise UsageError(
-                    f"{name} is stated twice; first at {found[name][1]}", where=where, cure="take one of them out"
+                    f"{name} is stated twice; first at {settings[name][1]}", where=where, cure="take one of them out"
                 )
         name = next(iter(names))
         if SETTINGS[name].metadata["cli_only"]:
@@ -213,8 +213,8 @@ def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
             )
         values = [None if item.tag.endswith(":null") else item.value for item in items]
         stated = canonical_settings(str(key.value), values if isinstance(node, yaml.SequenceNode) else values[0], where)
-        found |= {name: (value, where) for name, value in stated.items()}
-    return found
+        settings |= {name: (value, where) for name, value in stated.items()}
+    return settings
 
 
 def configs_directory() -> Path:
@@ -224,25 +224,25 @@ def configs_directory() -> Path:
     return beside if (beside / FIRST_RUN).exists() else package / "configs"
 
 
-def _given(stated: Mapping[str, object], said: str) -> dict[str, tuple[object, str]]:
+def _given(stated: Mapping[str, object], origin: str) -> dict[str, tuple[object, str]]:
     """{setting: (value, where)} of flags or code. Raises UsageError for one that is unknown or stated by two names."""
-    found = {}
+    settings = {}
     for key, raw in stated.items():
-        for name, value in canonical_settings(key, raw, said).items() if raw is not None else ():
-            if name in found:
-                raise UsageError(f"{key}: {name} is stated twice", where=said, cure="give it once")
-            found[name] = (value, f"{said}: --{key}" if said == "command line" else said)
-    return found
+        for name, value in canonical_settings(key, raw, origin).items() if raw is not None else ():
+            if name in settings:
+                raise UsageError(f"{key}: {name} is stated twice", where=origin, cure="give it once")
+            settings[name] = (value, f"{origin}: --{key}" if origin == "command line" else origin)
+    return settings
 
 
 def resolve(
-    given: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, said: str = "command line"
+    given: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, origin: str = "command line"
 ) -> TrainConfig:
     """The configuration that flags or code (`given`), environment, files and defaults make, checked.
 
     None in `given` means not given. With neither a model nor a dataset the embedded job is the lowest file layer.
     """
-    given = _given(given or {}, said)
+    given = _given(given or {}, origin)
     environment = from_environment(os.environ if environ is None else environ)
     config_file = (given.get("config") or environment.get("config") or ("", ""))[0]
     file = from_file(str(config_file)) if config_file else {}

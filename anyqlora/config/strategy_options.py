@@ -181,7 +181,7 @@ class DeepSpeedOptions(StrategyOptions):
         if "zero_optimization" not in values:
             return super().from_file(values, config)
         stated = dict(values)
-        found = cls._zero(*stated.pop("zero_optimization"))
+        options = cls._zero(*stated.pop("zero_optimization"))
         for key, setting in cls.OURS.items():
             value, where = stated.pop(key, ("auto", ""))
             ours = config.clip_norm if setting == "max_grad_norm" else getattr(config, setting)
@@ -204,20 +204,20 @@ class DeepSpeedOptions(StrategyOptions):
             stated.pop(harmless, None)
         for key, (_, where) in stated.items():
             raise NotSupported(f"{key} of a DeepSpeed configuration is not built", where=where, cure="take it out")
-        return found
+        return options
 
     @classmethod
     def _zero(cls, zero: object, where: str) -> dict:
         if not isinstance(zero, Mapping):
             raise UsageError("zero_optimization is not a map", where=where)
         rest = dict(zero)
-        found = {"zero_stage": rest.pop("stage", 0)}
+        options = {"zero_stage": rest.pop("stage", 0)}
         for key, name in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_param")):
             device = (rest.pop(key, None) or {}).get("device", "none")
             if device not in ("none", "cpu"):
                 raise NotSupported(f"{key} to {device!r}", where=where, cure='"device": "cpu"')
-            found[name] = device == "cpu"
-        return {**found, "zero_options": {key: value for key, value in rest.items() if value != "auto"}}
+            options[name] = device == "cpu"
+        return {**options, "zero_options": {key: value for key, value in rest.items() if value != "auto"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,21 +258,21 @@ def strategy_options(config, strategy: str | None = None) -> StrategyOptions | N
     values = cls.from_file(options_from_file(config.strategy_config), config) if config.strategy_config else {}
     qualified = {key.partition(".")[2]: value for key, value in stated.items() if key.startswith(f"{name}.")}
     plain = {key: value for key, value in stated.items() if "." not in key}
-    said = {
+    implied = {
         f.name: getattr(config, f.metadata["setting"])
         for f in fields(cls)
         if f.metadata.get("setting") and config.asked(f.metadata["setting"])
     }
-    said = {key: value for key, value in said.items() if value != "auto"}
-    for key in plain.keys() & said.keys():
-        if str(plain[key]).lower() != str(said[key]).lower():
+    implied = {key: value for key, value in implied.items() if value != "auto"}
+    for key in plain.keys() & implied.keys():
+        if str(plain[key]).lower() != str(implied[key]).lower():
             raise UsageError(
                 f"strategy_opt {key}={plain[key]} contradicts {cls.__dataclass_fields__[key].metadata['setting']} "
-                f"{said[key]}",
+                f"{implied[key]}",
                 where=where["strategy_opt"],
                 cure="one of them",
             )
-    layers = {**values, **qualified, **said, **plain}
+    layers = {**values, **qualified, **implied, **plain}
     try:
         return cls.from_dict(layers)
     except UsageError as error:
@@ -285,29 +285,29 @@ def strategy_options(config, strategy: str | None = None) -> StrategyOptions | N
 
 def parse_pairs(text: str, where: str = "") -> dict[str, str]:
     """{name: value} of "name=value,name=value". Raises UsageError."""
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals or not name.strip():
             raise UsageError(
                 f"strategy_opt: {part!r} is not name=value", where=where, cure="--strategy_opt name=value,name=value"
             )
-        if name.strip() in found:
+        if name.strip() in pairs:
             raise UsageError(f"strategy_opt: {name.strip()} is given twice", where=where, cure="give it once")
-        found[name.strip()] = value.strip()
-    return found
+        pairs[name.strip()] = value.strip()
+    return pairs
 
 
 def options_from_environment(environ: Mapping[str, str], prefix: str, settings: Mapping) -> dict[str, str]:
     """{"strategy.option": value} of ANYQLORA_<STRATEGY>_<OPTION>; what is a setting of train.py is left to it."""
     names = sorted([*registry.STRATEGIES, *entry_point_targets("strategies")], key=len, reverse=True)
-    found = {}
+    options = {}
     for variable, value in sorted(environ.items()):
         rest = variable.removeprefix(prefix).lower()
         strategy = next((name for name in names if rest.startswith(f"{name.lower().replace('-', '_')}_")), None)
         if variable.startswith(prefix) and strategy and rest not in settings:
-            found[variable] = f"{strategy}.{rest[len(strategy) + 1 :]}={value}"
-    return found
+            options[variable] = f"{strategy}.{rest[len(strategy) + 1 :]}={value}"
+    return options
 
 
 def options_from_file(path: str) -> dict[str, tuple[object, str]]:
@@ -336,10 +336,10 @@ def options_from_file(path: str) -> dict[str, tuple[object, str]]:
         ) from None
     if not isinstance(values, dict):
         raise UsageError("not a map of options", where=f"{path}:1", cure="one `name: value` per line")
-    found: dict[str, tuple[object, str]] = {}
+    options: dict[str, tuple[object, str]] = {}
     for key, _ in tree.value:
         where = f"{path}:{key.start_mark.line + 1}"
-        if key.value in found:
+        if key.value in options:
             raise UsageError(f"{key.value} is stated twice", where=where, cure="take one of them out")
-        found[key.value] = values[key.value], where
-    return found
+        options[key.value] = values[key.value], where
+    return options

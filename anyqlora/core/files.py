@@ -162,8 +162,8 @@ def as_os_error(error: Exception) -> Exception:
     Rust's libraries give the system's number in words alone: safetensors in a SafetensorError, tokenizers in a bare
     Exception. Anything else stays what it is.
     """
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found and not isinstance(error, OSError) else error
+    code = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(code[1]), os.strerror(int(code[1]))) if code and not isinstance(error, OSError) else error
 
 
 def size_and_sha256(content: Content) -> dict:

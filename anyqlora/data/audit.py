@@ -45,9 +45,9 @@ def _last(trained: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.diff(trained.astype(np.int8), append=0) < 0)
 
 
-def rows(found) -> dict:
+def rows(loaded) -> dict:
     """{"count": n, "first": ["file:line", ...]} of some examples."""
-    where = [example.where for example in found]
+    where = [example.where for example in loaded]
     return {"count": len(where), "first": where[:FIRST]}
 
 
@@ -57,12 +57,12 @@ def histogram(lengths: np.ndarray) -> dict[str, int]:
     return {f"{2 ** (p - 1) + 1 if p else 1}-{2**p}": n for p, n in sorted(Counter(powers.tolist()).items())}
 
 
-def duplicates(found: list[tuple[Example, int]]) -> dict:
+def duplicates(numbered: list[tuple[Example, int]]) -> dict:
     """Rows, each with the number of its source, whose content stood in an earlier row: the same file may be named
     twice.
     """
     first: dict[str, tuple[str, int]] = {}
-    return rows(e for e, source in found if first.setdefault(e.key, (e.where, source)) != (e.where, source))
+    return rows(e for e, source in numbered if first.setdefault(e.key, (e.where, source)) != (e.where, source))
 
 
 def overlap(train: list[Example], held_out: list[Example]) -> dict:
@@ -82,15 +82,15 @@ def warnings(report: dict) -> list[str]:
     `report` is data_report.json, or a part of it.
     """
     passed_over = [f"{bad['where']}: {bad['reason']}" for bad in report["skipped"]]
-    found = {"rows that cannot be used and are skipped": {"count": len(passed_over), "first": passed_over}}
+    problems = {"rows that cannot be used and are skipped": {"count": len(passed_over), "first": passed_over}}
     for part in ("train", "held_out"):
         kind = "held-out rows" if part == "held_out" else "rows"
-        found[f"{kind} cut to {report['context_length']} tokens"] = report.get(part, {}).get("truncated")
-        found[f"{kind} of which nothing is learned"] = report.get(part, {}).get("fully_masked")
-    found |= {"duplicate rows": report.get("duplicates"), "held-out rows that are trained on": report.get("overlap")}
+        problems[f"{kind} cut to {report['context_length']} tokens"] = report.get(part, {}).get("truncated")
+        problems[f"{kind} of which nothing is learned"] = report.get(part, {}).get("fully_masked")
+    problems |= {"duplicate rows": report.get("duplicates"), "held-out rows that are trained on": report.get("overlap")}
     counted = [
         f"{what}: {some['count']}, the first is {some['first'][0]}"
-        for what, some in found.items()
+        for what, some in problems.items()
         if some and some["count"]
     ]
     return counted + [
@@ -116,7 +116,7 @@ def unused(source: dict) -> str:
     optional = formats.OPTIONAL.get(source.get("format", ""), ())
     columns = [(_meant(name, optional), count, name) for name, count in source.get("unused_columns", {}).items()]
     columns.sort(key=lambda column: (not column[0], -column[1]))
-    named = [f"{name!r} ({count} row{'s' * (count > 1)}{meant})" for meant, count, name in columns[:COLUMNS]]
+    named = [f"{name!r} ({count} row{'s' * (count > 1)}{likely})" for likely, count, name in columns[:COLUMNS]]
     return ", ".join(named + [f"{len(columns) - COLUMNS} more"] * (len(columns) > COLUMNS))
 
 
@@ -125,10 +125,10 @@ def _meant(name: str, columns: tuple[str, ...]) -> str:
     do.
     """
     low = name.lower()
-    meant = next(
+    likely = next(
         (column for column in columns if low.startswith(column) or len(low) > 2 and column.startswith(low)), None
     )
-    return f"; did you mean {meant!r}?" if meant else ""
+    return f"; did you mean {likely!r}?" if likely else ""
 
 
 def token_spans(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:

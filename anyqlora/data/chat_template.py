@@ -102,12 +102,12 @@ def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
     refusals, objects, texts = [], list(messages), [_with_text(message) for message in messages]
     for form in (objects, texts) if objects != texts else (objects,):
         try:
-            said = _apply(tokenizer, form, tools, generation)
+            rendered = _apply(tokenizer, form, tools, generation)
         except BadRow as bad:
             refusals.append(bad)
             continue
-        if not _shows_python(said, objects):
-            return said
+        if not _shows_python(rendered, objects):
+            return rendered
     raise (
         refusals[0]
         if refusals
@@ -120,23 +120,23 @@ def render(tokenizer, messages, tools=None, *, generation: bool = False) -> str:
 def _with_text(message: dict) -> dict:
     """The message with the arguments of its tool calls as JSON text."""
 
-    def call(found: dict) -> dict:
-        if "function" in found:
-            return {**found, "function": call(found["function"])}
+    def call(tool_call: dict) -> dict:
+        if "function" in tool_call:
+            return {**tool_call, "function": call(tool_call["function"])}
         return (
-            {**found, "arguments": json.dumps(found["arguments"], ensure_ascii=False)}
-            if "arguments" in found
-            else found
+            {**tool_call, "arguments": json.dumps(tool_call["arguments"], ensure_ascii=False)}
+            if "arguments" in tool_call
+            else tool_call
         )
 
     return (
-        {**message, "tool_calls": [call(found) for found in message["tool_calls"]]}
+        {**message, "tool_calls": [call(tool_call) for tool_call in message["tool_calls"]]}
         if "tool_calls" in message
         else message
     )
 
 
-def _shows_python(said: str, messages: list[dict]) -> bool:
+def _shows_python(rendered: str, messages: list[dict]) -> bool:
     """Whether the template has written arguments as Python prints an object, of its own accord."""
     shown = [
         str(function["arguments"])
@@ -144,7 +144,7 @@ def _shows_python(said: str, messages: list[dict]) -> bool:
         for function in functions(message)
         if function.get("arguments")
     ]
-    return any(form in said and not any(form in message["content"] for message in messages) for form in shown)
+    return any(form in rendered and not any(form in message["content"] for message in messages) for form in shown)
 
 
 def _apply(tokenizer, messages: list[dict], tools, generation: bool) -> str:
@@ -154,7 +154,7 @@ def _apply(tokenizer, messages: list[dict], tools, generation: bool) -> str:
     if "strftime_now" in template:
         template = _PINNED + template
     try:
-        said = tokenizer.apply_chat_template(
+        rendered = tokenizer.apply_chat_template(
             messages,
             tools=list(tools) if tools else None,
             chat_template=template,
@@ -165,7 +165,7 @@ def _apply(tokenizer, messages: list[dict], tools, generation: bool) -> str:
         raise UsageError(f"the chat template is no template: {error}", where=str(tokenizer.name_or_path)) from None
     except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise BadRow(f"the chat template refuses it: {error}", _cure(str(error), messages)) from None
-    return writable(said, "what the chat template writes")
+    return writable(rendered, "what the chat template writes")
 
 
 def _cure(refused: str, messages) -> str:
@@ -182,17 +182,17 @@ def _template(tokenizer, tools) -> str:
 
     Raises UsageError where there is none such.
     """
-    found = tokenizer.chat_template
-    if not found:
+    template = tokenizer.chat_template
+    if not template:
         raise UsageError(
             "the tokenizer has no chat template, and the rows are conversations",
             where=str(tokenizer.name_or_path),
             cure=f"--chat_template {'|'.join(CHAT_TEMPLATES)} or a Jinja file, an instruct model's tokenizer, or rows "
             f"with prompt and completion",
         )
-    if isinstance(found, dict) and not {"default", *(["tool_use"] if tools else [])} & found.keys():
+    if isinstance(template, dict) and not {"default", *(["tool_use"] if tools else [])} & template.keys():
         raise UsageError(
-            f"the tokenizer has several chat templates ({', '.join(sorted(found))}), and none is called 'default'",
+            f"the tokenizer has several chat templates ({', '.join(sorted(template))}), and none is called 'default'",
             where=str(tokenizer.name_or_path),
             cure="name the one to take 'default' in tokenizer_config.json",
         )
@@ -220,11 +220,13 @@ def documents(tokenizer, talk: Conversation, marks: tuple[str, ...]) -> list[Ren
         _check_calls(talk.messages[number], number + 1 - talk.put_before, whole[len(prompt) :])
         turns.append((prompt, *_until_end(whole[len(prompt) :], marks)))
     parts, done = [], ""
-    for prompt, said, rest, _ in turns:
+    for prompt, answer, rest, _ in turns:
         if not prompt.startswith(done):
-            return [_document(((prompt, False), (said, True), (rest, False)), end) for prompt, said, rest, end in turns]
-        parts += [(prompt[len(done) :], False), (said, True)]
-        done = prompt + said
+            return [
+                _document(((prompt, False), (answer, True), (rest, False)), end) for prompt, answer, rest, end in turns
+            ]
+        parts += [(prompt[len(done) :], False), (answer, True)]
+        done = prompt + answer
     return [_document((*parts, (rest, False)), turns[-1][3])]
 
 
@@ -233,10 +235,10 @@ def _document(parts: tuple[tuple[str, bool], ...], end: str) -> RenderedText:
     return RenderedText(parts if end and parts[-1][0] else parts[:-1], rendered=True, end=end)
 
 
-def _check_calls(message: dict, number: int, said: str) -> None:
+def _check_calls(message: dict, number: int, rendered: str) -> None:
     """Raises BadRow for a call that is not in what is said: the model would learn to say nothing."""
     for function in functions(message):
-        if function["name"] not in said:
+        if function["name"] not in rendered:
             raise BadRow(
                 f"the chat template does not write the call of {function['name']!r} in message {number}",
                 "a template that does (some of DeepSeek's wait for content that is null, which transformers leaves "
@@ -251,26 +253,29 @@ def dropped_content(talk: Conversation, documents: list[RenderedText]) -> list[s
     """
     seen = _without_whitespace("".join(part for part, _ in documents[-1].parts))
     before = talk.messages[: max(talk.learned)]
-    found = [f"{m['role']}_messages" for m in before if m["role"] != "assistant" and not _contains(m["content"], seen)]
+    dropped = [
+        f"{m['role']}_messages" for m in before if m["role"] != "assistant" and not _contains(m["content"], seen)
+    ]
     if not all(_contains(tool_name(tool), seen) for tool in talk.tools or ()):
-        found.append("tools")
-    found += [
+        dropped.append("tools")
+    dropped += [
         "tool_calls"
         for message in before
         if not all(_contains(function["name"], seen) for function in functions(message))
     ]
-    for number, (prompt, said) in zip(sorted(talk.learned), _trained_spans(documents), strict=True):
+    for number, (prompt, answer) in zip(sorted(talk.learned), _trained_spans(documents), strict=True):
         message = talk.messages[number]
-        words = {
+        texts = {
             "assistant_messages": message["content"],
             "reasoning": next((message[key] for key in REASONING if isinstance(message.get(key), str)), ""),
         }
-        found += [
+        dropped += [
             name
-            for name, text in words.items()
-            if text not in said and not _contains(text, _without_whitespace(prompt + said), _without_whitespace(prompt))
+            for name, text in texts.items()
+            if text not in answer
+            and not _contains(text, _without_whitespace(prompt + answer), _without_whitespace(prompt))
         ]
-    return found
+    return dropped
 
 
 def _trained_spans(documents: list[RenderedText]) -> Iterator[tuple[str, str]]:
@@ -281,11 +286,11 @@ def _trained_spans(documents: list[RenderedText]) -> Iterator[tuple[str, str]]:
                 yield "".join(text for text, _ in document.parts[:number]), part
 
 
-def _contains(words: str, text: str, before: str = "") -> bool:
+def _contains(needle: str, text: str, before: str = "") -> bool:
     """Whether a template has written words, as they are or inside of JSON, in squeezed `text` once more than in
     `before`.
     """
-    forms = (_without_whitespace(words), _without_whitespace(json.dumps(words, ensure_ascii=False)[1:-1]))
+    forms = (_without_whitespace(needle), _without_whitespace(json.dumps(needle, ensure_ascii=False)[1:-1]))
     return not forms[0] or any(text.count(form) > before.count(form) for form in forms)
 
 
@@ -299,9 +304,9 @@ def _until_end(turn: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
 
     The model stops at the end token, so what stands behind it is not learned.
     """
-    said = turn.rstrip()
-    end = next((mark for mark in marks if said.endswith(mark)), "")
-    return (said, turn[len(said) :], end) if end else (turn, "", "")
+    stripped = turn.rstrip()
+    end = next((mark for mark in marks if stripped.endswith(mark)), "")
+    return (stripped, turn[len(stripped) :], end) if end else (turn, "", "")
 
 
 def _not_a_prefix(tokenizer, prompt: str, whole: str) -> str:

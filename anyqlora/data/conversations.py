@@ -42,18 +42,20 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conver
             "no list of messages" if not isinstance(turns, list) else "no messages",
             '[{"role": "user", "content": "..."}, ...]',
         )
-    said = [_message(turn, number) for number, turn in enumerate(turns, 1)]
-    _check_order([message["role"] for message in said])
+    messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    _check_order([message["role"] for message in messages])
     weights = [turn.get("weight") for turn in turns]
     for number, weight in enumerate(weights, 1):
         if weight is not None and weight not in (0, 1):
             raise BadRow(f"'weight' of message {number} is {weight!r}", "0 (not learned) or 1")
-    learned = [i for i, message in enumerate(said) if message["role"] == "assistant" and i >= first and weights[i] != 0]
+    learned = [
+        i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first and weights[i] != 0
+    ]
     if not learned:
         raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
-    before = _system(row, said[0])
+    before = _system(row, messages[0])
     return Conversation(
-        (*before, *said), frozenset(number + len(before) for number in learned), _tools(row), len(before)
+        (*before, *messages), frozenset(number + len(before) for number in learned), _tools(row), len(before)
     )
 
 
@@ -69,12 +71,12 @@ def _tools(row: dict) -> tuple[dict, ...] | None:
 
 def _system(row: dict, first: dict) -> list[dict]:
     """The system message that the row has beside its conversation, unless that begins with it."""
-    words = text(row, "system", empty=True)
-    if not words.strip():
+    content = text(row, "system", empty=True)
+    if not content.strip():
         return []
     if first["role"] == "user":
-        return [{"role": "system", "content": words}]
-    if first["content"].strip() != words.strip():
+        return [{"role": "system", "content": content}]
+    if first["content"].strip() != content.strip():
         raise BadRow(f"'system' says something else than the {first['role']} message", "one of the two")
     return []
 
@@ -91,16 +93,16 @@ def _message(turn: object, number: int) -> dict:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
-                found = part.get("type") if isinstance(part, dict) else part
+                part_type = part.get("type") if isinstance(part, dict) else part
                 raise BadRow(
-                    f"'content'{of} has a part that is no text: {found!r}",
+                    f"'content'{of} has a part that is no text: {part_type!r}",
                     "text parts only; images and sound cannot be trained on",
                 )
         turn = {**turn, "content": "".join(text(part, "text", empty=True, of=of) for part in content)}
-    said = {key: value for key, value in turn.items() if key not in ("weight", "tool_calls") and value is not None}
+    message = {key: value for key, value in turn.items() if key not in ("weight", "tool_calls") and value is not None}
     calls = turn.get("tool_calls") or []  # an empty list is none, and templates ask whether there is one
-    said["content"] = text(turn, "content", of=of, empty=role == "tool" or role == "assistant" and bool(calls))
-    return {**said, "tool_calls": _tool_calls(calls, of)} if calls else said
+    message["content"] = text(turn, "content", of=of, empty=role == "tool" or role == "assistant" and bool(calls))
+    return {**message, "tool_calls": _tool_calls(calls, of)} if calls else message
 
 
 def _tool_calls(calls: object, of: str) -> list[dict]:

@@ -50,7 +50,7 @@ def load_data(config: TrainConfig, tokenizer) -> DataSplits:
     read = examples.read_examples(config, config.dataset, tokenizer, held_out=False)
     other = examples.read_examples(config, config.eval_dataset, tokenizer, held_out=True)
     skipped = examples.report_skipped(config, read, other)
-    rows, held_out = read.found, [example for example, _ in other.found]
+    rows, held_out = read.examples, [example for example, _ in other.examples]
     if config.eval_fraction:
         rows, held_out = _split_held_out(rows, config.eval_fraction, config.seed)
     train = _mix_by_weight(rows, read.weights, config.seed)
@@ -83,7 +83,7 @@ def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Examp
     """
     part = examples.read_examples(config, spec, tokenizer, held_out=True)
     bad = examples.report_skipped(config, part, can_skip=False)
-    rows = [example for example, _ in part.found]
+    rows = [example for example, _ in part.examples]
     return rows, {
         "context_length": config.context_length,
         "sources": part.sources,
@@ -92,7 +92,7 @@ def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Examp
     }
 
 
-def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[int] | np.ndarray, str]]) -> None:
+def check_tokens(config: TrainConfig, tokenizer, sequences: Iterable[tuple[Sequence[int] | np.ndarray, str]]) -> None:
     """`found` are tokens and where they stand.
 
     Raises UsageError for one that the model's embedding has no row for: the tokenizer is that of another model, or has
@@ -101,7 +101,7 @@ def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[
     size = architectures.vocabulary(architectures.model_config(config))
     if not size:
         return
-    for ids, where in found:
+    for ids, where in sequences:
         greatest = int(np.max(ids, initial=-1))
         if greatest >= size:
             token = tokenizer.convert_ids_to_tokens(greatest)
@@ -112,11 +112,11 @@ def check_tokens(config: TrainConfig, tokenizer, found: Iterable[tuple[Sequence[
             )
 
 
-def iterate_tokens(found: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
+def iterate_tokens(examples: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
     """The tokens of these rows, and where they stand; of a row that was cut the whole prompt, too, which an evaluation
     asks.
     """
-    return ((ids, example.where) for example in found for ids in (example.ids, example.prompt_ids))
+    return ((ids, example.where) for example in examples for ids in (example.ids, example.prompt_ids))
 
 
 def _split_held_out(
@@ -144,9 +144,9 @@ def _mix_by_weight(rows: list[tuple[Example, int]], weights: list[float], seed: 
     """
     train = []
     for source, group in itertools.groupby(rows, key=lambda row: row[1]):
-        found = [example for example, _ in group]
-        part = np.sort(shuffled(len(found), seed, source)[: round(weights[source] % 1 * len(found))])
-        train += found * int(weights[source]) + [found[i] for i in part]
+        examples = [example for example, _ in group]
+        part = np.sort(shuffled(len(examples), seed, source)[: round(weights[source] % 1 * len(examples))])
+        train += examples * int(weights[source]) + [examples[i] for i in part]
     if not train:
         raise UsageError("the weights of the sources leave no row", cure="greater weights")
     return train

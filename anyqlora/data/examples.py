@@ -44,7 +44,7 @@ class LoadedSource:
     """What one `dataset` or `eval_dataset` gave."""
 
     spec: str
-    found: list[tuple[Example, int]] = field(default_factory=list)  # with the number of its source
+    examples: list[tuple[Example, int]] = field(default_factory=list)  # with the number of its source
     weights: list[float] = field(default_factory=list)  # of each source
     sources: list[dict] = field(default_factory=list)  # JSON-able, one per file
     bad: list[BadRow] = field(default_factory=list)
@@ -59,8 +59,8 @@ def read_examples(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) 
     for number, (name, weight) in enumerate(sources.weighted(spec, config.sources.get("dataset", "")) if spec else ()):
         part.weights.append(weight)
         for source in sources.read(name, held_out=held_out, samples=config.dataset_samples, offline=config.offline):
-            found, counts = _examples(config, source, tokenizer)
-            part.found += [(example, number) for example in found]
+            examples, counts = _examples(config, source, tokenizer)
+            part.examples += [(example, number) for example in examples]
             part.bad += source.bad
             part.sources.append(
                 {"name": source.name, "rows": len(source.rows), "weight": weight, "notes": source.notes, **counts}
@@ -83,7 +83,7 @@ def report_skipped(config: TrainConfig, *parts: LoadedSource, can_skip: bool = T
         )
         raise refusal(refused, f"; or {' and '.join(flags)}" if can_skip else "")
     for part in parts:
-        if part.spec and not part.found:
+        if part.spec and not part.examples:
             raise UsageError(
                 "no row can be used",
                 where=part.spec,
@@ -112,8 +112,8 @@ def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
         document = RenderedText(
             ((formats.ALPACA.format(instruction=asked) if style == "alpaca" else asked, False), ("", True))
         )
-    found = tokenize(tokenizer, [document])[0]
-    return found.ids[: found.prompt]
+    ids = tokenize(tokenizer, [document])[0]
+    return ids.ids[: ids.prompt]
 
 
 def refusal(bad: list[BadRow], way_out: str) -> UsageError:
@@ -124,16 +124,16 @@ def refusal(bad: list[BadRow], way_out: str) -> UsageError:
     for row in bad:
         places.setdefault((printable(row.reason), printable(row.cure)), []).append(printable(row.where))
     if len(places) == 1:
-        (((reason, cure), found),) = places.items()
+        (((reason, cure), place),) = places.items()
         return UsageError(
-            f"{len(bad)} rows cannot be used: {reason}\n  {_named(found, LISTED)}", cure=f"{cure}{way_out}"
+            f"{len(bad)} rows cannot be used: {reason}\n  {_named(place, LISTED)}", cure=f"{cure}{way_out}"
         )
     most = max(1, LISTED // len(places))
     lines = [
-        f"{found[0]}: {reason} (cure: {cure})"
-        if len(found) == 1
-        else f"{len(found)} rows: {reason} (cure: {cure}): {_named(found, most)}"
-        for (reason, cure), found in list(places.items())[:LISTED]
+        f"{place[0]}: {reason} (cure: {cure})"
+        if len(place) == 1
+        else f"{len(place)} rows: {reason} (cure: {cure}): {_named(place, most)}"
+        for (reason, cure), place in list(places.items())[:LISTED]
     ]
     left = sum(map(len, list(places.values())[LISTED:]))
     return UsageError(
@@ -153,47 +153,47 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
         return [], {}
     values = [row.value for row in source.rows]
     name = formats.choose(values, source.rows[0].where) if config.dataset_format == AUTO else config.dataset_format
-    found, counts, unused, added = [], Counter(), Counter(), special_token_ids(tokenizer)
+    examples, counts, unused, added = [], Counter(), Counter(), special_token_ids(tokenizer)
     for start in range(0, len(source.rows), _CHUNK):
         documents = []
         for row in source.rows[start : start + _CHUNK]:
             try:
-                meant = formats.parse_row(row.value, name, config.prompt_format)
-                counts[DIALOGUES] += isinstance(meant, formats.TextRow) and name == "text" and len(meant.parts) > 1
-                unused.update(formats.unused_columns(row.value, name, meant))
-                said = _documents(tokenizer, meant, added, counts)
-                documents += [(row.where, _key(said), document) for document in said]
+                parsed = formats.parse_row(row.value, name, config.prompt_format)
+                counts[DIALOGUES] += isinstance(parsed, formats.TextRow) and name == "text" and len(parsed.parts) > 1
+                unused.update(formats.unused_columns(row.value, name, parsed))
+                texts = _documents(tokenizer, parsed, added, counts)
+                documents += [(row.where, _key(texts), document) for document in texts]
             except BadRow as bad:
                 source.bad.append(bad.at(row.where))
         limit = _CHARACTERS * config.context_length
         short = [_shortened(document, limit) for _, _, document in documents]
         for (where, key, document), shortened, tokens in zip(documents, short, tokenize(tokenizer, short), strict=True):
             try:
-                found.append(_example(config, where, key, document, tokens, document is not shortened))
+                examples.append(_example(config, where, key, document, tokens, document is not shortened))
                 counts[tokens.way] += 1
             except BadRow as bad:
                 source.bad.append(bad.at(where))
     del counts[WHOLE]
-    return found, {"format": name, **+counts, "unused_columns": dict(unused)}
+    return examples, {"format": name, **+counts, "unused_columns": dict(unused)}
 
 
 def _documents(
-    tokenizer, meant: formats.TextRow | Conversation, added: dict[str, bool], counts: Counter
+    tokenizer, parsed: formats.TextRow | Conversation, added: dict[str, bool], counts: Counter
 ) -> list[RenderedText]:
-    said = (
-        [part for part, _ in meant.parts]
-        if isinstance(meant, formats.TextRow)
-        else [m.get("content", "") for m in meant.messages]
+    texts = (
+        [part for part, _ in parsed.parts]
+        if isinstance(parsed, formats.TextRow)
+        else [m.get("content", "") for m in parsed.messages]
     )
     counts["rows_with_special_tokens_in_their_text"] += any(
-        name in words for name, special in added.items() if special for words in said
+        name in text for name, special in added.items() if special for text in texts
     )
-    if isinstance(meant, formats.TextRow):
+    if isinstance(parsed, formats.TextRow):
         eos = tokenizer.eos_token
-        return [RenderedText(meant.parts, end=eos if meant.parts[-1][0].endswith(eos) else "")]
-    documents = chat_template.documents(tokenizer, meant, tuple(added))
+        return [RenderedText(parsed.parts, end=eos if parsed.parts[-1][0].endswith(eos) else "")]
+    documents = chat_template.documents(tokenizer, parsed, tuple(added))
     counts["conversations_split_by_turn"] += len(documents) > 1
-    counts.update(f"{what}{LEFT_OUT}" for what in chat_template.dropped_content(meant, documents))
+    counts.update(f"{what}{LEFT_OUT}" for what in chat_template.dropped_content(parsed, documents))
     return documents
 
 
@@ -224,14 +224,14 @@ def _example(
     Raises BadRow where it is too long for the setting, or nothing of it would be learned.
     """
     length, context = len(tokens.ids), config.context_length
-    kept = min(context, length - shortened)  # a shortened document has got an end token that it must not have
-    truncated = kept < length
+    tokens_left = min(context, length - shortened)  # a shortened document has got an end token that it must not have
+    truncated = tokens_left < length
     size = f"more than {length}" if shortened else str(length)
     if truncated and config.on_long_row != "truncate":
         raise LongRow(
             f"{size} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate"
         )
-    learned = np.array(tokens.learned[:kept], bool)
+    learned = np.array(tokens.learned[:tokens_left], bool)
     if not learned[1:].any():
         why = (
             f"the prompt ({tokens.prompt} tokens) fills the context of {context}"
@@ -243,7 +243,7 @@ def _example(
         )
     answer = _answer(document)
     return Example(
-        np.array(tokens.ids[:kept], np.int32),
+        np.array(tokens.ids[:tokens_left], np.int32),
         learned,
         where,
         np.array(tokens.ids[: tokens.prompt], np.int32),

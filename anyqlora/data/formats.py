@@ -61,8 +61,8 @@ def alpaca(row: dict, style: str) -> TextRow | Conversation:
     question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
     if style == "plain":
         return exchange(question + "\n\n", answer, row, style, question)
-    words = ALPACA_INPUT if extra.strip() else ALPACA
-    return exchange(words.format(instruction=instruction, input=extra), answer, row, style, question)
+    template = ALPACA_INPUT if extra.strip() else ALPACA
+    return exchange(template.format(instruction=instruction, input=extra), answer, row, style, question)
 
 
 def prompt_completion(row: dict, style: str) -> TextRow | Conversation:
@@ -84,12 +84,12 @@ def question_answer(row: dict, style: str) -> TextRow | Conversation:
     question, context, answer = text(row, "question"), text(row, "context", empty=True), text(row, "answer")
     joined = f"{context}\n\n{question}" if context.strip() else question
     if style == "alpaca":
-        words = (ALPACA_INPUT if context.strip() else ALPACA).format(instruction=question, input=context)
+        prompt = (ALPACA_INPUT if context.strip() else ALPACA).format(instruction=question, input=context)
     elif style == "plain":
-        words = joined + "\n\n"
+        prompt = joined + "\n\n"
     else:
-        words = (QUESTION_CONTEXT if context.strip() else QUESTION).format(question=question, context=context)
-    return exchange(words, answer, row, style, joined)
+        prompt = (QUESTION_CONTEXT if context.strip() else QUESTION).format(question=question, context=context)
+    return exchange(prompt, answer, row, style, joined)
 
 
 def messages(row: dict, style: str) -> Conversation:
@@ -106,26 +106,26 @@ def sharegpt(row: dict, style: str) -> Conversation:
     turns = row["conversations"]
     if not isinstance(turns, list):
         raise BadRow(f"'conversations' is a {kind(turns)}, not a list", '[{"from": "human", "value": "..."}, ...]')
-    said = []
+    messages = []
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise BadRow(f"turn {number} is a {kind(turn)}, not an object", '{"from": "human", "value": "..."}')
         if "role" in turn and "from" not in turn:  # sets converted half way
-            said.append(turn)
+            messages.append(turn)
             continue
         role = text(turn, "from", of=f" of turn {number}")
         if role not in SHAREGPT_ROLES:
             raise BadRow(
                 f"turn {number} is from {role!r}{nearest(role, SHAREGPT_ROLES)}", f"one of {', '.join(SHAREGPT_ROLES)}"
             )
-        said.append(
+        messages.append(
             {
                 "role": SHAREGPT_ROLES[role],
                 "content": text(turn, "value", of=f" of turn {number}"),
                 **({"weight": turn["weight"]} if "weight" in turn else {}),
             }
         )
-    return conversation(said, row, style)
+    return conversation(messages, row, style)
 
 
 def raw_text(row: dict, style: str) -> TextRow:
@@ -139,12 +139,12 @@ def raw_text(row: dict, style: str) -> TextRow:
     if len(pieces) < 5 or pieces[0].strip() or not any(piece.startswith("### Assistant") for piece in pieces):
         return TextRow(((whole, True),))
     parts: list[tuple[str, bool]] = [(pieces[0], False)]
-    for mark, said in zip(pieces[1::2], pieces[2::2], strict=True):
-        if mark.startswith("### Assistant") and said.strip():
+    for mark, content in zip(pieces[1::2], pieces[2::2], strict=True):
+        if mark.startswith("### Assistant") and content.strip():
             parts[-1] = (parts[-1][0] + mark, False)
-            parts += [(said, True), ("", False)]
+            parts += [(content, True), ("", False)]
         else:
-            parts[-1] = (parts[-1][0] + mark + said, False)
+            parts[-1] = (parts[-1][0] + mark + content, False)
     if len(parts) == 1:
         raise BadRow("the assistant says nothing", "fill it in, or delete the row")
     return TextRow(tuple(parts[:-1]))  # what a human says last is answered by nobody
@@ -201,7 +201,7 @@ def parse_row(row: dict, name: str, style: str) -> TextRow | Conversation:
     return function(row, style)
 
 
-def unused_columns(row: dict, name: str, meant: TextRow | Conversation) -> list[str]:
+def unused_columns(row: dict, name: str, parsed: TextRow | Conversation) -> list[str]:
     """The columns of the row that hold something and are neither seen nor learned."""
-    used = FORMATS[name][0] + OPTIONAL.get(name, ()) + (BESIDE if isinstance(meant, Conversation) else ())
+    used = FORMATS[name][0] + OPTIONAL.get(name, ()) + (BESIDE if isinstance(parsed, Conversation) else ())
     return [key for key, value in row.items() if key not in used and value not in (None, "", [])]

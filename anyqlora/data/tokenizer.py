@@ -24,7 +24,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "
     local = DEMO if name == "demo" else Path(os.path.expanduser(name))
     here = local.exists()
     try:
-        found = AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             str(local) if here else name,
             trust_remote_code=trust_remote_code,
             revision=revision,
@@ -37,12 +37,12 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "
         raise UsageError(
             f"no tokenizer: {reason}", where=name, cure="a directory with tokenizer.json, or the hub id of a model"
         ) from None
-    for template in found.chat_template if isinstance(found.chat_template, dict) else ():
+    for template in tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ():
         if not re.fullmatch(r"[\w-]+", template):  # each is saved with the adapter as a file of its name
             raise UsageError(
                 f"a chat template is called {template!r}", where=name, cure="a plain name in tokenizer_config.json"
             )
-    return found
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def special_token_ids(tokenizer) -> dict[str, bool]:
 
     Gemma adds line breaks and spaces as tokens: such are none.
     """
-    found = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()} | dict.fromkeys(
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()} | dict.fromkeys(
         tokenizer.all_special_tokens, True
     )
-    return {name: found[name] for name in sorted(found, key=lambda name: (-len(name), name)) if name.strip()}
+    return {name: added[name] for name in sorted(added, key=lambda name: (-len(name), name)) if name.strip()}
 
 
 def added_special_tokens(tokenizer) -> list[int]:

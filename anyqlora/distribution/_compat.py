@@ -78,10 +78,10 @@ def _laid_out(initialize, current):
     @functools.wraps(initialize)
     def with_layout(variable, value):
         initialize(variable, value)
-        found = current()
-        if variable._layout is None and found is not None:
+        distribution = current()
+        if variable._layout is None and distribution is not None:
             variable._shape = tuple(variable._value.shape)  # which get_variable_layout asks for
-            variable._layout = found.get_variable_layout(variable)
+            variable._layout = distribution.get_variable_layout(variable)
         if variable._layout is not None:
             variable._value = distribute_variable(
                 nn.Parameter(variable._value, requires_grad=variable._value.requires_grad), variable._layout

@@ -30,13 +30,14 @@ class DeviceMesh:
                 f"a mesh of shape {self.shape} cannot have the axes {self.axis_names}",
                 cure="one name, of its own, for each dimension",
             )
-        found = np.array(list_devices() if devices is None else devices)
-        if math.prod(self.shape) != found.size:
+        device_array = np.array(list_devices() if devices is None else devices)
+        if math.prod(self.shape) != device_array.size:
             raise DistributionError(
-                f"a mesh of shape {self.shape} needs {math.prod(self.shape)} devices, and there are {found.size}",
+                f"a mesh of shape {self.shape} needs {math.prod(self.shape)} devices, and there are "
+                f"{device_array.size}",
                 cure="a shape whose product is the number of processes",
             )
-        self.devices = found.reshape(self.shape)
+        self.devices = device_array.reshape(self.shape)
         self._backend = None
 
     @property

@@ -80,20 +80,20 @@ def initialize(
     was told of others.
     """
     given = {"job_addresses": job_addresses, "num_processes": num_processes, "process_id": process_id}
-    said = {name: os.environ.get(FROM_KERAS[name]) if value is None else value for name, value in given.items()}
-    said = {
-        name: os.environ.get(FROM_LAUNCHER.get(name, "")) if value is None else value for name, value in said.items()
+    stated = {name: os.environ.get(FROM_KERAS[name]) if value is None else value for name, value in given.items()}
+    stated = {
+        name: os.environ.get(FROM_LAUNCHER.get(name, "")) if value is None else value for name, value in stated.items()
     }
-    if said["job_addresses"] is None and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-        said["job_addresses"] = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    missing = [name for name, value in said.items() if value is None]
+    if stated["job_addresses"] is None and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+        stated["job_addresses"] = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    missing = [name for name, value in stated.items() if value is None]
     if missing:
         raise DistributionError(
             f"initialize does not know {' and '.join(missing)}",
             cure='initialize("host:port", num_processes=2, process_id=0), the same host and port in each process',
         )
-    size, rank = (_whole(name, said[name]) for name in ("num_processes", "process_id"))
-    addresses = [address.strip() for address in str(said["job_addresses"]).split(",")]
+    size, rank = (_whole(name, stated[name]) for name in ("num_processes", "process_id"))
+    addresses = [address.strip() for address in str(stated["job_addresses"]).split(",")]
     host, _, port = addresses[0].rpartition(":")
     if not host or not port.isdecimal():
         raise DistributionError(

@@ -46,18 +46,18 @@ def to_mlx(directory: Path) -> dict[str, Content]:
     scales = {module: _scale(about, module) for module in modules}
     ranks = {module: tensors[f"{PREFIX}{module}.lora_A.weight"].shape[0] for module in modules}
     rank, scale = max(ranks.values()), scales[modules[0]]
-    found = {}
+    renamed = {}
     for name, value in tensors.items():
         module, kind = _split(name, directory)
         if kind == "m":
-            found[f"{module}.m"] = value
+            renamed[f"{module}.m"] = value
             continue
         value = value.T  # [in, r] or [r, out]
         if kind == "lora_b":
             value = value * np.float32(scales[module] / scale)
         missing = rank - ranks[module]  # mlx-lm has one rank: the rest is zero
         widths = [(0, 0), (0, missing)] if kind == "lora_a" else [(0, missing), (0, 0)]
-        found[f"{module}.{kind}"] = np.ascontiguousarray(np.pad(value, widths))
+        renamed[f"{module}.{kind}"] = np.ascontiguousarray(np.pad(value, widths))
     described = {
         "fine_tune_type": "dora" if dora else "lora",
         **_keys(modules),
@@ -65,7 +65,7 @@ def to_mlx(directory: Path) -> dict[str, Content]:
         KEPT: {"config": about, "ranks": ranks},
     }
     described["lora_parameters"] |= {"rank": rank, "scale": scale, "dropout": about.get("lora_dropout", 0.0)}
-    return {MLX_ADAPTER: tensors_to_bytes(found, {"format": "mlx"}), ADAPTER_CONFIG: to_json(described)}
+    return {MLX_ADAPTER: tensors_to_bytes(renamed, {"format": "mlx"}), ADAPTER_CONFIG: to_json(described)}
 
 
 def to_peft(directory: Path) -> dict[str, Content]:
@@ -78,7 +78,7 @@ def to_peft(directory: Path) -> dict[str, Content]:
             where=str(directory / ADAPTER_CONFIG),
             cure="convert DIR --to hf",
         )
-    parameters, kept = about.get("lora_parameters") or {}, about.get(KEPT) or {}
+    parameters, stored = about.get("lora_parameters") or {}, about.get(KEPT) or {}
     rank, scale = parameters.get("rank"), parameters.get("scale")
     if not isinstance(rank, int) or not isinstance(scale, (int, float)):
         raise UsageError(
@@ -88,17 +88,17 @@ def to_peft(directory: Path) -> dict[str, Content]:
         )
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     _check_shapes(tensors, modules, directory)
-    config = kept.get("config") or _peft_config(about, modules, rank, scale)
-    ranks = kept.get("ranks") or {}
+    config = stored.get("config") or _peft_config(about, modules, rank, scale)
+    ranks = stored.get("ranks") or {}
     back = {kind: suffix for suffix, kind in KINDS.items()}
-    found = {}
+    renamed = {}
     for name, value in tensors.items():
         module, _, leaf = name.rpartition(".")
         if leaf != "m":
             own = ranks.get(module, rank)
             value = (value[:, :own] if leaf == "lora_a" else value[:own] / np.float32(_scale(config, module) / scale)).T
-        found[f"{PREFIX}{module}{back[leaf]}"] = np.ascontiguousarray(value.astype(np.float32))
-    return {ADAPTER: tensors_to_bytes(found, {"format": "pt"}), ADAPTER_CONFIG: to_json(config)}
+        renamed[f"{PREFIX}{module}{back[leaf]}"] = np.ascontiguousarray(value.astype(np.float32))
+    return {ADAPTER: tensors_to_bytes(renamed, {"format": "pt"}), ADAPTER_CONFIG: to_json(config)}
 
 
 def _read(directory: Path, name: str) -> tuple[dict, dict[str, np.ndarray]]:

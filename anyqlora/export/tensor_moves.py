@@ -49,13 +49,13 @@ def tensor_moves(
     by_mark: dict[str, list[str]] = defaultdict(list)
     for name, mark in marks.items():
         by_mark[mark].append(name)
-    found: dict[str, list] = {}
+    moves: dict[str, list] = {}
 
     def place(name: str, number: int | None, mark: str) -> bool:
-        same = [other for other in by_mark.get(mark, ()) if other not in found]
+        same = [other for other in by_mark.get(mark, ()) if other not in moves]
         best = next((other for other in same if other == name), same[0] if same else None)
         if best is not None:
-            found[best] = [name, number]
+            moves[best] = [name, number]
         return best is not None
 
     changed = []
@@ -72,14 +72,14 @@ def tensor_moves(
             "which could not be undone",
             cure="use the directory as it is: --model_name takes it on MLX too",
         )
-    for name in given.keys() - found.keys():
-        twin = next((other for other in by_mark[marks[name]] if other in found), None)
+    for name in given.keys() - moves.keys():
+        twin = next((other for other in by_mark[marks[name]] if other in moves), None)
         if twin is None:
             raise NotSupported(
                 f"mlx-lm's model leaves out {name}, which could not be brought back", cure="use the directory as it is"
             )
-        found[name] = found[twin]
-    return dict(sorted(found.items()))
+        moves[name] = moves[twin]
+    return dict(sorted(moves.items()))
 
 
 def digest(content: bytes, dtype: str, shape: list[int]) -> str:

@@ -254,10 +254,12 @@ ENCODERS = {"bert", "bert-generation", "big_bird", "electra", "ernie", "megatron
 def max_positions(config: dict) -> int | None:
     """How many positions a parsed config.json says that the model has; None where it does not say."""
     config = _text_config(config)
-    found = config.get("max_position_embeddings") or config.get("n_positions") or config.get("max_seq_len")
-    if not isinstance(found, int):
+    positions = config.get("max_position_embeddings") or config.get("n_positions") or config.get("max_seq_len")
+    if not isinstance(positions, int):
         return None
-    return found - (config.get("pad_token_id") or 0) - 1 if config.get("model_type") in COUNTED_FROM_PAD else found
+    return (
+        positions - (config.get("pad_token_id") or 0) - 1 if config.get("model_type") in COUNTED_FROM_PAD else positions
+    )
 
 
 def position_table(config: dict) -> int | None:
@@ -277,8 +279,8 @@ def is_bidirectional(config: dict) -> bool:
 
 def vocabulary(config: dict) -> int | None:
     """How many rows a parsed config.json says that the embedding has; None where it does not say."""
-    found = _text_config(config).get("vocab_size")
-    return found if isinstance(found, int) else None
+    size = _text_config(config).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _text_config(config: dict) -> dict:

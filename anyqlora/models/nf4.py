@@ -83,9 +83,9 @@ def pack(weight: np.ndarray, double_quant: bool) -> Packed:
     halves, absmax = [], []
     for start in range(0, len(flat), CHUNK):
         blocks, largest = scaled(flat[start : start + CHUNK], BLOCK)
-        found = codes(blocks, LEVELS).reshape(-1)[: len(flat) - start]
-        found = np.append(found, np.uint8(7)) if len(found) % 2 else found
-        halves.append(found[0::2] << 4 | found[1::2])
+        chunk = codes(blocks, LEVELS).reshape(-1)[: len(flat) - start]
+        chunk = np.append(chunk, np.uint8(7)) if len(chunk) % 2 else chunk
+        halves.append(chunk[0::2] << 4 | chunk[1::2])
         absmax.append(largest)
     scales = np.concatenate(absmax)
     return Packed(np.concatenate(halves), rounded(scales) if double_quant else scales, weight.shape)
@@ -116,8 +116,8 @@ def from_files(read, name: str) -> Packed:
 
 def unpack(packed: Packed) -> np.ndarray:
     """float32, of the shape that was packed."""
-    found = np.empty(2 * len(packed.codes), np.uint8)
-    found[0::2], found[1::2] = packed.codes >> 4, packed.codes & 15
+    indices = np.empty(2 * len(packed.codes), np.uint8)
+    indices[0::2], indices[1::2] = packed.codes >> 4, packed.codes & 15
     count = int(np.prod(packed.shape))
-    values = LEVELS[found[:count]] * np.repeat(packed.absmax, BLOCK)[:count]
+    values = LEVELS[indices[:count]] * np.repeat(packed.absmax, BLOCK)[:count]
     return values.reshape(packed.shape)

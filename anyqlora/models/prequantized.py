@@ -64,13 +64,14 @@ def resolve_quantizer(draft, about: dict) -> None:
 
     Raises UsageError when another was asked for, or an adapter that needs the full-precision weights.
     """
-    found, config = quantized_as(about), draft.config
-    if found is None:
+    quantizer, config = quantized_as(about), draft.config
+    if quantizer is None:
         return
-    row = registry.quantizer(found)
+    row = registry.quantizer(quantizer)
     if registry.adapter(config.adapter).needs_full_weights:
         raise UsageError(
-            f"adapter {config.adapter} needs the full-precision weights, and this checkpoint's are quantized ({found})",
+            f"adapter {config.adapter} needs the full-precision weights, and this checkpoint's are quantized "
+            f"({quantizer})",
             where=config.sources.get("adapter", ""),
             cure="--adapter lora, or the same model with unquantized weights",
         )
@@ -83,16 +84,16 @@ def resolve_quantizer(draft, about: dict) -> None:
                 cure=f"--affine_group_size {group}, or leave it out",
             )
         draft.choose("affine_group_size", group)
-    if found != config.quantizer:
+    if quantizer != config.quantizer:
         asked = next((name for name in ("quantizer", "bits") if config.asked(name)), None)
         is_unquantized = not registry.quantizer(config.quantizer).is_quantized
         asked = asked or ("train_type" if is_unquantized and config.asked("train_type") else None)
         if asked:
             raise UsageError(
                 f"{asked} = {getattr(config, asked)} contradicts the checkpoint, whose weights are quantized already: "
-                f"{found}",
+                f"{quantizer}",
                 where=config.sources.get(asked, ""),
-                cure=f"--quantizer {found}, or the same model with unquantized weights",
+                cure=f"--quantizer {quantizer}, or the same model with unquantized weights",
             )
-        draft.adjust("quantizer", found, "the checkpoint's weights are quantized already")
+        draft.adjust("quantizer", quantizer, "the checkpoint's weights are quantized already")
         draft.choose("bits", row.bits)

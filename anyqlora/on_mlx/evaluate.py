@@ -19,9 +19,9 @@ def evaluator(run, built: BuiltModel):
     """() -> the evaluation of `run`'s held-out rows, as its settings say."""
     directory = base_directory(run.config)
 
-    def total_loss(found: Iterable) -> float:
+    def total_loss(losses: Iterable) -> float:
         with evaluating(built.model):
-            return sum(built.loss.total(inputs(batch)) for batch in found)
+            return sum(built.loss.total(inputs(batch)) for batch in losses)
 
     def answered(prompts: list, **options) -> list[str]:
         return answers(built.model, run.tokenizer, directory, prompts, **options)

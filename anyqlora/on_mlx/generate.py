@@ -105,7 +105,7 @@ def continue_sequences(
     ids = np.full((len(prompts), width), PAD, np.int32)  # on the left, so that all answers begin in one column
     for row, prompt in enumerate(prompts):
         ids[row, padding[row] :] = prompt
-    cache, found, done = caches(model, padding), [[] for _ in prompts], [False] * len(prompts)
+    cache, generated, done = caches(model, padding), [[] for _ in prompts], [False] * len(prompts)
     if streamer:
         streamer.put(ids[0])
     step = mx.array(ids)
@@ -121,7 +121,7 @@ def continue_sequences(
         for row, token in enumerate(tokens):
             done[row] = done[row] or token in ending
             if not done[row]:
-                found[row].append(token)
+                generated[row].append(token)
         if streamer and not done[0]:
             streamer.put(np.array(tokens[:1]))
         if all(done):
@@ -129,4 +129,4 @@ def continue_sequences(
         step = chosen[:, None]
     if streamer:
         streamer.end()
-    return found
+    return generated

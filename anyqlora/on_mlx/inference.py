@@ -62,10 +62,10 @@ def load_finetuned(run: FinishedRun, plan: RunPlan) -> MlxModel:
     if not adapter.mlx:
         raise NotSupported(f"a {run.config.adapter} adapter on MLX", cure="another --backend")
     config = plan.config
-    words = tokenizer.load_tokenizer(str(run.folder), config.trust_remote_code, config.revision, offline=True)
+    text_tokenizer = tokenizer.load_tokenizer(str(run.folder), config.trust_remote_code, config.revision, offline=True)
     runtime = Runtime(plan)
     built = build(config, runtime)
     runtime.prepare(built, SingleProcess())
     if not adapter.trains_base:
         load(runtime, load_file(run.folder / ADAPTER), str(run.folder / ADAPTER))
-    return MlxModel(run, plan, words, built)
+    return MlxModel(run, plan, text_tokenizer, built)

@@ -55,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, torch.OutOfMemoryError)
         or isinstance(error, RuntimeError)
-        and any(words in str(error).lower() for words in NO_MEMORY)
+        and any(phrase in str(error).lower() for phrase in NO_MEMORY)
     )
 
 

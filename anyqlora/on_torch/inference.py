@@ -61,7 +61,7 @@ def load_finetuned(run: FinishedRun, plan: RunPlan) -> TorchModel:
     """The run's model as `plan` says. Raises UsageError for an adapter that does not fit the base."""
     config = plan.config
     set_deterministic(config.deterministic)
-    words = tokenizer.load_tokenizer(str(run.folder), config.trust_remote_code, config.revision, offline=True)
+    text_tokenizer = tokenizer.load_tokenizer(str(run.folder), config.trust_remote_code, config.revision, offline=True)
     runtime = Runtime(plan)
     built = build(config, runtime)
     runtime.memory.close()  # no step follows, for which pages would be kept
@@ -79,4 +79,4 @@ def load_finetuned(run: FinishedRun, plan: RunPlan) -> TorchModel:
         runtime.strategy.load_trainable(
             {name: saved[name][tuple(map(slice, p.shape))] for name, p in built.trainable.items()}
         )
-    return TorchModel(run, plan, words, model, built.loss, runtime)
+    return TorchModel(run, plan, text_tokenizer, model, built.loss, runtime)

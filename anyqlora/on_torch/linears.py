@@ -56,8 +56,8 @@ def text_linears(model: nn.Module, held: type = nn.Linear) -> dict[str, nn.Modul
     """Those linear layers that text passes through: the decoder's, without the towers and projectors of other
     senses.
     """
-    found = linears(model, held)
+    layers = linears(model, held)
     decoder = model.get_decoder()
     prefix = next((name for name, module in model.named_modules() if module is decoder), "")
-    inside = {name: module for name, module in found.items() if not prefix or name.startswith(f"{prefix}.")}
-    return inside or found
+    inside = {name: module for name, module in layers.items() if not prefix or name.startswith(f"{prefix}.")}
+    return inside or layers

@@ -136,7 +136,7 @@ class ShardedLoader:
     def __iter__(self) -> Iterator:
         own = self._own()
         last_full = sum(1 for rows in own if rows)
-        found = iter(
+        batches = iter(
             DataLoader(
                 self.loader.dataset,
                 batch_sampler=own[:last_full],
@@ -149,7 +149,7 @@ class ShardedLoader:
         self.epoch += 1
         for number, rows in enumerate(own, 1):
             self.at_end = number == len(own)
-            yield self._placed(next(found) if rows else _empty(self.loader.collate_fn([self.loader.dataset[0]])))
+            yield self._placed(next(batches) if rows else _empty(self.loader.collate_fn([self.loader.dataset[0]])))
         self.at_end = False
 
     def _own(self) -> list[list[int]]:

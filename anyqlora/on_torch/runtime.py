@@ -72,7 +72,7 @@ class Runtime:
         # A plan is one of a model and rows; a loop of your own has both, so what stands in for them here is not read.
         config = resolve(
             {"train_type": "full", "model_name": "demo", "dataset": "demo", "batch_size": 1, **settings},
-            said="Runtime.of",
+            origin="Runtime.of",
         )
         config = ProcessContext.here(config).apply_to(config)
         if config.world_size == -1:
@@ -169,9 +169,9 @@ class Runtime:
             "scheduler": lambda one: PreparedScheduler(self, one, prepared.optimizer),
             "loader": lambda one: ShardedLoader(self, one),
         }
-        found = [done[name](one) for name, one in zip(named, objects, strict=True)]
-        self._prepared += [one for one in found if isinstance(one, (PreparedScheduler, ShardedLoader))]
-        return found[0] if len(found) == 1 else tuple(found)
+        results = [done[name](one) for name, one in zip(named, objects, strict=True)]
+        self._prepared += [one for one in results if isinstance(one, (PreparedScheduler, ShardedLoader))]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def unwrap_model(self, model: nn.Module | None = None) -> nn.Module:
         """The model without what the strategy has put around it: what evaluates, generates and is saved."""

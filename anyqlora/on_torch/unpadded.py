@@ -146,10 +146,10 @@ def _are_kept_apart(model: nn.Module) -> bool:
 
 def _configs(model: nn.Module) -> list:
     """The configurations that the model's parts read, each once."""
-    found = {
+    configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
-    return list(found.values())
+    return list(configs.values())
 
 
 @contextlib.contextmanager

@@ -117,8 +117,8 @@ class BackendManager:
         self.machine = machine or observe()
         name = self._detected() if backend == "auto" else self._checked(str(backend))
         self.backend = Backend(name) if name in list(Backend) else name
-        self.found, spec = self.probe(name), self.spec(name)
-        self.capabilities, self.device = spec.capabilities, self.found.device or spec.device
+        self.report, spec = self.probe(name), self.spec(name)
+        self.capabilities, self.device = spec.capabilities, self.report.device or spec.device
         if verbose:
             print("\n".join(self.describe()))
 
@@ -135,8 +135,8 @@ class BackendManager:
         """What this machine does of backend `name`."""
         if name not in self._found:
             try:
-                found = self.spec(name).probe(self.machine)
-                self._found[name] = replace(found, processes=found.processes or self.machine.processes)
+                report = self.spec(name).probe(self.machine)
+                self._found[name] = replace(report, processes=report.processes or self.machine.processes)
             except UsageError as error:  # a broken plugin is absent; it does not break the other backends
                 self._found[name] = _absent(str(error))
         return self._found[name]
@@ -186,46 +186,46 @@ class BackendManager:
 
     def describe(self) -> list[str]:
         """System, backend, capabilities and memory, a line each."""
-        found, machine = self.found, self.machine
+        reports, machine = self.report, self.machine
         torch = machine.torch.get("version")
         lines = [
             f"System: {machine.system} {machine.os_version} {machine.arch}, Python {machine.python}, torch {torch}",
             f"Backend: {self.backend} (device {self.device}); available: {', '.join(self.available())}",
         ]
-        lines += [f"Device: {device.name}" for device in found.devices]
+        lines += [f"Device: {device.name}" for device in reports.devices]
         for title, cells in (
-            ("Dtypes", found.dtypes),
-            ("Quantizers", found.quantizers),
-            ("Optimizers", found.optimizers),
+            ("Dtypes", reports.dtypes),
+            ("Quantizers", reports.quantizers),
+            ("Optimizers", reports.optimizers),
             ("Strategies", self.capabilities.strategies),
         ):
             lines.append(f"{title}: {', '.join(cells) or 'none'}")
-        lines += [f"Collective: {found.collective or 'none'}", str(self.get_memory_info())]
-        return lines + [f"Not here: {cell}: {why}" for cell, why in found.reasons.items()]
+        lines += [f"Collective: {reports.collective or 'none'}", str(self.get_memory_info())]
+        return lines + [f"Not here: {cell}: {why}" for cell, why in reports.reasons.items()]
 
     def supports_quantization(self, bits: int) -> bool:
         """Whether frozen weights can be kept in so many bits here."""
-        return bits in bits_of(self.found.quantizers)
+        return bits in bits_of(self.report.quantizers)
 
     def get_dtype(self, prefer_bfloat16: bool = True):
         """The torch dtype that `precision auto` computes in; with prefer_bfloat16=False the best other one."""
         import torch
 
-        name = next((dtype for dtype in self.found.dtypes if prefer_bfloat16 or dtype != "bf16"), "fp32")
+        name = next((dtype for dtype in self.report.dtypes if prefer_bfloat16 or dtype != "bf16"), "fp32")
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
     def get_distributed_backend(self) -> str | None:
         """torch.distributed's backend for this device; None where there is no collective."""
-        return self.found.collective
+        return self.report.collective
 
     def get_memory_info(self) -> MemoryInfo:
         """Bytes, now: of the device's allocator where it has one, of host memory else."""
         if not self._is_live:
-            return MemoryInfo(total=self.found.memory_total, available=self.found.memory_free)
+            return MemoryInfo(total=self.report.memory_total, available=self.report.memory_free)
         if self.capabilities.framework == "torch" and self.capabilities.device in ("cuda", "xpu"):
             import torch
 
-            module, devices = getattr(torch, self.capabilities.device), self.found.devices
+            module, devices = getattr(torch, self.capabilities.device), self.report.devices
             own = device_index(local_rank() or 0, len(devices))
             free = free_memory(module, len(devices))[own]
             info = MemoryInfo(
@@ -237,7 +237,9 @@ class BackendManager:
         if self.capabilities.framework == "mlx":
             import mlx.core as mx
 
-            return MemoryInfo(active=mx.get_active_memory(), peak=mx.get_peak_memory(), unified=self.found.memory_total)
+            return MemoryInfo(
+                active=mx.get_active_memory(), peak=mx.get_peak_memory(), unified=self.report.memory_total
+            )
         if self.capabilities.device == "mps":
             import torch
 
@@ -268,9 +270,9 @@ class BackendManager:
 
     def _fits(self, billions: float, rows: int, length: int) -> bool:
         preset = registry.TRAIN_TYPES["qlora"]
-        has_it = preset.quantizer in self.found.quantizers
-        quantizer = preset.quantizer if has_it else self.found.wider(preset.quantizer) or registry.UNQUANTIZED
-        precision = PRECISION_OF[self.found.dtypes[0]]
+        has_it = preset.quantizer in self.report.quantizers
+        quantizer = preset.quantizer if has_it else self.report.wider(preset.quantizer) or registry.UNQUANTIZED
+        precision = PRECISION_OF[self.report.dtypes[0]]
         config = TrainConfig(
             quantizer=quantizer,
             adapter=preset.adapter,
@@ -280,12 +282,12 @@ class BackendManager:
             use_gradient_checkpointing=True,
         )
         return memory.estimate(architectures.llama_of(billions), config).total <= HEADROOM * (
-            self.found.memory_free or 0
+            self.report.memory_free or 0
         )
 
     def plan(self, config: TrainConfig) -> RunPlan:
         """What a run of `config` will do here. Pure: reads nothing but the model's config.json; prints nothing."""
-        return plan_run(config, self.backend, self.device, self.capabilities, self.found)
+        return plan_run(config, self.backend, self.device, self.capabilities, self.report)
 
 
 def get_backend_manager(backend: str = "auto", verbose: bool = False) -> BackendManager:

@@ -233,14 +233,14 @@ def _torch_build(torch) -> dict:
 def _accelerators(module, read) -> tuple[tuple[Device, ...], str]:
     """The devices of torch.cuda or torch.xpu, and why there are fewer than the driver has."""
     try:
-        found = (
+        accelerators = (
             [read(module.get_device_properties(index)) for index in range(module.device_count())]
             if module.is_available()
             else []
         )
         return tuple(
             replace(device, memory_free=free)
-            for device, free in zip(found, free_memory(module, len(found)), strict=True)
+            for device, free in zip(accelerators, free_memory(module, len(accelerators)), strict=True)
         ), ""
     except Exception as error:  # a driver that is too old or a device that is lost
         return (), _first_line(error)
@@ -306,23 +306,23 @@ def _mps(torch) -> dict:
     mps = torch.backends.mps
     if not mps.is_built():
         return {"built": False, "available": False}
-    found = {"built": True, "available": mps.is_available(), "allocates": False, "quantizes": False, "bf16": False}
-    if not found["available"]:
-        return found
+    state = {"built": True, "available": mps.is_available(), "allocates": False, "quantizes": False, "bf16": False}
+    if not state["available"]:
+        return state
     try:
         torch.ones(2, device="mps").sum().item()
         total = torch.mps.recommended_max_memory()
-        found |= {
+        state |= {
             "allocates": True,
             "memory_total": total,
             "memory_free": max(total - torch.mps.driver_allocated_memory(), 0),
         }
-        found["quantizes"] = quantizes(torch, "mps")
+        state["quantizes"] = quantizes(torch, "mps")
         x = torch.ones(2, 2, device="mps", dtype=torch.bfloat16)
-        found["bf16"] = (x @ x).sum().item() == 8
+        state["bf16"] = (x @ x).sum().item() == 8
     except Exception as error:
-        found["error"] = _first_line(error)
-    return found
+        state["error"] = _first_line(error)
+    return state
 
 
 def quantizes(torch, device: str) -> bool:
@@ -386,18 +386,18 @@ def _bitsandbytes(torch) -> dict:
     spec = importlib.util.find_spec("bitsandbytes")
     if spec is None or not spec.submodule_search_locations:
         return {"error": "bitsandbytes is not installed"}
-    found = {"version": _version("bitsandbytes")}
+    state = {"version": _version("bitsandbytes")}
     directory = Path(spec.submodule_search_locations[0])
     library = native_library(
         sorted(path.name for path in directory.glob("libbitsandbytes_*")), torch.version, torch.cuda.is_available()
     )
     if not library:
-        return found | {"error": f"bitsandbytes {found['version']} has no native library for torch {torch.__version__}"}
+        return state | {"error": f"bitsandbytes {state['version']} has no native library for torch {torch.__version__}"}
     try:
         ctypes.CDLL(str(directory / library))
     except OSError as error:
-        return found | {"library": library, "error": f"bitsandbytes' {library} cannot be loaded: {_first_line(error)}"}
-    return found | {"library": library}
+        return state | {"library": library, "error": f"bitsandbytes' {library} cannot be loaded: {_first_line(error)}"}
+    return state | {"library": library}
 
 
 def native_library(files: list[str], build, has_cuda: bool) -> str:

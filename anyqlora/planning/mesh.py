@@ -45,13 +45,13 @@ class RegexMap(MutableMapping):
         """The key that speaks for `name`. Raises LayoutError when several do."""
         if name in self._values:
             return name
-        found = [key for key in self._values if re.fullmatch(key, name)]
-        if len(found) > 1:
+        keys = [key for key in self._values if re.fullmatch(key, name)]
+        if len(keys) > 1:
             raise LayoutError(
-                f"{name!r} matches several layout keys: {', '.join(map(repr, found))}",
+                f"{name!r} matches several layout keys: {', '.join(map(repr, keys))}",
                 cure="keys of which one matches each name; an exact name goes before any regex",
             )
-        return found[0] if found else None
+        return keys[0] if keys else None
 
     def __getitem__(self, name: str) -> Any:
         key = self.key_of(name)
@@ -91,7 +91,7 @@ class LayoutRule:
 
 def mesh_axes(text: str, where: str = "") -> dict[str, int]:
     """{axis: processes along it} of `batch=2,model=2`. Raises LayoutError."""
-    found: dict[str, int] = {}
+    axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in (BATCH, MODEL):
@@ -100,14 +100,14 @@ def mesh_axes(text: str, where: str = "") -> dict[str, int]:
                 where=where,
                 cure="batch=2,model=2: the axes are batch and model",
             )
-        if name in found or not size.isdecimal() or int(size) < 1:
+        if name in axes or not size.isdecimal() or int(size) < 1:
             raise LayoutError(
                 f"mesh {text!r}: {part.strip()!r} does not say how many processes are along {name}",
                 where=where,
                 cure="batch=2,model=2",
             )
-        found[name] = int(size)
-    return found
+        axes[name] = int(size)
+    return axes
 
 
 def format_rules(mesh: dict[str, int]) -> str:
@@ -140,22 +140,22 @@ def from_file(path: str) -> RegexMap:
         ) from None
     if not isinstance(tree, yaml.MappingNode) or not tree.value:
         refuse("no map of names to axes", tree)
-    found = RegexMap()
+    layout = RegexMap()
     for key, node in tree.value:
         listed = isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value)
-        said = tuple(None if item.tag.endswith(":null") else item.value for item in node.value) if listed else None
-        if said not in SPLITS:
-            what = json.dumps(said) if listed else repr(getattr(node, "value", "a map"))
+        placement = tuple(None if item.tag.endswith(":null") else item.value for item in node.value) if listed else None
+        if placement not in SPLITS:
+            what = json.dumps(placement) if listed else repr(getattr(node, "value", "a map"))
             refuse(
                 f"{key.value}: {what} is not one of [model, null] (split along outputs), [null, model] (along inputs), "
                 f"[null, null]",
                 key,
             )
         try:
-            found[key.value] = LayoutRule(SPLITS[said], f"{path}:{key.start_mark.line + 1}")
+            layout[key.value] = LayoutRule(SPLITS[placement], f"{path}:{key.start_mark.line + 1}")
         except LayoutError as error:
             refuse(error.message, key)
-    return found
+    return layout
 
 
 # ------------------------------------------------------------------------------------------------------------ in a plan

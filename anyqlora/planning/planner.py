@@ -249,7 +249,7 @@ class PlanBuilder:
         self.choose(name, value)
 
 
-def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunPlan:
+def plan_run(config: TrainConfig, backend: str, device: str, row, report) -> RunPlan:
     """The plan of `config` on a backend, from its `row` (Capabilities) and what was `found` on the machine (Found).
 
     Pure.
@@ -266,31 +266,31 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     draft.choose("backend", str(backend))
     if config.strategy in registry.STRATEGIES and config.strategy not in row.strategies:
         _refuse(config, "strategy", backend, "", row.strategies)
-    mesh.resolve_mesh(draft, len(found.devices))
-    _processes(draft, backend, row, found)
-    found = found.used(draft.config.world_size)
-    _precision(draft, backend, row, found)
+    mesh.resolve_mesh(draft, len(report.devices))
+    _processes(draft, backend, row, report)
+    report = report.used(draft.config.world_size)
+    _precision(draft, backend, row, report)
     described = _model_config(draft)
     if described:
         prequantized.resolve_quantizer(draft, described)
         _positions(draft, described)
-    _quantizer(draft, backend, row, found)
-    _adapter(draft, backend, row, found)
+    _quantizer(draft, backend, row, report)
+    _adapter(draft, backend, row, report)
     draft.config = validate(draft.config)  # what was changed may contradict what was asked
-    _optimizer(draft, backend, row, found)
+    _optimizer(draft, backend, row, report)
     _placement(draft, backend, row)
     shapes = _shapes(draft, described)
     if described and not registry.adapter(draft.config.adapter).trains_base:
         _targets(draft.config, described.get("model_type", ""), shapes)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
-    sharing = 1 if row.activation_offload else found.sharing  # a device with memory of its own is one process's
-    free = None if found.memory_free is None else found.memory_free // sharing
+    sharing = 1 if row.activation_offload else report.sharing  # a device with memory of its own is one process's
+    free = None if report.memory_free is None else report.memory_free // sharing
     if shapes is not None and free is not None:
         fitting.plan_sharding(draft, shapes, free)  # before what depends on whether the model is split
-    _kernels(draft, backend, row, found)
-    _products(draft, backend, row, found)
-    _fast_paths(draft, row, shapes, found)
+    _kernels(draft, backend, row, report)
+    _products(draft, backend, row, report)
+    _fast_paths(draft, row, shapes, report)
     if shapes and not (described and prequantized.quantized_as(described)):
         _groups(draft, shapes)
     if shapes is not None and free is not None:
@@ -298,7 +298,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, found) -> RunP
     fitting.plan_batch(draft, shapes, free)
     fitting.plan_dequantized_layers(draft, shapes, free)
     _quantized_cache(draft, row, described, shapes)
-    _warn(draft, backend, row, found)
+    _warn(draft, backend, row, report)
     c = draft.config
     if c.strict and draft.adjustments:
         raise UsageError(
@@ -341,15 +341,15 @@ def _refuse(config, name: str, backend: str, why: str, offered) -> None:
     )
 
 
-def _why(cell: str, cells: tuple[str, ...], found) -> str:
+def _why(cell: str, cells: tuple[str, ...], report) -> str:
     """Why this machine does not do a cell that the backend's row has; "" where the row lacks it."""
-    return found.why(cell) if cell in cells else ""
+    return report.why(cell) if cell in cells else ""
 
 
-def _processes(draft, backend, row, found) -> None:
+def _processes(draft, backend, row, report) -> None:
     """How many processes, and the strategy they share the work by."""
-    config, devices = draft.config, len(found.devices)
-    offered = [registry.strategy(name) for name in row.strategies] if found.collective else []
+    config, devices = draft.config, len(report.devices)
+    offered = [registry.strategy(name) for name in row.strategies] if report.collective else []
     several = [s.name for s in offered if s.several and (not s.tensor_parallel or s.name == config.strategy)]
     if config.world_size == -1:
         draft.choose("world_size", devices if several and config.strategy != "single" else 1)
@@ -369,7 +369,7 @@ def _processes(draft, backend, row, found) -> None:
             cure=f"--world_size 1, or a strategy for several: {', '.join(several) or 'none here'}",
         )
     if size > 1 and not several:
-        why = found.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
+        why = report.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
         raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
     if config.strategy == AUTO:
         draft.choose("strategy", fitting.implied_strategy(config) or ("single" if size == 1 else several[0]))
@@ -379,15 +379,15 @@ def _processes(draft, backend, row, found) -> None:
         _refuse(draft.config, "strategy", backend, "", row.strategies)
 
 
-def _precision(draft, backend, row, found) -> None:
+def _precision(draft, backend, row, report) -> None:
     asked = draft.config.precision
-    if not found.dtypes:
-        raise UsageError(f"backend {str(backend)!r} has no dtype to compute in: {found.why('fp32')}")
+    if not report.dtypes:
+        raise UsageError(f"backend {str(backend)!r} has no dtype to compute in: {report.why('fp32')}")
     if asked == AUTO:
-        draft.choose("precision", PRECISION_OF[found.dtypes[0]])
-    elif (dtype := DTYPE_OF[asked]) not in found.dtypes:
-        instead = next(d for d in ("fp16", "fp32", "bf16") if d in found.dtypes)
-        why = found.why(dtype) if dtype in row.dtypes else f"backend {backend} does not compute in {dtype}"
+        draft.choose("precision", PRECISION_OF[report.dtypes[0]])
+    elif (dtype := DTYPE_OF[asked]) not in report.dtypes:
+        instead = next(d for d in ("fp16", "fp32", "bf16") if d in report.dtypes)
+        why = report.why(dtype) if dtype in row.dtypes else f"backend {backend} does not compute in {dtype}"
         draft.adjust("precision", PRECISION_OF[instead], why)
     elif not row.autocast and PRECISION_OF[dtype] != asked:
         draft.adjust(
@@ -397,21 +397,21 @@ def _precision(draft, backend, row, found) -> None:
         )
 
 
-def _quantizer(draft, backend, row, found) -> None:
+def _quantizer(draft, backend, row, report) -> None:
     """What was asked for by name is kept or refused; only the default preset gives way, to more bits."""
     config, quantizer = draft.config, registry.quantizer(draft.config.quantizer)
-    why = _why(config.quantizer, row.quantizers, found) or _lacks(quantizer, found)
-    if config.quantizer not in found.quantizers and (why or not _is_another_packages(quantizer, row)):
-        same_bits = next((name for name in found.quantizers if bits_of([name]) == (quantizer.bits,)), None)
+    why = _why(config.quantizer, row.quantizers, report) or _lacks(quantizer, report)
+    if config.quantizer not in report.quantizers and (why or not _is_another_packages(quantizer, row)):
+        same_bits = next((name for name in report.quantizers if bits_of([name]) == (quantizer.bits,)), None)
         is_by_bits = config.asked("bits") and not config.asked("quantizer")
         if is_by_bits and same_bits and config.quantizer not in row.quantizers:
             why = f"backend {backend} has no {config.quantizer}; this is its own of {config.bits} bits"
             draft.adjust("quantizer", same_bits, why)
-        elif not found.wider(config.quantizer) or any(map(config.asked, ("quantizer", "train_type", "bits"))):
-            _refuse(config, "quantizer", backend, why, found.quantizers)
+        elif not report.wider(config.quantizer) or any(map(config.asked, ("quantizer", "train_type", "bits"))):
+            _refuse(config, "quantizer", backend, why, report.quantizers)
         else:
             draft.adjust(
-                "quantizer", found.wider(config.quantizer), why or f"backend {backend} has no {config.quantizer}"
+                "quantizer", report.wider(config.quantizer), why or f"backend {backend} has no {config.quantizer}"
             )
             draft.choose("bits", registry.quantizer(draft.config.quantizer).bits)
     quantizer = registry.quantizer(draft.config.quantizer)
@@ -424,9 +424,9 @@ def _quantizer(draft, backend, row, found) -> None:
         )
 
 
-def _adapter(draft, backend, row, found) -> None:
+def _adapter(draft, backend, row, report) -> None:
     adapter = registry.adapter(draft.config.adapter)
-    why = _lacks(adapter, found)
+    why = _lacks(adapter, report)
     if draft.config.adapter not in row.adapters and (why or not _is_another_packages(adapter, row)):
         _refuse(draft.config, "adapter", backend, why, row.adapters)
 
@@ -436,13 +436,13 @@ def _is_another_packages(info: Info, row) -> bool:
     return info not in (*registry.QUANTIZERS.values(), *registry.ADAPTERS.values()) and bool(info.target(row.framework))
 
 
-def _lacks(info: Info, found) -> str:
+def _lacks(info: Info, report) -> str:
     """Why what another package's quantizer or adapter needs is not here; "" where it is, and for our own."""
     if info in (*registry.QUANTIZERS.values(), *registry.ADAPTERS.values()):
         return ""
     tables = registry.QUANTIZERS, registry.OPTIMIZERS
     peers = (name for need in info.needs for name in registry.needing(need, *tables))
-    return next(filter(None, map(found.why, peers)), "")
+    return next(filter(None, map(report.why, peers)), "")
 
 
 def _groups(draft, shapes) -> None:
@@ -461,20 +461,20 @@ def _groups(draft, shapes) -> None:
         )
 
 
-def _optimizer(draft, backend, row, found) -> None:
-    if draft.config.optimizer not in found.optimizers:
+def _optimizer(draft, backend, row, report) -> None:
+    if draft.config.optimizer not in report.optimizers:
         _refuse(
-            draft.config, "optimizer", backend, _why(draft.config.optimizer, row.optimizers, found), found.optimizers
+            draft.config, "optimizer", backend, _why(draft.config.optimizer, row.optimizers, report), report.optimizers
         )
 
 
-def _kernels(draft, backend, row, found) -> None:
+def _kernels(draft, backend, row, report) -> None:
     """Ours take the place of modules that this process has whole: where strategies split the model, the framework's own
     run.
     """
     config = draft.config
     is_split = not registry.strategy(config.strategy).fusable
-    kernels = registry.KERNELS[found.kernels[0] if config.kernels == AUTO else config.kernels]
+    kernels = registry.KERNELS[report.kernels[0] if config.kernels == AUTO else config.kernels]
     is_for_it = not kernels.precisions or config.precision in kernels.precisions
     if config.kernels == AUTO:
         draft.choose("kernels", kernels.name if is_for_it and not is_split else "portable")
@@ -485,8 +485,8 @@ def _kernels(draft, backend, row, found) -> None:
             where=config.sources.get("kernels", ""),
             cure="--kernels portable, or leave it out",
         )
-    elif config.kernels not in found.kernels:
-        _refuse(config, "kernels", backend, _why(config.kernels, row.kernels, found), found.kernels)
+    elif config.kernels not in report.kernels:
+        _refuse(config, "kernels", backend, _why(config.kernels, row.kernels, report), report.kernels)
     elif not is_for_it:
         raise UsageError(
             f"kernels {config.kernels}: they are for precision {' or '.join(kernels.precisions)}, and this is "
@@ -496,15 +496,15 @@ def _kernels(draft, backend, row, found) -> None:
         )
 
 
-def _products(draft, backend, row, found) -> None:
+def _products(draft, backend, row, report) -> None:
     """Products of frozen weights in fewer bits are for 16-bit arithmetic, where they are twice as fast."""
     config, asked = draft.config, draft.config.frozen_matmul
     where = config.sources.get("frozen_matmul", "")
     if not registry.FROZEN_MATMULS[asked].is_rounded:
         return
-    if asked not in found.products:
-        why = found.why(f"{asked} products") or f"backend {backend} has no {asked} products"
-        raise UsageError(f"frozen_matmul {asked}: {why}", where=where, cure=f"one of: {', '.join(found.products)}")
+    if asked not in report.products:
+        why = report.why(f"{asked} products") or f"backend {backend} has no {asked} products"
+        raise UsageError(f"frozen_matmul {asked}: {why}", where=where, cure=f"one of: {', '.join(report.products)}")
     if DTYPE_OF[config.precision] != "bf16":
         raise UsageError(
             f"frozen_matmul {asked}: it is for precision bf16, and this is {config.precision}",
@@ -549,7 +549,7 @@ def _placement(draft, backend, row) -> None:
         draft.choose("use_gradient_checkpointing", True)
 
 
-def _fast_paths(draft, row, shapes, found) -> None:
+def _fast_paths(draft, row, shapes, report) -> None:
     """What computes the same in less time or memory, wherever it applies."""
     is_built = row.framework == "torch" and registry.strategy(draft.config.strategy).fusable
     for name in ("fused_lora", "padding_free"):
@@ -562,14 +562,16 @@ def _fast_paths(draft, row, shapes, found) -> None:
     draft.choose("fused_lora", is_built and memory.is_fused(draft.config))
     if draft.config.padding_free == AUTO:
         draft.choose("padding_free", is_built and row.device == "cpu" and draft.config.logits_chunk_tokens != 0)
-    _fused_head(draft, shapes, found)
+    _fused_head(draft, shapes, report)
     draft.choose("logits_chunk_tokens", memory.logits_chunk_tokens(shapes, draft.config))
-    if draft.config.cpu_threads == AUTO and found.cores:
+    if draft.config.cpu_threads == AUTO and report.cores:
         narrow = shapes is not None and shapes.hidden * shapes.intermediate < NARROW
-        draft.choose("cpu_threads", found.threads or (1 if narrow else max(1, found.cores // max(1, found.processes))))
+        draft.choose(
+            "cpu_threads", report.threads or (1 if narrow else max(1, report.cores // max(1, report.processes)))
+        )
 
 
-def _fused_head(draft, shapes, found) -> None:
+def _fused_head(draft, shapes, report) -> None:
     """The head and its loss in C: a way of `native` kernels, where the head is frozen and nothing but a factor comes
     after it.
     """
@@ -582,7 +584,7 @@ def _fused_head(draft, shapes, found) -> None:
                     not registry.KERNELS[config.kernels].in_c,
                     f"it is one of the native kernels, and this runs on {config.kernels} ones",
                 ),
-                (found.why("fused head"), found.why("fused head")),
+                (report.why("fused head"), report.why("fused head")),
                 (registry.adapter(config.adapter).trains_base, "the head learns, whose gradient is made of logits"),
                 (config.logits_chunk_tokens == 0, "logits_chunk_tokens 0 asks for all logits"),
                 (shapes is not None and shapes.capped_logits, "the model caps its logits"),
@@ -700,13 +702,13 @@ def _shapes(draft, described: dict | None) -> architectures.ModelShape | None:
     return shapes
 
 
-def _warn(draft, backend, row, found) -> None:
+def _warn(draft, backend, row, report) -> None:
     """What is worth knowing and changes nothing."""
     config = draft.config
     cells = ["", config.quantizer, DTYPE_OF[config.precision], config.optimizer, config.kernels]
     if _would_be_faster(config, row):
         cells.append("kernels")
-    draft.warnings += [f"{backend}: {found.slow[cell]}" for cell in cells if cell in found.slow]
+    draft.warnings += [f"{backend}: {report.slow[cell]}" for cell in cells if cell in report.slow]
 
 
 def _would_be_faster(config: TrainConfig, row) -> bool:

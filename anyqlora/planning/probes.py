@@ -31,14 +31,14 @@ def _narrowed(
     if row.collective and row.collective not in machine.torch.get("collectives", ()):
         lacks["collective"] = f"this torch has no {row.collective}"
     collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
-    kept = {
+    cells = {
         name: tuple(cell for cell in getattr(row, name) if cell not in lacks)
         for name in ("dtypes", "quantizers", "optimizers", "kernels")
     }
     return BackendReport(
         True,
         devices,
-        **{**kept, **more},
+        **{**cells, **more},
         cores=machine.cores,
         threads=machine.threads,
         collective=collective if "collective" in lacks else row.collective,

@@ -142,12 +142,12 @@ class ProcessContext:
 
 def first_host(nodes: str) -> str:
     """The first host of SLURM's list: node[03-05,9],gpu1 -> node03."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
-    if not found:
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
+    if not match:
         raise UsageError(
             f"SLURM's node list {nodes!r} names no host", where="environment", cure="set MASTER_ADDR to the first node"
         )
-    return found[1] + (found[2] or "")
+    return match[1] + (match[2] or "")
 
 
 def _mlx_hosts(path: str) -> list[str]:
@@ -174,8 +174,8 @@ def device_index(local_rank: int, visible: int) -> int:
 def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     """The process's number on its machine, as torchrun or srun says it; None where nobody has started several."""
     is_task = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
-    said = environ.get("LOCAL_RANK") or (environ.get("SLURM_LOCALID") if is_task and _has_others(environ) else None)
-    return int(said) if said and said.isdigit() else None
+    stated = environ.get("LOCAL_RANK") or (environ.get("SLURM_LOCALID") if is_task and _has_others(environ) else None)
+    return int(stated) if stated and stated.isdigit() else None
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int:

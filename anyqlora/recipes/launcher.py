@@ -62,8 +62,8 @@ class LocalLauncher:
                 "PYTHONPATH": path,
             }
             command = [sys.executable, "-m", "anyqlora.recipes.worker", str(self.folder), str(os.getpid())]
-            with open(self.exit_messages(rank), "wb") as said:
-                out, err = (None, None) if rank == 0 else (subprocess.DEVNULL, said)
+            with open(self.exit_messages(rank), "wb") as message_file:
+                out, err = (None, None) if rank == 0 else (subprocess.DEVNULL, message_file)
                 # A session of its own: Ctrl-C reaches it through `forward`, once.
                 self.running[rank] = subprocess.Popen(
                     command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
@@ -150,11 +150,11 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
                 sys.exit(130)
             if processes.culprit is None:
                 return json.loads((processes.folder / "result.json").read_bytes())
-            rank, said = (
+            rank, message = (
                 processes.culprit,
                 processes.exit_messages(processes.culprit).read_text(errors="replace") if processes.culprit else "",
             )
-            print(printable(said), end="", file=sys.stderr)
+            print(printable(message), end="", file=sys.stderr)
             has_explained = processes.has_explained(rank)
             if processes.stop is not None and (not has_explained or processes.ends[rank] == OutOfMemory.exit_code):
                 raise Stopped.by(processes.stop)

@@ -30,8 +30,8 @@ def main(folder: Path) -> None:
         from anyqlora.core.files import json_safe
         from anyqlora.recipes.sft import train  # in here, where signals that come while it is imported are answered
 
-        said = json.loads((folder / "config.json").read_bytes())
-        result = train(TrainConfig(**said["settings"], sources=said["sources"]), said["name"])
+        payload = json.loads((folder / "config.json").read_bytes())
+        result = train(TrainConfig(**payload["settings"], sources=payload["sources"]), payload["name"])
         if result:  # the first process has it
             (folder / "result.json").write_text(json.dumps(json_safe(result)))
 

@@ -24,9 +24,11 @@ class JsonLines:
         """Of an earlier part of the run the first `keep` lines stay."""
         self.path, self.warn, self.waiting, self.file = path, warn, [], None
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines[:keep] if line.endswith(b"\n")]  # the last one may have been cut short by a kill
-        self.count, self.end = len(kept), sum(map(len, kept))
-        if len(kept) < len(lines):
+        complete = [
+            line for line in lines[:keep] if line.endswith(b"\n")
+        ]  # the last one may have been cut short by a kill
+        self.count, self.end = len(complete), sum(map(len, complete))
+        if len(complete) < len(lines):
             os.truncate(path, self.end)
 
     def write(self, record: dict) -> None:

@@ -62,15 +62,15 @@ def cell(text: str) -> Text:
 
 def evaluations(result: dict) -> Table | None:
     """Loss, perplexity and exact match on the held-out rows, before and after."""
-    found = result.get("eval")
-    if not found:
+    evaluation = result.get("eval")
+    if not evaluation:
         return None
     table = Table(box=box.SIMPLE_HEAD, title=None)
     table.add_column("held-out rows")
     for name in ("before", "after" if learned_at(result) == result["steps"] else f"after step {learned_at(result)}"):
         table.add_column(name, justify="right")
     for name, form in HELD_OUT.items():
-        values = [(found[side] or {}).get(name) for side in ("before", "after")]
+        values = [(evaluation[side] or {}).get(name) for side in ("before", "after")]
         if any(value is not None for value in values):
             table.add_row(name.replace("_", " "), *("" if value is None else form.format(value) for value in values))
     return table
@@ -168,7 +168,7 @@ def example_prompt(directory: Path) -> str:
 def python() -> str:
     """How this interpreter is called from here: python, a path below this directory, or its whole path."""
     own = Path(sys.executable)
-    found = shutil.which("python")
-    if found and Path(found) == own:
+    executable = shutil.which("python")
+    if executable and Path(executable) == own:
         return "python"
     return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))

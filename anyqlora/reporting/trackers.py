@@ -50,13 +50,13 @@ def check_trackers(config: TrainConfig) -> None:
 def numeric_values(record: Mapping) -> dict[str, float]:
     """What of a record can be plotted; an evaluation's numbers are named eval/..."""
     prefix = "eval/" if record.get("event") == "evaluation" else ""
-    found = {}
+    values = {}
     for name, value in record.items():
         if value in ("nan", "inf", "-inf"):  # as metrics.jsonl spells what JSON has no number for
             value = float(value)
         if name != "step" and isinstance(value, (int, float)):
-            found[prefix + name] = value
-    return found
+            values[prefix + name] = value
+    return values
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a complete-looking directory, ascending."""
-        found = (re.fullmatch(r"step-(\d+)", p.name) for p in self.directory.glob("step-*"))
-        return sorted(int(m.group(1)) for m in found if m)
+        matches = (re.fullmatch(r"step-(\d+)", p.name) for p in self.directory.glob("step-*"))
+        return sorted(int(m.group(1)) for m in matches if m)
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"

@@ -104,7 +104,7 @@ class RunDirectory:
     def broadcast(self, ranks: SingleProcess) -> None:
         """All processes hear from the first one where the run lies and what it goes on from."""
         restored = self.restored
-        said = ranks.broadcast(
+        payload = ranks.broadcast(
             {
                 "directory": str(self.directory),
                 "identity": self.identity,
@@ -119,12 +119,16 @@ class RunDirectory:
                 else None,
             }
         )
-        if said["restored"]:
+        if payload["restored"]:
             adapter = ranks.broadcast_arrays(restored and restored.adapter) or {}
             moments = ranks.broadcast_arrays(restored and restored.moments) or {}
-            loaded = {**said["restored"], "path": Path(said["restored"]["path"])}
+            loaded = {**payload["restored"], "path": Path(payload["restored"]["path"])}
             self.restored = restored or LoadedCheckpoint(adapter=adapter, moments=moments, **loaded)
-        self.directory, self.identity, self.finished = Path(said["directory"]), said["identity"], said["finished"]
+        self.directory, self.identity, self.finished = (
+            Path(payload["directory"]),
+            payload["identity"],
+            payload["finished"],
+        )
 
     def keep_planned(self, config: TrainConfig, plan) -> TrainConfig:
         """`config` with what the plan chose when the checkpoint was written, where nobody states it now and device and
@@ -138,12 +142,12 @@ class RunDirectory:
         planned = settings_with("on_resume", "planned")
         decisions = {name: SETTINGS[name].metadata["decided_with"] or name for name in planned}
         stated = {decisions[name] for name in planned if getattr(config, name) != "auto"}
-        kept = {
+        state = {
             name: before[name]
             for name in planned
             if decisions[name] not in stated and name in before and getattr(plan.config, name) != "auto"
         }  # which some backends leave alone
-        return config.with_(**kept, sources={**config.sources, **dict.fromkeys(kept, "plan")})
+        return config.with_(**state, sources={**config.sources, **dict.fromkeys(state, "plan")})
 
     def reopen(self, disk: FileSystem) -> None:
         """A finished run that goes on is an unfinished one from now on: its result.json steps aside, under the number
@@ -214,17 +218,17 @@ def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
     identity = _with_same_process_count(config, identity, old)
     has_ended = read_json(directory / RESULT) is not None
     replaces = config.resume == "force" and bool(old) and old != identity
-    found = RunDirectory(directory, identity, finished=has_ended and not replaces, made=made, replaces=replaces)
-    if directory.exists() and not found.finished:
+    run_dir = RunDirectory(directory, identity, finished=has_ended and not replaces, made=made, replaces=replaces)
+    if directory.exists() and not run_dir.finished:
         _check_inside(directory)
-        found.lock()
+        run_dir.lock()
         try:
-            _restore_run(found, None if config.resume == "force" else identity, has_ended)
+            _restore_run(run_dir, None if config.resume == "force" else identity, has_ended)
         except BaseException:
-            found.unlock()
+            run_dir.unlock()
             raise
-    found.seconds = time.perf_counter() - began
-    return found
+    run_dir.seconds = time.perf_counter() - began
+    return run_dir
 
 
 def unknown_run_directory() -> RunDirectory:
@@ -232,31 +236,31 @@ def unknown_run_directory() -> RunDirectory:
     return RunDirectory(Path(), {})
 
 
-def _restore_run(found: RunDirectory, identity: dict | None, has_ended: bool) -> None:
+def _restore_run(run_dir: RunDirectory, identity: dict | None, has_ended: bool) -> None:
     """Find the checkpoint that the run goes on from, and clear away what a killed process left half done.
 
     Raises NoCheckpoint.
 
     The last checkpoint of a run that has ended was written before its last evaluation, which is made again.
     """
-    checkpoints = Checkpoints(found.directory / "checkpoints")
-    found.restored, found.rejected = checkpoints.newest_good(identity)
-    if found.rejected and found.restored is None:
+    checkpoints = Checkpoints(run_dir.directory / "checkpoints")
+    run_dir.restored, run_dir.rejected = checkpoints.newest_good(identity)
+    if run_dir.rejected and run_dir.restored is None:
         raise NoCheckpoint(
             "no checkpoint of this run is usable:\n"
-            + "\n".join(f"  {path}: {reason}" for path, reason in found.rejected),
-            cure=f"nothing was changed; another --run_name starts a new run, {found.directory} stays as it is",
+            + "\n".join(f"  {path}: {reason}" for path, reason in run_dir.rejected),
+            cure=f"nothing was changed; another --run_name starts a new run, {run_dir.directory} stays as it is",
         )
-    if has_ended and found.restored is None:
+    if has_ended and run_dir.restored is None:
         raise NoCheckpoint(
-            f"{found.directory} is a finished run, and there is no checkpoint of it left to go on from",
+            f"{run_dir.directory} is a finished run, and there is no checkpoint of it left to go on from",
             cure="nothing was changed; another --run_name starts a new run",
         )
-    if found.restored and (has_ended or list(found.directory.glob(f"result-{found.restored.step:06d}*.json"))):
-        found.restored.state["pending_evaluation"] = True
-    if found.restored and found.replaces:
-        found.restored.state["after"] = None  # it may have been of other rows
-    for swept in (found.directory, checkpoints.directory):
+    if run_dir.restored and (has_ended or list(run_dir.directory.glob(f"result-{run_dir.restored.step:06d}*.json"))):
+        run_dir.restored.state["pending_evaluation"] = True
+    if run_dir.restored and run_dir.replaces:
+        run_dir.restored.state["after"] = None  # it may have been of other rows
+    for swept in (run_dir.directory, checkpoints.directory):
         remove_leftovers(swept, checkpoints.disk)
 
 
@@ -369,20 +373,20 @@ def unwritable(directory: Path, error: OSError) -> DiskFull:
 def run_identity(config: TrainConfig) -> dict:
     """What must be equal for a run to be continued, JSON-able: settings, and hashes of rows, base and tokenizer."""
     directory = base_directory(config)
-    words = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
-    found = {
+    tokenizer_files = {path for pattern in TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}
+    identity = {
         **{name: getattr(config, name) for name in settings_with("on_resume", "identity")},
         "global_batch": global_batch(config),
         "rows": rows_identity(config.dataset, config, held_out=False),
         "held_out": rows_identity(config.eval_dataset, config, held_out=True) if config.eval_dataset else "",
         "base": hashing.hash_named([*directory.glob("*.safetensors"), directory / "config.json"]),
-        "tokenizer": hashing.hash_named(words),
+        "tokenizer": hashing.hash_named(tokenizer_files),
     }
     if template := chat_template.requested_template(config):
-        found["chat_template"] = hashing.hash_text(template)
+        identity["chat_template"] = hashing.hash_text(template)
     if config.init_adapter:
-        found["init_adapter"] = hashing.hash_files([init_adapter.init_adapter_directory(config) / ADAPTER])[0]
-    return json.loads(to_json(found))
+        identity["init_adapter"] = hashing.hash_files([init_adapter.init_adapter_directory(config) / ADAPTER])[0]
+    return json.loads(to_json(identity))
 
 
 def rows_identity(spec: str, config: TrainConfig, *, held_out: bool) -> str:

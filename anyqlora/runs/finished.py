@@ -71,12 +71,12 @@ class FinishedRun:
             "text": {"text": f"### Human: {question}### Assistant: -"} if self.is_dialogue else None,
         }.get(self.format)
         try:
-            meant = formats.parse_row(row, self.format, self.config.prompt_format) if row else None
+            parsed = formats.parse_row(row, self.format, self.config.prompt_format) if row else None
         except BadRow as bad:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
-        if isinstance(meant, Conversation) or self.style == "chat":
+        if isinstance(parsed, Conversation) or self.style == "chat":
             return [{"role": "user", "content": question}]
-        return "".join(part for part, _ in meant.parts[:-1]) if meant else question
+        return "".join(part for part, _ in parsed.parts[:-1]) if parsed else question
 
     def held_out(self, tokenizer, dataset: str = "", warn: Callable[[str], None] = lambda text: None) -> list[Example]:
         """The rows of `dataset`, or those that the run held out itself; `warn` is told what was found in `dataset`.
@@ -135,10 +135,10 @@ def read_run(directory: Path) -> FinishedRun:
         raise UsageError(
             f"{directory} is not finished: it has no result.json", cure="the command that started it continues it"
         )
-    found = from_file(stated)
+    settings = from_file(stated)
     config = TrainConfig(
-        **{name: parse_value(name, raw, where) for name, (raw, where) in found.items()},
-        sources={name: where for name, (_, where) in found.items()},
+        **{name: parse_value(name, raw, where) for name, (raw, where) in settings.items()},
+        sources={name: where for name, (_, where) in settings.items()},
     )
     try:
         result, report = (json.loads((directory / name).read_bytes()) for name in ("result.json", "data_report.json"))

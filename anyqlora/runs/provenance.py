@@ -79,13 +79,13 @@ def environment(plan) -> dict:
 
 def versions() -> dict[str, str]:
     """Those of the libraries whose arithmetic and files a run depends on."""
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[f"version of {package}"] = metadata.version(package)
+            versions[f"version of {package}"] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def processor() -> str:

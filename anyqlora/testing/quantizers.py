@@ -131,7 +131,7 @@ class QuantizerContract:
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
         if self.make().bits == 16:
             return
-        found = []
+        all_codes = []
         for compute, given in (
             (torch.float32, torch.float32),
             (torch.bfloat16, torch.bfloat16),
@@ -141,8 +141,8 @@ class QuantizerContract:
             with torch.device("meta"):
                 layer = quantizer.empty_layer(nn.Linear(shape[1], shape[0], dtype=compute))
             layer.weight = quantizer.quantize_into(layer, weight.to(given))
-            found.append(quantizer.codes(layer).clone())
-        assert all(torch.equal(codes, found[0]) for codes in found)
+            all_codes.append(quantizer.codes(layer).clone())
+        assert all(torch.equal(codes, all_codes[0]) for codes in all_codes)
 
     def test_experts_are_packed_as_layers_are(self) -> None:
         quantizer, layer, weight = self.layer()

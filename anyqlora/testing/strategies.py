@@ -154,8 +154,8 @@ def gathered(runtime: Runtime) -> dict[str, np.ndarray]:
 @functools.cache
 def alone(last: int = len(PLANS), **settings: Any) -> dict[str, Any]:
     """The contract's job in one process."""
-    (found,) = world(1, _contract_run, {"strategy": "single", "options": {}, "last": last, **settings})
-    return found
+    (result,) = world(1, _contract_run, {"strategy": "single", "options": {}, "last": last, **settings})
+    return result
 
 
 def _contract_run(settings: dict[str, Any]) -> dict[str, Any]:

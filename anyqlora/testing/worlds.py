@@ -88,7 +88,7 @@ def world(size: int, function: Callable[..., Any], *arguments: Any, timeout: flo
 
 
 def _collected(pipes: list[Connection], until: float) -> list[Any]:
-    found, failures, waiting = {}, {}, list(pipes)
+    results, failures, waiting = {}, {}, list(pipes)
     while waiting and time.monotonic() < until:
         for pipe in cast("list[Connection]", wait(waiting, timeout=0.2)):
             waiting.remove(pipe)
@@ -97,7 +97,7 @@ def _collected(pipes: list[Connection], until: float) -> list[Any]:
                 is_good, value = pipe.recv()
             except EOFError:
                 is_good, value = False, "ended without a word"
-            (found if is_good else failures)[rank] = value
+            (results if is_good else failures)[rank] = value
             if failures:
                 until = min(until, time.monotonic() + GRACE)
     if failures:
@@ -105,7 +105,7 @@ def _collected(pipes: list[Connection], until: float) -> list[Any]:
         raise WorldFailed(f"rank {rank} of {len(pipes)}:\n{failures[rank]}")
     if waiting:
         raise WorldFailed(f"ranks {sorted(pipes.index(pipe) for pipe in waiting)} did not answer in time")
-    return [found[rank] for rank in range(len(pipes))]
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _rank(

@@ -48,7 +48,7 @@ def evaluate(
             yield batch
 
     loss = total_loss(watched()) / trained
-    found = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": trained}
+    evaluation = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": trained}
     asked = questions(examples, exact_match, shown)
     if asked:
         given = answers(
@@ -60,17 +60,17 @@ def evaluate(
         )
         if exact_match:
             right = sum(g.strip() == (e.answer or "").strip() for g, e in zip(given, asked, strict=True))
-            found["exact_match"] = right / len(asked)
-        found["samples"] = [
+            evaluation["exact_match"] = right / len(asked)
+        evaluation["samples"] = [
             {"prompt": e.prompt, "answer": g, "expected": e.answer} for e, g in zip(asked[:shown], given, strict=False)
         ]
-    return found
+    return evaluation
 
 
 def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Example]:
     """The rows whose prompts are answered."""
-    found = [e for e in examples if e.answer is not None]
-    return found if exact_match else found[:shown]
+    examples_with_answers = [e for e in examples if e.answer is not None]
+    return examples_with_answers if exact_match else examples_with_answers[:shown]
 
 
 def evaluator(
@@ -95,7 +95,7 @@ def evaluator(
         )
     rows = config.eval_batch_size
 
-    def found() -> dict | None:
+    def poll() -> dict | None:
         try:
             return evaluate(
                 held_out,
@@ -120,7 +120,7 @@ def evaluator(
 
     def evaluated() -> dict:
         nonlocal rows
-        while (result := found()) is None:
+        while (result := poll()) is None:
             rows //= 2
             free()
             run.console.warn(f"out of memory in an evaluation: {rows} rows at a time from here on, and once more")

@@ -37,13 +37,14 @@ class EvaluationPolicy:
         self.has_held_out, self.is_resumed = has_held_out, is_resumed
         self.first_step, self.final = state.step, state.after
         self.keeps_best = config.load_best_model_at_end
-        if self.keeps_best and state.best and not outputs.has_checkpoint(state.kept):
+        if self.keeps_best and state.best and not outputs.has_checkpoint(state.best_saved):
             # Nobody asked for it before, or the checkpoint is damaged: it is none that the run can end with.
             outputs.console.warn(
-                f"the best step so far, {(state.kept or state.best)['step']}, has no checkpoint: another is looked for "
+                f"the best step so far, {(state.best_saved or state.best)['step']}, has no checkpoint: another is "
+                f"looked for "
                 "from here on"
             )
-            state.kept = None
+            state.best_saved = None
 
     @property
     def comes_first(self) -> bool:
@@ -84,18 +85,18 @@ class EvaluationPolicy:
         self.final = state.after = {"step": step, **numbers}
         state.evaluated(self.final)
         if step == self.first_step:  # its checkpoint is what the run goes on from
-            state.kept = self.best_with_checkpoint(step)
+            state.best_saved = self.best_with_checkpoint(step)
         if self.stops_early:
             self.outputs.console.info(f"stopping early: {state.without_improvement} evaluations without improvement")
 
     def best_with_checkpoint(self, step: int) -> dict | None:
         """The best evaluation whose step has a checkpoint, once `step` has one."""
-        is_best = self.final and self.final["step"] == step and is_better(self.final, self.state.kept)
-        return self.final if is_best else self.state.kept
+        is_best = self.final and self.final["step"] == step and is_better(self.final, self.state.best_saved)
+        return self.final if is_best else self.state.best_saved
 
     def earlier_best(self) -> dict | None:
         """The evaluation of the step that `load_best_model_at_end` ends with, where that is not the last step."""
-        best = self.state.kept if self.keeps_best else None
+        best = self.state.best_saved if self.keeps_best else None
         is_earlier = best and self.final and best["step"] != self.state.step and not is_better(self.final, best)
         return best if is_earlier else None
 

@@ -31,14 +31,14 @@ def join_processes(plan, world: ProcessContext) -> Iterator[SingleProcess]:
         yield ranks
 
 
-def agree_on_plan(ranks: SingleProcess, found: RunDirectory, plan, config: TrainConfig):
+def agree_on_plan(ranks: SingleProcess, run_dir: RunDirectory, plan, config: TrainConfig):
     """The plan of all: what machines decide otherwise, such as free memory, is as on the first.
 
     `config` is what was asked for.
 
     Raises UsageError when a process was asked for something else.
     """
-    found.check(plan.config, plan.global_batch)
+    run_dir.check(plan.config, plan.global_batch)
     if ranks.size == 1:
         return plan
     own = settings_with("each_process")  # only the first process acts on these
@@ -51,7 +51,7 @@ def agree_on_plan(ranks: SingleProcess, found: RunDirectory, plan, config: Train
                     f"rank {rank} has {name} {other[name]!r}, rank 0 {first[name]!r}",
                     "the same command on every process",
                 )
-    found.broadcast(ranks)
+    run_dir.broadcast(ranks)
     return replace(plan, config=plan.config.with_(**ranks.broadcast(plan.config.settings())))
 
 

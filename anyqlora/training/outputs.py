@@ -106,7 +106,7 @@ class RunOutputs:
 
     def save(self, state: TrainState, is_last_chance: bool, snapshot: Callable[[], Snapshot]) -> bool:
         """Write the checkpoint of `state.step` finished steps. Returns whether it stands."""
-        return self.saver.write(state.step, state.to_state(), state.kept, is_last_chance, snapshot)
+        return self.saver.write(state.step, state.to_state(), state.best_saved, is_last_chance, snapshot)
 
     def best_checkpoint(self, step: int) -> LoadedCheckpoint | None:
         """The checkpoint of the best step; None when it is damaged."""

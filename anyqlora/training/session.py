@@ -355,9 +355,9 @@ class TrainingSession:
         state.seconds, state.saving_seconds = time.perf_counter() - self.started, self.outputs.saving_seconds
         state.lines = self.outputs.line_counts()
         # Which is so once it is written, and stands in it.
-        before, state.kept = state.kept, self.evaluations.best_with_checkpoint(step)
+        before, state.best_saved = state.best_saved, self.evaluations.best_with_checkpoint(step)
         if not self.outputs.save(state, self.signals.stop is not None, snapshot):
-            state.kept = before
+            state.best_saved = before
         if self.signals.stop is not None:
             # A process that ended before the first one has written would have it ended in the middle of that.
             self.process_group.barrier()

@@ -27,7 +27,7 @@ class TrainState:
     before: dict | None = None  # the evaluation before the first step
     after: dict | None = None  # the last one since: {"step", "loss", ...}
     best: dict | None = None  # the best one since
-    kept: dict | None = None  # the best one whose step has a checkpoint
+    best_saved: dict | None = None  # the best one whose step has a checkpoint
     without_improvement: int = 0  # evaluations since the best one
     pending_evaluation: bool = False  # a signal dropped the evaluation after `step`: it comes first
     non_finite: int = 0  # steps in a row, up to `step`, that could not be used
@@ -35,20 +35,26 @@ class TrainState:
     batch_size: int = 0  # rows of a micro-batch, which a step that ran out of memory halves; 0: as planned
     lines: dict[str, int] = field(default_factory=dict)  # {file: lines of it that belong to the run up to here}
 
-    def evaluated(self, found: dict) -> None:
+    def evaluated(self, evaluation: dict) -> None:
         """Take up an evaluation after the first step: {"step", "loss", ...}."""
-        if is_better(found, self.best):
-            self.best, self.without_improvement = found, 0
+        if is_better(evaluation, self.best):
+            self.best, self.without_improvement = evaluation, 0
         else:
             self.without_improvement += 1
 
     @classmethod
     def from_state(cls, state: dict) -> TrainState:
-        found = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
-        found.before, found.after, found.best, found.kept = map(
-            with_numbers, (found.before, found.after, found.best, state.get("kept", found.best))
+        state_of_run = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
+        state_of_run.before, state_of_run.after, state_of_run.best, state_of_run.best_saved = map(
+            with_numbers,
+            (
+                state_of_run.before,
+                state_of_run.after,
+                state_of_run.best,
+                state.get("best_saved", state.get("kept", state_of_run.best)),
+            ),
         )
-        return found
+        return state_of_run
 
     def to_state(self) -> dict:
         return asdict(self)
@@ -61,12 +67,12 @@ def with_numbers(evaluation: dict | None) -> dict | None:
     }
 
 
-def is_better(found: dict, than: dict | None) -> bool:
+def is_better(evaluation: dict, than: dict | None) -> bool:
     """Whether an evaluation is better than another one, if there is one.
 
     A loss that is not finite is worse than any other.
     """
-    return math.isfinite(found["loss"]) and (than is None or not found["loss"] >= than["loss"])
+    return math.isfinite(evaluation["loss"]) and (than is None or not evaluation["loss"] >= than["loss"])
 
 
 class StepResult(NamedTuple):

@@ -310,8 +310,8 @@ def test_fused_layers_compute_what_pefts_own_do(plain, tmp_path):
 @shows("fused_linear_cross_entropy")
 def test_a_head_that_is_one_with_its_loss_makes_no_logits(tmp_path):
     manager = BackendManager("cpu")
-    if "native" not in manager.found.kernels or manager.found.why("fused head"):
-        pytest.skip(manager.found.why("fused head") or manager.found.why("native"))
+    if "native" not in manager.report.kernels or manager.report.why("fused head"):
+        pytest.skip(manager.report.why("fused head") or manager.report.why("native"))
     first, has_logits = {}, {}
     for is_fused in ("auto", False):
         with logits_made() as sizes:
@@ -338,7 +338,7 @@ def test_flat_rows_have_no_padding(plain, tmp_path):
 
 @shows("frozen_matmul")
 def test_rounded_products(tmp_path):
-    if "int8" not in BackendManager("cpu").found.products:
+    if "int8" not in BackendManager("cpu").report.products:
         pytest.skip("this processor's int8 products may saturate")
     whole, ours, back = (
         losses(run(tmp_path, kind, frozen_matmul=kind, precision="bf16")) for kind in ("full", "int8", "int8_backward")
@@ -399,7 +399,7 @@ def test_quantized_weights_are_kept_where_it_says_and_within_the_limit(plain, tm
     run(tmp_path, "small", quantized_cache=str(tmp_path / "none"), quantized_cache_limit=1e-6)
     assert not (tmp_path / "none").exists() and "quantized_cache_limit is 1.0 KiB" in capsys.readouterr().err
     with pytest.raises(UsageError, match="nothing is kept"):
-        resolve({**TINY, "quantized_cache": False, "quantized_cache_limit": 3}, environ={}, said="test")
+        resolve({**TINY, "quantized_cache": False, "quantized_cache_limit": 3}, environ={}, origin="test")
 
 
 @shows("cpu_threads")
@@ -788,10 +788,10 @@ def test_what_is_not_built_is_refused_by_name(name):
     only, _ = SETTINGS[name].metadata["only"]
     for value in {OTHER[name], SETTINGS[name].default} - {only}:
         with pytest.raises(NotSupported, match=f"test: {name}: ") as refused:
-            resolve({**TINY, name: value}, environ={}, said="test")
+            resolve({**TINY, name: value}, environ={}, origin="test")
         assert refused.value.exit_code == 2 and refused.value.cure
     if only is not None:
-        assert getattr(resolve({**TINY, name: only}, environ={}, said="test"), name) == only
+        assert getattr(resolve({**TINY, name: only}, environ={}, origin="test"), name) == only
 
 
 @shows("strategy_config", "strategy_opt", "sharding_strategy", "deepspeed_zero_stage", "find_unused_parameters")
@@ -832,7 +832,7 @@ def test_options_of_strategies(tmp_path):
         {"strategy": "fsdp", "find_unused_parameters": True},
     ):
         with pytest.raises(UsageError, match="contradicts strategy"):
-            resolve({**TINY, **settings}, environ={}, said="test")
+            resolve({**TINY, **settings}, environ={}, origin="test")
 
 
 @shows("initial_loss_scale", "loss_scale_growth_interval")
@@ -842,7 +842,7 @@ def test_the_loss_scale_starts_and_doubles_as_it_is_told(tmp_path):
         m["skipped"] for m in runs.metrics(directory)
     )
     with pytest.raises(UsageError, match="only fp16 scales the loss"):
-        resolve({**TINY, "initial_loss_scale": 64}, environ={}, said="test")
+        resolve({**TINY, "initial_loss_scale": 64}, environ={}, origin="test")
 
 
 @shows("timeline")
@@ -868,7 +868,7 @@ BETWEEN = {"master_addr": "h", "master_port": "1", "dist_timeout": 5, "max_resta
 def test_what_is_between_processes_needs_several(name):
     """What they do for several is shown where several train: tests/distributed."""
     with pytest.raises(UsageError, match=f"test: {name} = .* contradicts world_size = 1"):
-        resolve({**TINY, "world_size": 1, name: BETWEEN[name]}, environ={}, said="test")
+        resolve({**TINY, "world_size": 1, name: BETWEEN[name]}, environ={}, origin="test")
     assert getattr(resolve({**TINY, "world_size": 2, name: BETWEEN[name]}, environ={}), name) == BETWEEN[name]
 
 
@@ -890,7 +890,7 @@ def test_what_is_between_processes_needs_several(name):
 def test_what_would_do_nothing_is_refused(useless, tmp_path):
     """On the command line even with its default; in a file that states every setting with its default it is no harm."""
     with pytest.raises(UsageError, match="contradicts"):
-        resolve({**TINY, **useless}, environ={}, said="test")
+        resolve({**TINY, **useless}, environ={}, origin="test")
     (tmp_path / "all.yaml").write_text(resolved_yaml(resolve(TINY, environ={})))
     given = {
         name: value
@@ -976,7 +976,7 @@ def test_what_is_said_and_told(tmp_path, monkeypatch, capsys):
             resolve(
                 {**TINY, "max_steps": 2, "output_dir": str(tmp_path), "run_name": place, "backend": "cpu", **settings},
                 environ={},
-                said="test",
+                origin="test",
             )
         )
         return capsys.readouterr().out

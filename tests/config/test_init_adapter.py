@@ -51,7 +51,7 @@ def edited(directory, **changes):
 
 def asked(directory, **settings):
     return resolve(
-        {"model_name": "demo", "dataset": "demo", "init_adapter": str(directory), **settings}, environ={}, said="test"
+        {"model_name": "demo", "dataset": "demo", "init_adapter": str(directory), **settings}, environ={}, origin="test"
     )
 
 
@@ -159,7 +159,7 @@ def test_a_run_is_found_again_from_anywhere(first, tmp_path, monkeypatch):
     settings = {**SMALL, "max_steps": 1, "init_adapter": "theirs", "chat_template": "mine.jinja"}
     directory = runs.run("out", **settings).absolute()
     monkeypatch.chdir(first)
-    again = resolve({"config": str(directory / "config.resolved.yaml")}, environ={}, said="test")
+    again = resolve({"config": str(directory / "config.resolved.yaml")}, environ={}, origin="test")
     assert (again.init_adapter, again.chat_template) == (str(tmp_path / "theirs"), str(tmp_path / "mine.jinja"))
 
 

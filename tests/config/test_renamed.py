@@ -39,7 +39,7 @@ def four_ways(name: str, value: object, others: dict, place):
     """The configuration, with `name` stated by a flag, in code, in a file, in the environment."""
     flags = canonical_argv([f"--{key.replace('_', '-')}={stated}" for key, stated in {**others, name: value}.items()])
     yield resolve(dict(flag.removeprefix("--").split("=", 1) for flag in flags), environ={})
-    yield resolve({**others, name: value}, environ={}, said="code")
+    yield resolve({**others, name: value}, environ={}, origin="code")
     file = place / "run.yaml"
     file.write_text("".join(f"{key}: {stated}\n" for key, stated in {**others, name: value}.items()))
     yield resolve({"config": str(file)}, environ={}).with_(config="")
@@ -87,8 +87,8 @@ def test_what_keep_cannot_say_is_refused_where_it_stands(keep, message):
     [
         lambda place: canonical_argv(["--keep", "3", "--save_total_limit", "4"]),
         lambda place: canonical_argv(["--wd", "0", "--weight-decay", "0"]),
-        lambda place: resolve({**DEMO, "wd": 0, "weight_decay": 0}, environ={}, said="code"),
-        lambda place: resolve({**EVALUATED, "keep": "best", "load_best_model_at_end": True}, environ={}, said="code"),
+        lambda place: resolve({**DEMO, "wd": 0, "weight_decay": 0}, environ={}, origin="code"),
+        lambda place: resolve({**EVALUATED, "keep": "best", "load_best_model_at_end": True}, environ={}, origin="code"),
         lambda place: resolve(DEMO, environ={"ANYQLORA_WD": "0", "ANYQLORA_WEIGHT_DECAY": "0"}),
         lambda place: resolve({"config": str(place)}, environ={}),
     ],

@@ -140,7 +140,7 @@ def test_command_line_over_environment_over_file_over_default(tmp_path):
     assert (config.lr, config.seed, config.lora_rank, config.weight_decay) == (1e-4, 2, 16, 0.1)
     assert config.sources["lr"] == f"{file}:2" and config.sources["seed"] == "ANYQLORA_SEED"
     assert config.sources["lora_rank"] == "command line: --lora_rank" and config.sources["weight_decay"] == "default"
-    assert resolve({"config": str(file), "seed": 3}, environ=environ, said="code").seed == 3
+    assert resolve({"config": str(file), "seed": 3}, environ=environ, origin="code").seed == 3
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ def whole_loss(tmp_path_factory):
     return runs.metrics(runs.run(tmp_path_factory.mktemp("none"), **{**MLX, "max_steps": 1}))[0]["loss"]
 
 
-QUANTIZERS = [name for name in BackendManager("mlx").found.quantizers if name != "none"]
+QUANTIZERS = [name for name in BackendManager("mlx").report.quantizers if name != "none"]
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)

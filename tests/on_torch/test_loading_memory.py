@@ -53,7 +53,7 @@ def built(directory):
     config = resolve({"model_name": directory, "dataset": "demo", "quantizer": sys.argv[4],
                        "train_type": "lora" if sys.argv[4] == "none" else "qlora",
                       "precision": sys.argv[6], "batch_size": 1, "backend": "cpu", "lora_target_modules": "q_proj"},
-                      environ={}, said="test")
+                      environ={}, origin="test")
     plan = BackendManager("cpu").plan(config)
     return build(plan.config, Runtime(plan))
 

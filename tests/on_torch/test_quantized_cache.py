@@ -53,7 +53,7 @@ def kept(base, tmp_path):
         config = resolve(
             {"model_name": str(base), **RUN, "quantized_cache": str(tmp_path / "kept"), **settings},
             environ={},
-            said="test",
+            origin="test",
         )
         return QuantizedCache(config, Path(config.model_name), torch.device("cpu"))
 
@@ -156,7 +156,7 @@ def test_the_run_says_where_its_weights_come_from(base, tmp_path, capsys):
                     "quantized_cache": str(tmp_path / "kept"),
                 },
                 environ={},
-                said="test",
+                origin="test",
             )
         )
         said.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("quantized weights")])
@@ -340,7 +340,7 @@ def test_the_limit_is_kept_by_removing_what_was_not_used_for_longest(kept, tmp_p
 
 def planned(model, **settings):
     return BackendManager("cpu").plan(
-        resolve({"model_name": str(model), "dataset": "demo", "backend": "cpu", **settings}, environ={}, said="test")
+        resolve({"model_name": str(model), "dataset": "demo", "backend": "cpu", **settings}, environ={}, origin="test")
     )
 
 

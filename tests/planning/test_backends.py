@@ -94,8 +94,8 @@ def test_described_machine(name):
     manager = BackendManager(machine=MACHINES[name])
     assert manager.available() == available
     assert (manager.backend, manager.device) == (auto, device)
-    assert manager.found.dtypes == dtypes
-    assert manager.found.quantizers == quantizers
+    assert manager.report.dtypes == dtypes
+    assert manager.report.quantizers == quantizers
     assert manager.get_distributed_backend() == collective
     for backend in Backend:  # what is not available says why
         found = manager.probe(backend)
@@ -132,13 +132,13 @@ def test_broken_driver_library_and_metal_have_reasons():
     no_driver = without(t4, cuda=(), torch={**t4.torch, "cuda_error": "the NVIDIA driver is too old"})
     assert BackendManager(machine=no_driver).probe("cuda").why("available") == "the NVIDIA driver is too old"
     no_library = without(t4, bitsandbytes={"version": "0.50.2", "error": "libcudart.so.13: cannot open"})
-    found = BackendManager(machine=no_library).found
+    found = BackendManager(machine=no_library).report
     assert found.quantizers == ("affine4", "none")
     assert "libcudart" in found.why("nf4")
     assert "paged_adamw" not in found.optimizers
     assert "adamw" in found.optimizers
     wrong = without(m3, mps={**m3.mps, "quantizes": False, "bf16": False})
-    found = BackendManager("mps", machine=wrong).found
+    found = BackendManager("mps", machine=wrong).report
     assert found.dtypes == ("fp16", "fp32")
     assert found.quantizers == ("affine4", "none")
     dead = without(m3, mps={"built": True, "available": True, "allocates": False, "error": "Metal is out of reach"})
@@ -174,10 +174,14 @@ def test_a_run_is_planned_for_the_least_of_its_devices(count, settings, free, pr
 
 
 def test_a_device_that_was_not_measured_counts_as_empty_beside_one_that_was():
-    full = BackendManager(machine=without(MACHINES["a100"], cuda=(MIXED[0], replace(MIXED[1], memory_free=None)))).found
+    full = BackendManager(
+        machine=without(MACHINES["a100"], cuda=(MIXED[0], replace(MIXED[1], memory_free=None)))
+    ).report
     assert (full.memory_free, full.used(1).memory_free, full.used(2).memory_total) == (12 << 30, 23 << 30, 12 << 30)
     assert (
-        BackendManager(machine=without(MACHINES["a100"], cuda=(replace(MIXED[0], memory_free=None),))).found.memory_free
+        BackendManager(
+            machine=without(MACHINES["a100"], cuda=(replace(MIXED[0], memory_free=None),))
+        ).report.memory_free
         is None
     )
 
@@ -235,12 +239,12 @@ def test_cpu_prefers_bf16_only_in_hardware():
 
 def test_kernels_in_c_want_a_compiler_and_a_processor_for_them():
     can = without(MACHINES["nothing"], system="Linux", compiler="/usr/bin/cc", cpu_features=("avx512_bf16",))
-    assert BackendManager("cpu", machine=can).found.kernels == ("native", "portable")
+    assert BackendManager("cpu", machine=can).report.kernels == ("native", "portable")
     for lacking, why in (
         ({"compiler": ""}, "no C compiler is here"),
         ({"cpu_features": ("avx2", "bf16")}, "this processor has no AVX512-BF16"),
     ):
-        found = BackendManager("cpu", machine=without(can, **lacking)).found
+        found = BackendManager("cpu", machine=without(can, **lacking)).report
         assert found.kernels == ("portable",) and found.why("native") == why
 
 
@@ -251,14 +255,14 @@ def test_products_in_8_bits_want_a_processor_for_them():
     nothing = MACHINES["nothing"]
     rounded = ("full", "int8_backward", "int8")
     for features, products in ((("avx2",), ("full",)), (("avx512_vnni",), rounded), (("amx_int8",), rounded)):
-        assert BackendManager("cpu", machine=without(nothing, cpu_features=features)).found.products == products
+        assert BackendManager("cpu", machine=without(nothing, cpu_features=features)).report.products == products
     for kind in rounded[1:]:
-        assert "AVX512-VNNI" in BackendManager("cpu", machine=without(nothing, cpu_features=())).found.why(
+        assert "AVX512-VNNI" in BackendManager("cpu", machine=without(nothing, cpu_features=())).report.why(
             f"{kind} products"
         )
     for machine, products in (("h200", ("full", "fp8")), ("a100", ("full",)), ("t4", ("full",))):
-        assert BackendManager("cuda", machine=MACHINES[machine]).found.products == products
-    assert "(8.0) does not multiply float8" in BackendManager("cuda", machine=MACHINES["a100"]).found.why(
+        assert BackendManager("cuda", machine=MACHINES[machine]).report.products == products
+    assert "(8.0) does not multiply float8" in BackendManager("cuda", machine=MACHINES["a100"]).report.why(
         "fp8 products"
     )
 
@@ -311,10 +315,10 @@ def test_mlx_plans_with_what_metal_keeps_resident():
     """Of 36 GiB, Metal recommends 27; a torch without MPS does not say, and two thirds are the least that it may be."""
     m3 = MACHINES["m3"]
     for mps, total in ((m3.mps, 27 << 30), ({"built": False, "available": False}, 24 << 30)):
-        idle = BackendManager("mlx", machine=without(m3, mps=mps, memory_available=33 << 30)).found
+        idle = BackendManager("mlx", machine=without(m3, mps=mps, memory_available=33 << 30)).report
         assert (idle.memory_total, idle.memory_free) == (total, total)
         assert (
-            BackendManager("mlx", machine=without(m3, mps=mps, memory_available=5 << 30)).found.memory_free == 5 << 30
+            BackendManager("mlx", machine=without(m3, mps=mps, memory_available=5 << 30)).report.memory_free == 5 << 30
         )
 
 
@@ -327,11 +331,11 @@ def test_a_mac_without_a_gpu_has_no_mlx():
 
 def test_mlx_without_metal_runs_when_it_is_named():
     manager = BackendManager("mlx", machine=MACHINES["linux_mlx"])
-    assert (manager.backend, manager.device, manager.found.dtypes[0]) == (
+    assert (manager.backend, manager.device, manager.report.dtypes[0]) == (
         "mlx",
         "cpu",
         "fp32",
-    ) and "slow" in manager.found.slow[""]
+    ) and "slow" in manager.report.slow[""]
 
 
 def test_usage_of_the_reference_document(capsys, monkeypatch):

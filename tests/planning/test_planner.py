@@ -50,7 +50,7 @@ PLANNED = (
 
 
 def asked(**settings):
-    return resolve({"model_name": LLAMA_8B, "dataset": "alpaca_sample", **settings}, environ={}, said="test")
+    return resolve({"model_name": LLAMA_8B, "dataset": "alpaca_sample", **settings}, environ={}, origin="test")
 
 
 def plan(machine="a100", table=None, backend="auto", **settings):

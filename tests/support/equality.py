@@ -57,7 +57,7 @@ def planned(base, world_size: int, **settings):
     }  # the fast paths of one process round otherwise in 16 bits
     if given.get("train_type") == "full" or given.get("adapter") == "full":
         given = {key: value for key, value in given.items() if not key.startswith("lora_")}
-    config = resolve({**given, "world_size": world_size} if world_size > 1 else given, environ={}, said="test")
+    config = resolve({**given, "world_size": world_size} if world_size > 1 else given, environ={}, origin="test")
     return BackendManager("cpu").plan(config)
 
 

@@ -20,7 +20,7 @@ def run(output, name="run", during=None, **settings) -> Path:
     `during(step)` is called in each step, just before its batches are read, as a signal from outside would come.
     """
     config = resolve(
-        {"output_dir": str(output), "run_name": name, "backend": "cpu", **settings}, environ={}, said="test"
+        {"output_dir": str(output), "run_name": name, "backend": "cpu", **settings}, environ={}, origin="test"
     )
     loop = sft.train_loop
     sft.train_loop = lambda session, make_engine: loop(_watched(session, during), make_engine)

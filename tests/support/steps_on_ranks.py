@@ -58,7 +58,7 @@ class Started:
     def __init__(self, **settings):
         joined()
         single = {} if settings.get("quantizer") == "none" else {"double_quant": False}
-        config = resolve({**SETTINGS, **single, **settings}, environ={}, said="test")
+        config = resolve({**SETTINGS, **single, **settings}, environ={}, origin="test")
         self.plan = BackendManager("cpu").plan(config)
         self.config = config = self.plan.config
         set_deterministic(True)

@@ -214,7 +214,7 @@ class Started:
                 **settings,
             },
             environ={},
-            said="test",
+            origin="test",
         )
         self.run = opened(config)
         self.plan, self.tokenizer = self.run.plan, self.run.tokenizer

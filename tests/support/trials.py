@@ -152,7 +152,7 @@ def _child(log: str, settings: dict, fault, arguments) -> None:
     with explained("train.py"):
         if fault:
             fault(*arguments)
-        sft.train(resolve(settings, environ={}, said="test"))
+        sft.train(resolve(settings, environ={}, origin="test"))
 
 
 def run(output: Path, settings: dict, fault=None, *arguments, **changes) -> Trial:

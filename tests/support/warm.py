@@ -16,7 +16,7 @@ from anyqlora.recipes import sft  # noqa: F401
 from anyqlora.reporting import select, trackers  # noqa: F401
 
 torch.set_num_threads(1)
-plan = BackendManager("cpu").plan(resolve({"backend": "cpu", "precision": "fp32"}, environ={}, said="warm"))
+plan = BackendManager("cpu").plan(resolve({"backend": "cpu", "precision": "fp32"}, environ={}, origin="warm"))
 build(plan.config, Runtime(plan))  # transformers makes tables of names and compiled patterns that are kept
 dataset.load_data(plan.config, tokenizer.load_tokenizer("demo"))
 gc.collect()

@@ -183,7 +183,7 @@ def test_numbers_that_are_not_finite_come_back_from_a_checkpoint():
     assert (
         progress.before == {"loss": 3.0, "perplexity": math.inf}
         and math.isnan(progress.best["loss"])
-        and math.isnan(progress.kept["loss"])
+        and math.isnan(progress.best_saved["loss"])
     )
     progress.evaluated({"step": 4, "loss": 9.0})
     assert progress.best == {"step": 4, "loss": 9.0}

@@ -52,7 +52,7 @@ def base(tmp_path_factory):
 
 def reference(base, settings, *, packing, weights=None):
     """The reference's losses, norms, adapter and start on the rows of each step of our stream."""
-    config = resolve({**settings, "model_name": str(base)}, environ={}, said="test")
+    config = resolve({**settings, "model_name": str(base)}, environ={}, origin="test")
     words = tokenizer.load_tokenizer(str(base))
     stream = BatchStream(
         dataset.load_data(config, words).train,
@@ -129,7 +129,7 @@ def test_the_reference_would_see_a_wrong_normalisation(tmp_path):
         "model_name": "demo",
     }
     ours = runs.metrics(runs.run(tmp_path, **settings))
-    config = resolve(settings, environ={}, said="test")
+    config = resolve(settings, environ={}, origin="test")
     rows = dataset.load_data(config, tokenizer.load_tokenizer("demo")).train
     stream = BatchStream(
         rows,
@@ -196,7 +196,7 @@ def against_trainer(tmp_path, precision, steps, batch, lr) -> tuple[np.ndarray, 
         "save_steps": 0,
     }
     ours = np.array([m["loss"] for m in runs.metrics(runs.run(tmp_path, **settings))])
-    config = resolve(settings, environ={}, said="test")
+    config = resolve(settings, environ={}, origin="test")
     rows = dataset.load_data(config, tokenizer.load_tokenizer("demo")).train
     stream = BatchStream(
         rows,

@@ -40,7 +40,7 @@ def float32(tmp_path_factory):
 
 
 def planned(**settings):
-    return BackendManager("cpu").plan(resolve({**SHORT, "backend": "cpu", **settings}, environ={}, said="test"))
+    return BackendManager("cpu").plan(resolve({**SHORT, "backend": "cpu", **settings}, environ={}, origin="test"))
 
 
 def losses(directory):

@@ -293,7 +293,7 @@ def test_evaluation_equals_a_plain_forward_over_each_row(tmp_path):
     from tests.support import reference_loop
 
     directory = runs.run(tmp_path, **{**HELD_OUT, "train_type": "lora", "eval_steps": 8})
-    config = resolve(HELD_OUT, environ={}, said="test")
+    config = resolve(HELD_OUT, environ={}, origin="test")
     rows = [(e.ids, e.trained) for e in dataset.load_data(config, tokenizer.load_tokenizer("demo")).held_out]
     model = reference_loop.peft_model(DEMO_BASE, rank=4, alpha=32, seed=42).eval()
     losses, _ = reference_loop.train(model, [rows], lr=0.0, total_steps=1, warmup=0, clip=1.0, weight_decay=0.0)

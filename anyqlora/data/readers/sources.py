@@ -70,7 +70,7 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
     """[(source, weight)] of "a.jsonl=2,b.jsonl=0.5". A spec that is itself a path is one source."""
     if Path(os.path.expanduser(spec)).exists():
         return [(spec, 1.0)]
-    found = []
+    parts = []
     for part in filter(None, (part.strip() for part in spec.split(","))):
         name, equals, weight = part.rpartition("=")
         try:
@@ -83,10 +83,10 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
                 where=where,
                 cure="to give a source no weight, leave it out",
             )
-        found.append((name.strip() if equals else part, number))
-    if not found:
+        parts.append((name.strip() if equals else part, number))
+    if not parts:
         raise UsageError("no source named", where=where, cure="--dataset FILE")
-    return found
+    return parts
 
 
 def placed(spec: str, otherwise: Callable[[str], str]) -> str:
@@ -98,12 +98,12 @@ def placed(spec: str, otherwise: Callable[[str], str]) -> str:
         path = Path(os.path.expanduser(name))
         return str(path.absolute()) if path.exists() and name not in MADE_HERE else otherwise(name)
 
-    found = [(whole(name), weight) for name, weight in weighted(spec)] if spec else []
-    if all(weight == 1 for _, weight in found) and len(found) < 2:
-        return "".join(name for name, _ in found)
-    if any("," in name for name, _ in found):  # among others such a path is two
+    weighted_names = [(whole(name), weight) for name, weight in weighted(spec)] if spec else []
+    if all(weight == 1 for _, weight in weighted_names) and len(weighted_names) < 2:
+        return "".join(name for name, _ in weighted_names)
+    if any("," in name for name, _ in weighted_names):  # among others such a path is two
         return otherwise(spec)
-    return ",".join(f"{name}={weight!r}" for name, weight in found)
+    return ",".join(f"{name}={weight!r}" for name, weight in weighted_names)
 
 
 def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | None:
@@ -131,8 +131,8 @@ def files(name: str, *, held_out: bool = False, offline: bool = False) -> list[P
     path = root(name, held_out=held_out, offline=offline)
     if path is None:
         return []
-    found = split(path, held_out)[0] if path.is_dir() else [path]
-    return found[:1] if name == "alpaca_sample" else found
+    paths = split(path, held_out)[0] if path.is_dir() else [path]
+    return paths[:1] if name == "alpaca_sample" else paths
 
 
 def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool = False) -> list[Source]:
@@ -144,15 +144,15 @@ def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool
     """
     if name == "dummy":
         return [dummy(samples)]
-    found = [file(path) for path in files(name, held_out=held_out, offline=offline)]
+    sources = [file(path) for path in files(name, held_out=held_out, offline=offline)]
     if name == "alpaca_sample":
-        del found[0].rows[samples:]
+        del sources[0].rows[samples:]
     path = root(name, held_out=held_out, offline=offline)
     assert path, "dummy alone has none"
     left = [str(p.relative_to(path)) for p in split(path, held_out)[1]] if path.is_dir() else []
     if left and name != "alpaca_sample":
-        found[0].notes.append(f"left out, by their names another split or a description: {', '.join(left)}")
-    return found
+        sources[0].notes.append(f"left out, by their names another split or a description: {', '.join(left)}")
+    return sources
 
 
 def dummy(count: int) -> Source:
@@ -168,19 +168,19 @@ def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
     """(chosen, left out) of the files of known kind below `path`, in the order of their names: those of the train
     split, or if `held_out` of a test split, where the names tell; else all that hold rows.
     """
-    found = sorted(
+    paths = sorted(
         p
         for p in path.rglob("*")
         if p.is_file()
         and p.suffix.lower() in READERS
         and not any(part.startswith(".") for part in p.relative_to(path).parts)
     )
-    if not found:
+    if not paths:
         raise UsageError(
             "no file of rows in this directory", where=str(path), cure=f"files that end in {', '.join(READERS)}"
         )
 
-    rows = [p for p in found if p.name not in _DESCRIPTIONS] or found
+    rows = [p for p in paths if p.name not in _DESCRIPTIONS] or paths
 
     def named(pattern):
         return [p for p in rows if pattern.search(str(p.relative_to(path).with_suffix("")))]
@@ -188,7 +188,7 @@ def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
     train, other = named(_TRAIN_SPLIT), named(_OTHER_SPLIT)
     wanted, unwanted = (other, train) if held_out else (train, other)
     chosen = wanted or [p for p in rows if p not in unwanted] or rows
-    return chosen, [p for p in found if p not in chosen]
+    return chosen, [p for p in paths if p not in chosen]
 
 
 def download(repository: str, offline: bool) -> Path:

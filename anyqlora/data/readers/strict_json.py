@@ -60,10 +60,10 @@ def _line(raw: bytes, name: str, number: int) -> dict:
 
 def value(text: str) -> object:
     """The one JSON value that `text` is. Raises BadRow, of which nobody knows the place."""
-    found, end = _decoded(text, _after_space(text), lambda position: "", "")
+    decoded, end = _decoded(text, _after_space(text), lambda position: "", "")
     if _after_space(text, end) < len(text):
         raise BadRow("more than one JSON value", "one value")
-    return found
+    return decoded
 
 
 def items(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:

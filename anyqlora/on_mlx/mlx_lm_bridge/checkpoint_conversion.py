@@ -49,13 +49,13 @@ def to_mlx(source: Path, out: Path, shard: int = SHARD) -> int:
         ) from None
     if kind is None:
         _refuse_others(dict(tree_flatten(model.parameters())), made, source)
-    found = tensor_moves.tensor_moves(
+    moves = tensor_moves.tensor_moves(
         given,
         made,
         _digest,
         lambda value: [value[number] for number in range(value.shape[0])] if value.ndim > 2 else [],
     )
-    record = {"moves": found, ADDED: sorted(added.keys() - described.keys())}
+    record = {"moves": moves, ADDED: sorted(added.keys() - described.keys())}
     tensor_moves.write_record(
         out,
         source,

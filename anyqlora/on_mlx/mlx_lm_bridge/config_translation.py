@@ -66,7 +66,7 @@ def _positions(described: dict, known: set[str]) -> dict:
         return {}
     kinds = {key: value for key, value in stated.items() if isinstance(value, dict)}
     main = kinds.get("full_attention", stated) if kinds else stated
-    found = {
+    positions = {
         "rope_theta": main.get("rope_theta"),
         "rotary_emb_base": main.get("rope_theta"),
         "partial_rotary_factor": main.get("partial_rotary_factor"),
@@ -75,10 +75,10 @@ def _positions(described: dict, known: set[str]) -> dict:
         "rope_local_base_freq": kinds.get("sliding_attention", {}).get("rope_theta"),
     }
     if main.get("rope_type", "default") != "default":
-        found["rope_scaling"] = main
+        positions["rope_scaling"] = main
     return {
         key: value
-        for key, value in found.items()
+        for key, value in positions.items()
         if value is not None and key in known | {"rope_scaling"} and key not in described
     }
 

@@ -76,17 +76,21 @@ class LoraLinear(nn.Module):
     def dropped(self, x: mx.array) -> mx.array:
         """`x`, in training with a part of it zeroed.
 
-        By how much the rest grows is left to the narrow product: see `kept`.
+        By how much the rest grows is left to the narrow product: see `keep_probability`.
         """
-        return x if self.kept == 1 else mx.where(mx.random.bernoulli(self.kept, x.shape, key=self._key), x, 0)
+        return (
+            x
+            if self.keep_probability == 1
+            else mx.where(mx.random.bernoulli(self.keep_probability, x.shape, key=self._key), x, 0)
+        )
 
     @property
-    def kept(self) -> float:
+    def keep_probability(self) -> float:
         """The part of x that dropout leaves."""
         return 1 - self.dropout if self.training else 1.0
 
     def __call__(self, x: mx.array) -> mx.array:
-        middle = low_rank_input(self.dropped(x), self.lora_A) * (self.scale / self.kept)
+        middle = low_rank_input(self.dropped(x), self.lora_A) * (self.scale / self.keep_probability)
         return add_low_rank(self.base_layer(x), middle, self.lora_B)
 
 
@@ -105,7 +109,7 @@ class DoraLinear(LoraLinear):
         return self.dequantize(self.base_layer, after).astype(mx.float32)
 
     def __call__(self, x: mx.array) -> mx.array:
-        out, dropped = self.base_layer(x), self.dropped(x.astype(mx.float32)) / self.kept
+        out, dropped = self.base_layer(x), self.dropped(x.astype(mx.float32)) / self.keep_probability
         bias = self.base_layer.get("bias", 0)
         # Under dropout the frozen part of the difference sees the same dropped input as the adapter.
         frozen = unpacked_matmul(dropped, self._weight) if self.training and self.dropout else out - bias

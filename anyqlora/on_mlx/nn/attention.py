@@ -66,8 +66,8 @@ def attention(
         gradients = [mx.zeros_like(value) for value in primals]
         for at, of in cuts:
             *taken, back = mx.depends([queries[at], keys[of], values[of], cotangent[at]], gradients)
-            _, found = mx.vjp(some(at), taken, [back])
-            for whole, where, part in zip(gradients, (at, of, of), found, strict=True):
+            _, chunk_gradients = mx.vjp(some(at), taken, [back])
+            for whole, where, part in zip(gradients, (at, of, of), chunk_gradients, strict=True):
                 whole[where] = whole[where] + part  # heads of one group share keys and values
         return tuple(gradients)
 

@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
 
     ids: mx.array
     segments: mx.array | None
-    kept: mx.array
+    trained: mx.array
     labels: mx.array
 
 
@@ -40,14 +40,14 @@ def inputs(batch: Batch, multiple: int = 1) -> Inputs:
         np.pad(values, more, constant_values=filler)
         for values, filler in ((batch.ids, 0), (batch.targets, IGNORE), (batch.segments, -1))
     )
-    kept = np.flatnonzero(targets != IGNORE)
+    trained = np.flatnonzero(targets != IGNORE)
     share = -(-ids.size // SHARES) if multiple > 1 else 1
-    fillers = (0, max(-len(kept) % share, 1 - len(kept)))
+    fillers = (0, max(-len(trained) % share, 1 - len(trained)))
     return Inputs(
         mx.array(ids),
         mx.array(segments) if packed else None,
-        mx.array(np.pad(kept, fillers).astype(np.int32)),
-        mx.array(np.pad(targets.reshape(-1)[kept], fillers, constant_values=IGNORE)),
+        mx.array(np.pad(trained, fillers).astype(np.int32)),
+        mx.array(np.pad(targets.reshape(-1)[trained], fillers, constant_values=IGNORE)),
     )
 
 
@@ -78,7 +78,7 @@ class FullLogitsLoss:
 
     def __call__(self, given: Inputs, factor: float | mx.array = 1.0) -> tuple[mx.array, mx.array]:
         """(`factor` times the loss, the loss), float32."""
-        total = token_nll(self.run(given).flatten(0, 1)[given.kept], given.labels)
+        total = token_nll(self.run(given).flatten(0, 1)[given.trained], given.labels)
         return total * factor, total
 
     def total(self, given: Inputs) -> float:
@@ -131,7 +131,7 @@ class TrainedTokenLoss(FullLogitsLoss):
             self.owner, self.name, lambda inside, *others, **named: seen.append(inside(*others, **named)) or seen[0]
         ):
             self.run(given)
-        return seen[0].flatten(0, 1)[given.kept]
+        return seen[0].flatten(0, 1)[given.trained]
 
     def logits(self, hidden: mx.array) -> mx.array:
         """[N, V] of [N, H], by the model's own head."""
@@ -227,14 +227,14 @@ def loss_for(model: nn.Module, rows: int) -> tuple[FullLogitsLoss, str]:
         return FullLogitsLoss(model), ""
     given = Inputs(mx.arange(3, 15)[None], None, mx.array([1, 4, 9]), mx.array([5, 6, 7]))
     try:
-        found = TrainedTokenLoss(model, rows)
-        some, whole = found.logits(found.hidden(given)).astype(mx.float32), found.run(given)[0, given.kept]
+        loss = TrainedTokenLoss(model, rows)
+        some, whole = loss.logits(loss.hidden(given)).astype(mx.float32), loss.run(given)[0, given.trained]
         far, largest = float(mx.abs(some - whole).max()), float(mx.abs(whole).max())
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         return FullLogitsLoss(model), str(error)
     is_same = far <= largest * (NEAR if whole.dtype == mx.float32 else NEAR_IN_16_BITS)
     return (
-        (found, "")
+        (loss, "")
         if is_same
         else (FullLogitsLoss(model), "its head does not make of some tokens what it makes of them among all")
     )

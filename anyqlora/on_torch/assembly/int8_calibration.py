@@ -39,8 +39,8 @@ class _ComparedProducts(FullMatmul):
     @property
     def off(self) -> float:
         """Of outputs or of gradients, whichever is farther."""
-        found = max(math.sqrt(off / whole) for off, whole in self.squares.values())
-        return found if math.isfinite(found) else math.inf
+        worst = max(math.sqrt(off / whole) for off, whole in self.squares.values())
+        return worst if math.isfinite(worst) else math.inf
 
     def forward(self, x, weight, bias, lora=None):
         y = super().forward(x, weight, bias)
@@ -73,7 +73,7 @@ def calibrate(
     model: nn.Module,
     rounded: FrozenMatmul,
     losses: Callable[[], Iterable[torch.Tensor]],
-    told: Callable = lambda chosen: chosen,
+    broadcast: Callable = lambda chosen: chosen,
 ) -> list[str]:
     """Let the groups of `model`'s fused layers multiply by `rounded` where that is near their whole products. Returns
     what is to be said.
@@ -91,7 +91,7 @@ def calibrate(
     whole = _compared(groups, rounded, losses)
     model.zero_grad()
     off = {number: group.products.off for number, group in enumerate(groups)}
-    near = told([number for number in off if off[number] <= NEAR])
+    near = broadcast([number for number in off if off[number] <= NEAR])
     for number, group in enumerate(groups):
         group.multiply_by(rounded if number in near else group.whole)
     worst = groups[max(off, key=off.__getitem__)].names[0]
@@ -113,12 +113,12 @@ def calibrate(
             cure="--frozen_matmul full",
         )
     left = len(groups) - len(near)
-    said = [
+    notes = [
         f"products of {left} of {len(groups)} groups of linear layers are not rounded: they would be more than "
         f"{NEAR:.0%} off, {worst}'s {max(off.values()):.0%}"
     ] * bool(left)
     return [
-        *said,
+        *notes,
         f"rounded products are at most {max(off[number] for number in near):.1%} off whole ones; the rows' loss moves "
         f"by {moved:.3%}",
     ]

@@ -161,8 +161,8 @@ def _random(count: int, device: torch.device) -> torch.Tensor:
     """Any int16 [count]: four from each of the generator's 64-bit numbers, where it has such."""
     if device.type in WITHOUT_INT64:
         return torch.empty(count, dtype=torch.int16, device=device).random_(-BUCKETS // 2, BUCKETS // 2)
-    words = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
-    return words.random_(-(1 << 63), None).view(torch.int16)[:count]
+    random_words = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
+    return random_words.random_(-(1 << 63), None).view(torch.int16)[:count]
 
 
 def apply_mask(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -201,10 +201,10 @@ def weight_chunks(
                 )
 
 
-def shard_files(found: Iterator[dict[str, torch.Tensor]], most: int) -> Iterator[dict[str, torch.Tensor]]:
+def shard_files(parts: Iterator[dict[str, torch.Tensor]], most: int) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors that belong together in one file, files of about `most` bytes."""
     held: dict[str, torch.Tensor] = {}
-    for tensors in found:
+    for tensors in parts:
         if held and sum(value.nbytes for value in (*held.values(), *tensors.values())) > most:
             yield held
             held = {}
@@ -226,8 +226,8 @@ def file_of(tensors: dict[str, torch.Tensor]) -> list:
 
 def _names(source: Path) -> set[str]:
     """Of all tensors in a model's files."""
-    found: set[str] = set()
+    names: set[str] = set()
     for file in weight_files(source):
         with safe_open(source / file, "pt") as tensors:
-            found.update(tensors.keys())
-    return found
+            names.update(tensors.keys())
+    return names

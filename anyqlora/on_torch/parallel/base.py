@@ -260,8 +260,8 @@ def saved_state(state: dict) -> list[tuple[str, torch.Tensor]]:
 
 def by_parameter_name(moments: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """{name: {key: tensor}} of {"name|key": tensor}."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
     for joined, value in moments.items():
         name, _, key = joined.partition("|")
-        found.setdefault(name, {})[key] = value
-    return found
+        states.setdefault(name, {})[key] = value
+    return states

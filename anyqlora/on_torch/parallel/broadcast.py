@@ -95,14 +95,14 @@ def contents(owner: nn.Module, quantizer) -> dict[str, torch.Tensor]:
     """The tensors of one module, without its children's, and what its packed weight needs beside its codes."""
     if isinstance(owner, PackedExperts):
         return owner.tensors()
-    found: dict[str, torch.Tensor] = dict(owner.named_parameters(recurse=False)) | dict(
+    tensors: dict[str, torch.Tensor] = dict(owner.named_parameters(recurse=False)) | dict(
         owner.named_buffers(recurse=False)
     )
     if is_packed(owner, quantizer):
-        found |= {
+        tensors |= {
             f"weight|{key}": value for key, value in quantizer.state_tensors(quantizer.quant_state(owner)).items()
         }
-    return found
+    return tensors
 
 
 def adopt_tensor(owner: nn.Module, tensors: dict[str, torch.Tensor], quantizer, tied: dict[int, nn.Parameter]) -> None:

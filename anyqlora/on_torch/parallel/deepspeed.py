@@ -162,9 +162,9 @@ class DeepSpeed(MultiProcessStrategy):
                 done.add(id(part))
 
     def _assert_sharded(self) -> None:
-        found = self.engine.zero_optimization_stage()
-        if found != self.stage:
-            raise RunError(f"deepspeed: ZeRO stage {self.stage} was asked for, and the engine has {found}")
+        stage = self.engine.zero_optimization_stage()
+        if stage != self.stage:
+            raise RunError(f"deepspeed: ZeRO stage {self.stage} was asked for, and the engine has {stage}")
         whole = (
             [name for name, p in self.inner.named_parameters() if not hasattr(p, "ds_tensor")]
             if self.stage == 3
@@ -252,27 +252,27 @@ class DeepSpeed(MultiProcessStrategy):
             self.zero.zero_grad(set_to_none=True)
 
     def missing_gradients(self) -> dict[str, bool]:
-        found = self.all_reduce_sum(
+        missing = self.all_reduce_sum(
             torch.tensor(list(self.seen.values()), dtype=torch.float32, device=self.device)
         ).tolist()
-        return {name: has > 0 for name, (has, moves) in zip(self.seen, found, strict=True) if not moves}
+        return {name: has > 0 for name, (has, moves) in zip(self.seen, missing, strict=True) if not moves}
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
     def gather_trainable(self) -> dict[str, torch.Tensor]:
-        found = {}
+        tensors = {}
         for name, p in self.trainable.items():
             with self.library.zero.GatheredParameters([p], enabled=self.stage == 3):
                 if self.rank == 0:
-                    found[name] = p.detach().cpu().clone()
-        return found
+                    tensors[name] = p.detach().cpu().clone()
+        return tensors
 
     def gather_moments(self) -> dict[str, torch.Tensor]:
         if self.stage == 0:
             return super().gather_moments()
         if self.stage < 3:
             link_moments(self.zero)
-        found = {}
+        tensors = {}
         for name, p in self.trainable.items():
             flat = self._flat(p)
             for key, value in sorted(self.optimizer.state.get(flat, {}).items()):
@@ -280,10 +280,10 @@ class DeepSpeed(MultiProcessStrategy):
                     is_sharded = value.shape == flat.shape
                     full = self.library.utils.safe_get_full_optimizer_state(p, key) if is_sharded else value
                     if self.rank == 0:
-                        found[f"{name}|{key}"] = (
+                        tensors[f"{name}|{key}"] = (
                             full.detach().cpu().clone().view(self.shape(p) if is_sharded else value.shape)
                         )
-        return found
+        return tensors
 
     def load_trainable(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, p in self.trainable.items():

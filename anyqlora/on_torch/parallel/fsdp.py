@@ -161,10 +161,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     if names is None:  # a model of somebody's own: its lists of modules
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         return [block for one in lists for block in one]
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if not found:
+    modules = [module for module in model.modules() if type(module).__name__ in names]
+    if not modules:
         raise NotSupported(
             f"{type(model).__name__} has no blocks that transformers names, so it cannot be sharded",
             cure="--strategy ddp",
         )
-    return found
+    return modules

@@ -156,12 +156,12 @@ class ShardedStrategy(MultiProcessStrategy):
 
     def missing_gradients(self) -> dict[str, bool]:
         parameters = list(self.trainable.values())
-        found = torch.tensor(
+        missing = torch.tensor(
             [[p.grad is not None, p.grad is not None and bool(local(p.grad).any())] for p in parameters],
             dtype=torch.float32,
         )
-        found = self.all_reduce_sum(found.to(self.device)).tolist()
-        return {name: has > 0 for name, (has, moves) in zip(self.trainable, found, strict=True) if not moves}
+        missing = self.all_reduce_sum(missing.to(self.device)).tolist()
+        return {name: has > 0 for name, (has, moves) in zip(self.trainable, missing, strict=True) if not moves}
 
     def gather_trainable(self) -> dict[str, torch.Tensor]:
         return self._on_the_first({name: p.detach() for name, p in self.trainable.items()})
@@ -177,12 +177,12 @@ class ShardedStrategy(MultiProcessStrategy):
         )
 
     def _on_the_first(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {}
+        gathered = {}
         for name, value in tensors.items():
             full = self.full_tensor(value) if isinstance(value, DTensor) else value
             if self.rank == 0:
-                found[name] = full.cpu()
-        return found
+                gathered[name] = full.cpu()
+        return gathered
 
     def full_tensor(self, tensor: DTensor) -> torch.Tensor:
         """All of a tensor, on every rank; parts in host memory go through the device to be put together."""

@@ -152,9 +152,9 @@ class TensorParallel(ShardedStrategy):
         along_batch = {BATCH} if self.data_size > 1 else set()
         for name, p in trainable.items():
             wanted = along_batch | ({MODEL} if ".lora_" in name else set())
-            found = set(p.device_mesh.mesh_dim_names) if isinstance(p, DTensor) else set()
-            if found != wanted:
-                raise RunError(f"{name} is not on the mesh as planned: {sorted(found)} instead of {sorted(wanted)}")
+            mesh_axes = set(p.device_mesh.mesh_dim_names) if isinstance(p, DTensor) else set()
+            if mesh_axes != wanted:
+                raise RunError(f"{name} is not on the mesh as planned: {sorted(mesh_axes)} instead of {sorted(wanted)}")
             split = self.splits.get(name.partition(".lora_")[0].removeprefix(PREFIX))
             if (
                 split

@@ -46,14 +46,14 @@ def planned_splits(config: TrainConfig, ways: int) -> dict[str, Split]:
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
-    found = select_layout(linears(model), default_layout(described, config), config, ways)
+    splits = select_layout(linears(model), default_layout(described, config), config, ways)
     text = described.get_text_config()
     if any(
-        not style.alone and name.rpartition(".")[0].endswith(("attn", "attention")) for name, style in found.items()
+        not style.alone and name.rpartition(".")[0].endswith(("attn", "attention")) for name, style in splits.items()
     ):
         heads = text.num_attention_heads
         check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, ways, config.sources.get("mesh", ""))
-    return found
+    return splits
 
 
 def own_splits(model: nn.Module, config: TrainConfig, ways: int) -> dict[str, Split]:
@@ -72,7 +72,7 @@ def own_splits(model: nn.Module, config: TrainConfig, ways: int) -> dict[str, Sp
 def select_layout(layers: dict[str, nn.Module], default: RegexMap, config: TrainConfig, ways: int) -> dict[str, Split]:
     """{name: Split} of those of `layers` that the plan's layout splits."""
     stated = from_file(config.tensor_layout) if config.tensor_layout != DEFAULT else None
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     for name, layer in layers.items():
         style, where = default[f"{name}.weight"], config.sources.get("mesh", "")
         if stated is not None:
@@ -86,21 +86,21 @@ def select_layout(layers: dict[str, nn.Module], default: RegexMap, config: Train
                 config,
                 where,
             )
-            found[name] = style
-    for key, said in (stated or {}).items():
+            splits[name] = style
+    for key, placement in (stated or {}).items():
         if not any(stated.key_of(f"{name}.weight") == key for name in layers):
             raise LayoutError(
                 f"{key} matches no linear layer's weight",
-                where=said.where,
+                where=placement.where,
                 cure=f"names such as {next(iter(layers), 'up_proj')}.weight",
             )
-    if not found:
+    if not splits:
         raise LayoutError(
             "the layout splits no layer",
             where=config.tensor_layout if stated else config.sources.get("tensor_layout", ""),
             cure="--tensor_layout default",
         )
-    return found
+    return splits
 
 
 def default_layout(described, config: TrainConfig) -> RegexMap:
@@ -108,16 +108,16 @@ def default_layout(described, config: TrainConfig) -> RegexMap:
 
     Raises NotBuilt.
     """
-    said = getattr(described.get_text_config(), "base_model_tp_plan", None)
+    base_plan = getattr(described.get_text_config(), "base_model_tp_plan", None)
     where = config.sources.get("tensor_layout", "") or config.sources.get("mesh", "")
-    if not said:
+    if not base_plan:
         raise NotSupported(
             f"transformers has no tensor parallel plan for {described.model_type} models, so there is no default "
             f"layout",
             where=where,
             cure="--strategy fsdp",
         )
-    unknown = sorted({style for style in said.values() if style not in STYLES and style not in WHOLE_STYLES})
+    unknown = sorted({style for style in base_plan.values() if style not in STYLES and style not in WHOLE_STYLES})
     if unknown:
         raise NotSupported(
             f"strategy tp with {described.model_type} models: their plan has parts that are split as "
@@ -129,7 +129,7 @@ def default_layout(described, config: TrainConfig) -> RegexMap:
     return RegexMap(
         {
             rf"(?:.+\.)?{re.escape(name)}\.weight".replace(r"\*", r"\d+"): STYLES.get(style)
-            for name, style in said.items()
+            for name, style in base_plan.items()
         }
     )
 
@@ -140,8 +140,8 @@ def check_agreement(name: str, stated: RegexMap, default: RegexMap, layers: Iter
     Where it splits all that the default splits beside this layer, and alike, they hand slices to one another as there;
     else each is joined, so that any layout is correct.
     """
-    said = stated[f"{name}.weight"]
-    if said is None or said.split == WHOLE:
+    placement = stated[f"{name}.weight"]
+    if placement is None or placement.split == WHOLE:
         return None
     parent = name.rpartition(".")[0]
     beside = {
@@ -150,4 +150,4 @@ def check_agreement(name: str, stated: RegexMap, default: RegexMap, layers: Iter
     alike = f"{name}.weight" in beside and all(
         stated[other] and stated[other].split == default[other].along for other in beside
     )
-    return default[f"{name}.weight"] if alike else Split(said.split, alone=True)
+    return default[f"{name}.weight"] if alike else Split(placement.split, alone=True)

@@ -44,9 +44,9 @@ class Timeline(NullHooks):
         self.left = max(0, self.left - 1)
         if self.profile is not None and not self.left:
             self.profile.stop()
-            found = events(self.profile.events(), self.run.process_group.rank)
+            step_events = events(self.profile.events(), self.run.process_group.rank)
             self.profile = None
-            self._write([event for rank in self.run.process_group.all_gather_object(found) for event in rank])
+            self._write([event for rank in self.run.process_group.all_gather_object(step_events) for event in rank])
 
     def close(self) -> None:
         if self.profile is not None:  # the run ended before; the others are not asked any more
@@ -54,23 +54,23 @@ class Timeline(NullHooks):
             self._write(events(self.profile.events(), self.run.process_group.rank))
             self.profile = None
 
-    def _write(self, found: list[dict]) -> None:
+    def _write(self, step_events: list[dict]) -> None:
         if self.run.process_group.is_first:
             trace = {
-                "traceEvents": found,
+                "traceEvents": step_events,
                 "displayTimeUnit": "ms",
-                "otherData": {"collectives": counted(found, self.run.process_group.rank)},
+                "otherData": {"collectives": counted(step_events, self.run.process_group.rank)},
             }
             replace_file(self.path, json.dumps(trace).encode(), FileSystem())
 
 
 def events(recorded, rank: int) -> list[dict]:
     """The profiler's events that are phases or collectives, in the Trace Event Format; times in microseconds."""
-    found = []
+    collected = []
     for event in recorded:
         start, length = event.time_range.start, event.time_range.end - event.time_range.start
         if event.name.startswith(PHASE):
-            found.append(
+            collected.append(
                 {
                     "name": event.name.removeprefix(PHASE),
                     "cat": "phase",
@@ -82,7 +82,7 @@ def events(recorded, rank: int) -> list[dict]:
                 }
             )
         elif event.name.startswith(COLLECTIVES) and not event.name.endswith(NO_COLLECTIVES):
-            found.append(
+            collected.append(
                 {
                     "name": event.name.partition("::")[2].strip("_"),
                     "cat": "collective",
@@ -93,18 +93,18 @@ def events(recorded, rank: int) -> list[dict]:
                     "tid": 1,
                 }
             )
-    phases = [event for event in found if event["cat"] == "phase"]
-    for event in found:
+    phases = [event for event in collected if event["cat"] == "phase"]
+    for event in collected:
         around = [phase for phase in phases if phase["ts"] <= event["ts"] < phase["ts"] + phase["dur"]]
         if event["cat"] == "collective":  # the innermost phase in which it began
             event["args"] = {"phase": max(around, key=lambda phase: phase["ts"])["name"] if around else BETWEEN}
-    return sorted(found, key=lambda event: event["ts"])
+    return sorted(collected, key=lambda event: event["ts"])
 
 
-def counted(found: list[dict], rank: int) -> dict[str, dict[str, int]]:
+def counted(step_events: list[dict], rank: int) -> dict[str, dict[str, int]]:
     """{phase: {collective: count}} of one rank."""
     counts: dict[str, Counter] = {}
-    for event in found:
+    for event in step_events:
         if event["pid"] == rank and event["cat"] == "collective":
             counts.setdefault(event["args"]["phase"], Counter())[event["name"]] += 1
     return {phase: dict(names) for phase, names in counts.items()}

@@ -78,14 +78,14 @@ def pack(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, tor
     bias = torch.where(steps != 0, edge, torch.zeros_like(edge))
     codes = ((groups - bias.unsqueeze(2)) / scale.unsqueeze(2)).round().clamp(0, most).to(torch.int32)
     places = torch.arange(0, 32, bits, dtype=torch.int32, device=weight.device)
-    words = (codes.reshape(weight.shape[0], -1, 32 // bits) << places).sum(2, dtype=torch.int32)
-    return words, scale.to(torch.bfloat16), bias.to(torch.bfloat16)
+    packed = (codes.reshape(weight.shape[0], -1, 32 // bits) << places).sum(2, dtype=torch.int32)
+    return packed, scale.to(torch.bfloat16), bias.to(torch.bfloat16)
 
 
-def unpack(words: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack(packed: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor, bits: int) -> torch.Tensor:
     """float32 [out, in]."""
-    places = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    codes = ((words.unsqueeze(2) >> places) & (2**bits - 1)).reshape(*scales.shape, -1)  # [out, in / group, group]
+    places = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    codes = ((packed.unsqueeze(2) >> places) & (2**bits - 1)).reshape(*scales.shape, -1)  # [out, in / group, group]
     return (codes.float() * scales.float().unsqueeze(2) + biases.float().unsqueeze(2)).flatten(1)
 
 
@@ -101,16 +101,16 @@ class Affine4:
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Codes and (scales, biases) of one expert's weight."""
-        words, scales, biases = pack(weight.float(), self.bits, self.group)
-        return words, (scales, biases)
+        packed, scales, biases = pack(weight.float(), self.bits, self.group)
+        return packed, (scales, biases)
 
-    def unpack(self, words: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return unpack(words, *state, self.bits).to(self.compute_dtype)
+    def unpack(self, packed: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return unpack(packed, *state, self.bits).to(self.compute_dtype)
 
     def quantize_into(self, module: AffineLinear, weight: torch.Tensor) -> nn.Parameter:
-        words, scales, biases = pack(weight.float(), self.bits, self.group)
+        packed, scales, biases = pack(weight.float(), self.bits, self.group)
         module.scales, module.biases = scales, biases
-        return nn.Parameter(words, requires_grad=False)
+        return nn.Parameter(packed, requires_grad=False)
 
     def dequantize(self, module: AffineLinear) -> torch.Tensor:
         return module.dequantize().to(self.compute_dtype)
@@ -120,9 +120,9 @@ class Affine4:
 
     def tensors(self, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """{tensor of a file: value} of the weight `name`, as this library and mlx-lm read it."""
-        words, scales, biases = pack(weight.float(), self.bits, self.group)
+        packed, scales, biases = pack(weight.float(), self.bits, self.group)
         owner = name.removesuffix(".weight")
-        return {name: words.view(torch.uint32), f"{owner}.scales": scales, f"{owner}.biases": biases}
+        return {name: packed.view(torch.uint32), f"{owner}.scales": scales, f"{owner}.biases": biases}
 
     def hf_config(self) -> dict:
         """What config.json says of such files, in mlx-lm's words."""

@@ -48,12 +48,12 @@ class PackedExperts(nn.Module):
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take what another's `tensors` gave."""
         self.register_buffer("codes", tensors["codes"], persistent=False)
-        kept: dict[str, dict] = {}
+        states: dict[str, dict] = {}
         for name, value in tensors.items():
             number, is_state, key = name.partition("|")
             if is_state:
-                kept.setdefault(number, {})[key] = value
-        self.states = [self.quantizer.state_from(state) for state in kept.values()]
+                states.setdefault(number, {})[key] = value
+        self.states = [self.quantizer.state_from(state) for state in states.values()]
 
     def __getitem__(self, expert) -> _ExpertWeight:
         return _ExpertWeight(self, int(expert))

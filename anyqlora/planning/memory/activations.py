@@ -48,12 +48,12 @@ def activation_bytes(shapes: ModelShape, config: TrainConfig) -> int:
     again = recomputed(shapes, config)
     if again == shapes.layers:
         return recomputing_bytes(shapes, config)
-    kept = (1 if config.use_activation_cpu_offload else shapes.layers - again) * layer_bytes(shapes, config)
+    saved = (1 if config.use_activation_cpu_offload else shapes.layers - again) * layer_bytes(shapes, config)
     if again:
-        return kept + recomputing_bytes(shapes, config)
+        return saved + recomputing_bytes(shapes, config)
     # the last norm stands for the first layer's, which needs no gradient, unless that has none or learns itself
     hidden = batch_tokens(config) * shapes.hidden
-    return kept + hidden * FULL * (2 if trains_base(config) else shapes.post_norm) + head_bytes(shapes, config)
+    return saved + hidden * FULL * (2 if trains_base(config) else shapes.post_norm) + head_bytes(shapes, config)
 
 
 def recomputing_bytes(shapes: ModelShape, config: TrainConfig) -> int:
@@ -179,16 +179,16 @@ def _input_bytes(linears: Iterable[LinearShape], shapes: ModelShape, config: Tra
     is_there = is_shared and (
         in_c(shapes, config) or not (shapes.eager_attention or shapes.fused_qkv or in_blocks(shapes, config))
     )
-    kept, seen = 0, set()
+    saved, seen = 0, set()
     for linear in linears:
         source = source_of(linear.name)
         if source not in seen:
-            kept += linear.inputs * ((0 if is_there and source[0] in TAKE_ATTENTION else copied) + mask)
+            saved += linear.inputs * ((0 if is_there and source[0] in TAKE_ATTENTION else copied) + mask)
         if is_shared:
             seen.add(source)
-        kept += 0 if is_full else config.lora_rank * copied
-        kept += linear.outputs * (width.inner + width.copied) if adapter.keeps_outputs else 0
-    return kept
+        saved += 0 if is_full else config.lora_rank * copied
+        saved += linear.outputs * (width.inner + width.copied) if adapter.keeps_outputs else 0
+    return saved
 
 
 def cast_bytes(shapes: ModelShape, config: TrainConfig) -> int:

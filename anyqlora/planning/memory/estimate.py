@@ -85,15 +85,19 @@ def estimate(shapes: ModelShape, config: TrainConfig) -> MemoryEstimate:
     gradients = {"gradients": trained * FULL // shards.gradients}
     if shards.weights > 1:
         weights["layers put together"] = together_bytes(shapes, config)
-    kept = {"activations": activation_bytes(shapes, config)}
+    saved_for_backward = {"activations": activation_bytes(shapes, config)}
     moments = {
         "loading": weights | {"tensor being read": largest_tensor(shapes) * FULL},
         "loss": weights
         | optimizer
         | (gradients if config.gradient_accumulation_steps > 1 else {})
-        | kept
+        | saved_for_backward
         | {"logits and loss": logit_bytes(shapes, config)},
-        "backward": weights | optimizer | gradients | kept | {"layer at work": work_bytes(shapes, config)},
+        "backward": weights
+        | optimizer
+        | gradients
+        | saved_for_backward
+        | {"layer at work": work_bytes(shapes, config)},
         **(
             {
                 "recomputation": weights

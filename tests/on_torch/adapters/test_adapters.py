@@ -141,7 +141,7 @@ def test_loftq_without_quantization_is_refused():
         resolve(
             {"model_name": "demo", "dataset": "demo", "adapter": "loftq", "quantizer": "none", "train_type": "lora"},
             environ={},
-            said="test",
+            origin="test",
         )
 
 

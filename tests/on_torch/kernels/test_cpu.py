@@ -24,7 +24,7 @@ from anyqlora.planning.backends import BackendManager
 from tests.support import tiny_models
 
 pytestmark = pytest.mark.skipif(
-    "native" not in BackendManager("cpu").found.kernels, reason="no C compiler, or no AVX512-BF16, is here"
+    "native" not in BackendManager("cpu").report.kernels, reason="no C compiler, or no AVX512-BF16, is here"
 )
 ROUNDING = (
     2**-9

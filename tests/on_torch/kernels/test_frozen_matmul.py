@@ -34,7 +34,7 @@ from anyqlora.planning.backends import BackendManager
 from anyqlora.recipes import sft
 from tests.support import tiny_models
 
-FOUND = BackendManager("cpu").found
+FOUND = BackendManager("cpu").report
 needs_int8 = pytest.mark.skipif("int8" not in FOUND.products, reason="this processor's int8 products may saturate")
 needs_native = pytest.mark.skipif("native" not in FOUND.kernels, reason="no C compiler, or no AVX512-BF16, is here")
 LARGEST = {torch.int8: 127.0, FLOAT8: 448.0}
@@ -515,7 +515,9 @@ def trained(tmp_path, name, **settings):
     """(losses, the adapter's bytes, what was printed) of a run of the embedded job."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        sft.train(resolve({**TINY, "output_dir": str(tmp_path), "run_name": name, **settings}, environ={}, said="test"))
+        sft.train(
+            resolve({**TINY, "output_dir": str(tmp_path), "run_name": name, **settings}, environ={}, origin="test")
+        )
     lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     return (
         [line["loss"] for line in lines if "loss" in line and "event" not in line],
@@ -591,7 +593,7 @@ def started(tmp_path, change=lambda model: None, intermediate_size=128, **settin
             **settings,
         },
         environ={},
-        said="test",
+        origin="test",
     )
     run = tiny_models.opened(config)
     runtime = Runtime(run.plan)
@@ -723,4 +725,4 @@ def test_a_finished_run_is_used_with_whole_products(tmp_path):
 @needs_int8
 def test_what_is_not_multiplied_so_is_refused(settings, error, why):
     with pytest.raises(error, match=why):
-        BackendManager("cpu").plan(resolve({**TINY, "frozen_matmul": "int8", **settings}, environ={}, said="test"))
+        BackendManager("cpu").plan(resolve({**TINY, "frozen_matmul": "int8", **settings}, environ={}, origin="test"))

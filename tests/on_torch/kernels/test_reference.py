@@ -398,7 +398,7 @@ def test_what_cannot_be_fused_is_refused_where_it_is_demanded_and_else_said(tmp_
                     **wrong,
                 },
                 environ={},
-                said="test",
+                origin="test",
             )
     llama = tiny_models.make(tmp_path / "llama", "llama", intermediate_size=128)
     dora = tiny_models.Started(tmp_path / "dora", llama, adapter="dora")

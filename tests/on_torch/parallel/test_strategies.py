@@ -101,7 +101,7 @@ def test_fast_paths_of_whole_models_equal_one_process_without(name, base, alone)
 
 
 @pytest.mark.skipif(
-    not {"native", "int8"} <= {*BackendManager("cpu").found.kernels, *BackendManager("cpu").found.products},
+    not {"native", "int8"} <= {*BackendManager("cpu").report.kernels, *BackendManager("cpu").report.products},
     reason="no C compiler, or no VNNI, is here",
 )
 @pytest.mark.parametrize("products", ["full", "int8", "int8_backward"])

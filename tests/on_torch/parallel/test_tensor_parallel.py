@@ -219,7 +219,7 @@ def test_what_is_not_split_as_planned_is_an_error(base):
 
 
 def planned(**settings):
-    return BackendManager("cpu").plan(resolve({"dataset": "demo", **settings}, environ={}, said="test"))
+    return BackendManager("cpu").plan(resolve({"dataset": "demo", **settings}, environ={}, origin="test"))
 
 
 def test_the_plan_resolves_mesh_layout_strategy_and_world_size(base):

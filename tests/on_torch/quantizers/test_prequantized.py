@@ -105,7 +105,7 @@ def plan(directory, **settings):
     config = resolve(
         {"model_name": str(directory), "dataset": "demo", "context_length": 128, "backend": "cpu", **settings},
         environ={},
-        said="test",
+        origin="test",
     )
     return BackendManager("cpu").plan(config)
 

@@ -147,8 +147,8 @@ class Dropout:
     def mask(self, m: int, k: int) -> torch.Tensor:
         """What stays, bool [m, k]: the definition of what the kernels draw."""
         groups = triton.cdiv(k, EIGHT)
-        words = torch.stack(philox(self.seed, torch.arange(m * groups)), 1)  # [m groups, 4]
-        halves = torch.stack([words & (BUCKETS - 1), words >> 16], 2)  # [m groups, 4, 2]
+        random_words = torch.stack(philox(self.seed, torch.arange(m * groups)), 1)  # [m groups, 4]
+        halves = torch.stack([random_words & (BUCKETS - 1), random_words >> 16], 2)  # [m groups, 4, 2]
         return halves.reshape(m, groups * EIGHT)[:, :k] >= self.threshold
 
 
@@ -185,10 +185,10 @@ def _mask(rows, first, k, seed, threshold, ROWS: tl.constexpr, COLUMNS: tl.const
     """Whether each number of a tile [ROWS, COLUMNS] stays, from `rows` and its first column."""
     groups = rows[:, None] * tl.cdiv(k, 8) + first // 8 + tl.arange(0, COLUMNS // 8)[None, :]
     a, b, c, d = tl.randint4x(seed, groups.to(tl.uint32))
-    words = tl.join(tl.join(a, c), tl.join(b, d)).to(
+    random_words = tl.join(tl.join(a, c), tl.join(b, d)).to(
         tl.uint32, bitcast=True
     )  # [ROWS, COLUMNS / 8, 2, 2]: a, b, c, d in order
-    halves = tl.join(words & 0xFFFF, words >> 16)
+    halves = tl.join(random_words & 0xFFFF, random_words >> 16)
     return tl.reshape(halves, (ROWS, COLUMNS)) >= threshold
 
 
