@@ -72,11 +72,11 @@ def refuse_training(methods: Sequence[str], current: Callable[[], Any]) -> None:
         setattr(TorchTrainer, name, _refused(name, getattr(TorchTrainer, name), current))
 
 
-def _laid_out(initialize, current):
+def _laid_out(initialize: Callable[..., Any], current: Callable[[], Any]) -> Callable[..., None]:
     """Variable._initialize that puts the value on the mesh of the distribution that is set."""
 
     @functools.wraps(initialize)
-    def with_layout(variable, value):
+    def with_layout(variable: Any, value: Any) -> None:
         initialize(variable, value)
         distribution = current()
         if variable._layout is None and distribution is not None:
@@ -91,7 +91,7 @@ def _laid_out(initialize, current):
 
 
 @torch.no_grad()
-def _assigned(variable, value) -> None:
+def _assigned(variable: Any, value: Any) -> None:
     """Variable._direct_assign: a plain value is the whole one."""
     own = variable._value
     if isinstance(own, DTensor):
@@ -99,11 +99,11 @@ def _assigned(variable, value) -> None:
     own.copy_(value)
 
 
-def _as_array(plain):
+def _as_array(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Variable.__array__ that gathers what is spread; all processes call it together."""
 
     @functools.wraps(plain)
-    def whole(variable, dtype=None):
+    def whole(variable: Any, dtype: Any = None) -> Any:
         if not isinstance(variable._value, DTensor):
             return plain(variable, dtype)
         value = cast(DTensor, variable._value.detach()).full_tensor().cpu()
@@ -113,9 +113,9 @@ def _as_array(plain):
     return whole
 
 
-def _refused(name: str, method, current):
+def _refused(name: str, method: Callable[..., Any], current: Callable[[], Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def only_undistributed(model, *args, **options):
+    def only_undistributed(model: Any, *args: Any, **options: Any) -> Any:
         if current() is not None:
             raise DistributionError(
                 f"Keras's {name} on torch does not distribute: each process would do the same",

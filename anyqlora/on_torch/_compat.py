@@ -195,13 +195,15 @@ def int8_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Te
     return torch._int_mm(a, b, out=out)
 
 
-def scaled_matmul(a: torch.Tensor, b: torch.Tensor, **options) -> torch.Tensor:
-    """a @ b of float8 [N, K] and [K, M] with scales; see torch._scaled_mm.
+def scaled_matmul(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options
+) -> torch.Tensor:
+    """a @ b of float8 [N, K] and [K, M] with scales [N, 1] and [1, M]; see torch._scaled_mm.
 
     torch 2.13's public torch.nn.functional.scaled_mm takes no `out`.
     Can go when tests/on_torch/test_compat.py::test_torch_still_has_private_names_only_for_what_we_use fails.
     """
-    return torch._scaled_mm(a, b, **options)
+    return torch._scaled_mm(a, b, scale_a, scale_b, **options)
 
 
 def softmax_backward(of_probabilities: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:

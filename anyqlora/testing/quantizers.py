@@ -85,7 +85,7 @@ class QuantizerContract:
         assert self.far(values, weight) <= self.tolerance
         assert torch.equal(quantizer.dequantize(layer), values)
 
-    def test_it_takes_the_bytes_that_its_row_says(self):
+    def test_it_takes_the_bytes_that_its_row_says(self) -> None:
         """Within 2 %: tables that a library keeps with each layer are in no row."""
         row, shape = registry.quantizer(self.quantizer), (512, 512)
         quantizer, layer, _ = self.layer(shape)

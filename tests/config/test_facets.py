@@ -14,6 +14,7 @@ from tests.support.paths import ROOT
 LISTS = {  # what looks like a list of settings, and is none: file -> why
     "cli/": "the settings that a verb takes, or states for what it starts",
     "config/": "reads files of others, or checks what several settings say together",
+    "core/registry.py": "the tables that other packages add rows to",
     "planning/capabilities.py": "what a backend passes by, each with its reason",
     "planning/mesh.py": "the three ways to ask for tensor parallelism, the first one that is stated",
     "planning/planner.py": "fields of the plan; and the three by which weights in 16 bits are asked for",

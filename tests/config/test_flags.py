@@ -952,7 +952,6 @@ def block(directory):
 
 WANDB = """
 import json, pathlib, types
-errors = types.SimpleNamespace(CommError=OSError)
 util = types.SimpleNamespace(generate_id=lambda: "id")
 Settings = dict
 class Recorder:
@@ -966,9 +965,12 @@ def init(**about): return Recorder(**about)
 @shows("log_to", "project_name", "tracker_name", "tracker_group", "tracker_entity", "verbose")
 def test_what_is_said_and_told(tmp_path, monkeypatch, capsys):
     """The tracker is a package of the test's own that writes down what it is told."""
-    (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text(WANDB)
+    (tmp_path / "wandb" / "errors.py").write_text("CommError = OSError\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)  # whichever another test has imported
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)  # whichever another test has imported
     told = {f"tracker_{key}": f"the-{key}" for key in ("name", "group", "entity")} | {"project_name": "the-project"}
 
     def said(place, **settings):
@@ -982,7 +984,8 @@ def test_what_is_said_and_told(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out
 
     assert said("silent", log_to="none,wandb", **told) == ""
-    sys.modules.pop("wandb")
+    for name in ("wandb", "wandb.errors"):
+        sys.modules.pop(name)
     record = read(tmp_path / "silent", "told.json")
     assert {record[key] for key in ("project", "name", "group", "entity")} == set(told.values()) and record[
         "logged"

@@ -1,9 +1,11 @@
 """The manual: commands can be planned, tables are the program's, every setting is there, the site builds."""
 
 import ast
+import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -309,24 +311,37 @@ def test_the_exporter_of_contributing_exports(tmp_path):
     assert set(written) == set(expected) and all(np.array_equal(written[name], expected[name]) for name in expected)
 
 
-def test_the_quantizer_of_contributing_passes_the_contract(tmp_path):
-    """Its file as it stands there, and every test of QuantizerContract on it, in a process of its own."""
-    source = next("\n".join(lines) for _, lines in CONTRIBUTING.blocks() if "class Rowwise8" in "\n".join(lines))
-    (tmp_path / "rowwise.py").write_text(dedented(source), encoding="utf-8")
-    (tmp_path / "test_rowwise.py").write_text(
-        "import torch\nfrom rowwise import Rowwise8\nfrom anyqlora.testing import QuantizerContract\n\n"
-        "class TestRowwise8(QuantizerContract):\n    quantizer, tolerance = 'rowwise8', 0.01\n\n"
-        "    def make(self, compute_dtype=torch.float32):\n        return Rowwise8(None, compute_dtype)\n",
-        encoding="utf-8",
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "test_rowwise.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and re.search(r"\b\d{2} passed", done.stdout), done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("title", "flags"),
+    [("A quantizer", ["--quantizer", "rowwise8"]), ("An adapter", ["--adapter", "gaussian"])],
+    ids=["quantizer", "adapter"],
+)
+def test_the_steps_of_contributing_are_enough(title, flags, tmp_path):
+    """In a copy of the sources: the file, the row and the test as they stand there, then the contract and a run."""
+    for folder in ("anyqlora", "tests", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "old_runs"))
+    shutil.copy(ROOT / "train.py", tmp_path)
+    section = CONTRIBUTING.text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    targets = re.findall(r"`((?:anyqlora|tests)/[\w/]+\.py)`", section)
+    blocks = documents.Document(CONTRIBUTING.path, section).blocks()
+    file, row, contract = (dedented("\n".join(lines)) + "\n" for _, lines in blocks[:3])
+    (tmp_path / targets[0]).write_text(file, encoding="utf-8")
+    registry = tmp_path / targets[1]
+    table = {"A quantizer": "QUANTIZERS", "An adapter": "ADAPTERS"}[title]
+    registry.write_text(registry.read_text().replace(f"{table} = _table(\n", f"{table} = _table(\n{row}"))
+    with open(tmp_path / targets[2], "a", encoding="utf-8") as tests:
+        tests.write(f"\n\n{contract}")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    pytest_options = ["-q", "-p", "no:cacheprovider", "-n0", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    name = re.search(r"class (\w+)", contract)[1]
+    for arguments in (
+        ["-m", "pytest", *pytest_options, str(tmp_path / targets[2]), "-k", f"{name} or every_built_in"],
+        ["train.py", *flags, "--backend", "cpu", "--max_steps", "2", "--output_dir", "out", "--run_name", "run"],
+    ):
+        done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "train.py" in arguments or re.search(r"\b\d+ passed", done.stdout), done.stdout
+    assert json.loads((tmp_path / "out" / "run" / "result.json").read_text())["steps"] == 2
 
 
 def dedented(text: str) -> str:

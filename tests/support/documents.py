@@ -15,6 +15,7 @@ from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
 GENERATED = ("settings.md", "contributing.md")  # pages that docs/_site/hooks.py writes when the site is built
+# the steps of CONTRIBUTING.md are followed by a test of their own
 PLACEHOLDERS = {"--quantizer rowwise8": "--quantizer nf4", "--adapter gaussian": "--adapter lora", "RUN": "runs/NAME"}
 
 

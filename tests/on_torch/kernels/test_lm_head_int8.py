@@ -207,6 +207,7 @@ def test_its_codes_are_in_the_plan(settings, counted):
             TrainConfig(
                 model_name="x",
                 quantizer="nf4",
+                adapter="lora",
                 precision="bf16",
                 dequantized_layers=0,
                 **{"fused_linear_cross_entropy": True, "frozen_matmul": "int8_backward", **asked},
