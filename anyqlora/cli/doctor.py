@@ -328,7 +328,8 @@ def tiny_run(backend: str, directory: str) -> dict:
         result = train(resolve({**TINY, "backend": backend, "output_dir": directory}, environ={}, origin="doctor"))
         run = read_run(Path(directory) / TINY["run_name"])
         with safe_open(run.folder / "adapter_model.safetensors", "np") as file:
-            moved = all(file.get_tensor(name).any() for name in file.keys() if ".lora_B." in name)  # noqa: SIM118 - a handle, not a dict
+            names = file.keys()  # a handle, not a dict
+            moved = all(file.get_tensor(name).any() for name in names if ".lora_B." in name)
         from anyqlora.runs.opened import load_finetuned  # not before the plan has refused what this machine lacks
 
         tuned = load_finetuned(run, {})

@@ -71,12 +71,12 @@ def init_adapter_directory(config: TrainConfig) -> Path:
             cure=f"a whole model is started from by --model_name {whole}" if whole else CURE,
         )
     if not (directory / ADAPTER).is_file():
-        of_mlx = (directory / "adapters.safetensors").is_file()
+        is_from_mlx = (directory / "adapters.safetensors").is_file()
         raise UsageError(
             f"init_adapter: no {ADAPTER} in {directory}",
             where=where,
             cure=f"python -m anyqlora export {directory} --to peft --out OUT, and OUT"
-            if of_mlx
+            if is_from_mlx
             else "an adapter in safetensors form",
         )
     return directory
@@ -114,8 +114,8 @@ def apply_init_adapter(config: TrainConfig) -> TrainConfig:
     Raises UsageError where another value was asked for and for what is no adapter, NotBuilt for one that learns
     otherwise than ours.
     """
-    described = init_adapter_directory(config) / ADAPTER_CONFIG
-    brought = _adapter_settings(config, _adapter_config(described), described)
+    path = init_adapter_directory(config) / ADAPTER_CONFIG
+    brought = _adapter_settings(config, _adapter_config(path), path)
     explicit = {name for name in brought if is_explicit(config, name) and getattr(config, name) != AUTO}
     for name in sorted(
         explicit - {"lora_dropout", "lora_target_modules", "chat_template"}
@@ -128,14 +128,14 @@ def apply_init_adapter(config: TrainConfig) -> TrainConfig:
                 cure=f"leave out {name} or init_adapter",
             )
     brought = {name: value for name, value in brought.items() if name not in explicit}
-    return config.with_(**brought, sources={**config.sources, **dict.fromkeys(brought, str(described))})
+    return config.with_(**brought, sources={**config.sources, **dict.fromkeys(brought, str(path))})
 
 
 def _adapter_config(path: Path) -> dict:
     """What is in an adapter_config.json that describes a LoRA as ours are. Raises UsageError, NotBuilt."""
     try:
-        about = json.loads(path.read_bytes())
-        kind = about["peft_type"]
+        peft_config = json.loads(path.read_bytes())
+        kind = peft_config["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"not the description of a PEFT adapter: {error or type(error).__name__}",
@@ -144,21 +144,22 @@ def _adapter_config(path: Path) -> dict:
         ) from None
     if kind != "LORA":
         raise NotSupported(f"to start from a {kind} adapter", where=str(path), cure="a LoRA adapter")
-    strange = sorted(name for name, value in about.items() if value and name not in NEUTRAL)
-    strange += [name for name in ("bias", "exclude_modules") if about.get(name) not in (None, "none", [])]
-    strange += ["init_lora_weights"] if str(about.get("init_lora_weights")).lower().startswith(REBASED) else []
-    strange += ["use_dora", "use_rslora"] if about.get("use_dora") and about.get("use_rslora") else []
+    strange = sorted(name for name, value in peft_config.items() if value and name not in NEUTRAL)
+    strange += [name for name in ("bias", "exclude_modules") if peft_config.get(name) not in (None, "none", [])]
+    strange += ["init_lora_weights"] if str(peft_config.get("init_lora_weights")).lower().startswith(REBASED) else []
+    strange += ["use_dora", "use_rslora"] if peft_config.get("use_dora") and peft_config.get("use_rslora") else []
     if strange:
         raise NotSupported(
-            f"to start from an adapter with {', '.join(f'{name} {json.dumps(about[name])}' for name in strange[:3])}",
+            "to start from an adapter with "
+            + ", ".join(f"{name} {json.dumps(peft_config[name])}" for name in strange[:3]),
             where=str(path),
             cure="an adapter of plain LoRA, rsLoRA or DoRA",
         )
-    return about
+    return peft_config
 
 
-def _adapter_settings(config: TrainConfig, about: dict, described: Path) -> dict:
-    kind = "dora" if about.get("use_dora") else "rslora" if about.get("use_rslora") else "lora"
+def _adapter_settings(config: TrainConfig, peft_config: dict, path: Path) -> dict:
+    kind = "dora" if peft_config.get("use_dora") else "rslora" if peft_config.get("use_rslora") else "lora"
     if config.adapter == AUTO and is_explicit(config, "train_type"):
         preset = registry.lookup(
             "train_type", config.train_type, registry.TRAIN_TYPES, config.sources["train_type"]
@@ -172,15 +173,15 @@ def _adapter_settings(config: TrainConfig, about: dict, described: Path) -> dict
             )
     values = {
         "adapter": kind,
-        "lora_rank": about.get("r", 8),
-        "lora_alpha": about.get("lora_alpha", 8),
-        "lora_dropout": about.get("lora_dropout", 0.0),
-        "lora_target_modules": _is_present(about.get("target_modules"), described.with_name(ADAPTER)),
+        "lora_rank": peft_config.get("r", 8),
+        "lora_alpha": peft_config.get("lora_alpha", 8),
+        "lora_dropout": peft_config.get("lora_dropout", 0.0),
+        "lora_target_modules": _is_present(peft_config.get("target_modules"), path.with_name(ADAPTER)),
     }
-    template = described.with_name("chat_template.jinja")
+    template = path.with_name("chat_template.jinja")
     if template.is_file() and not template.with_name("additional_chat_templates").exists():
         values["chat_template"] = str(template)
-    return {name: parse_value(name, value, str(described)) for name, value in values.items()}
+    return {name: parse_value(name, value, str(path)) for name, value in values.items()}
 
 
 def _is_present(targets: object, file: Path) -> object:

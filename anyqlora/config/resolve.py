@@ -137,9 +137,9 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
     if environ.get("FSDP_BACKEND"):
         settings["backend"] = (environ["FSDP_BACKEND"], "FSDP_BACKEND")
     names = {**SETTINGS, **ALIASES, **SPLIT_ALIASES}
-    of_strategies = strategy_options.options_from_environment(environ, ENV_PREFIX, names)
+    strategy_settings = strategy_options.options_from_environment(environ, ENV_PREFIX, names)
     for variable, raw in sorted(environ.items()):
-        if not variable.startswith(ENV_PREFIX) or variable in (*of_strategies, *OF_THE_MACHINE):
+        if not variable.startswith(ENV_PREFIX) or variable in (*strategy_settings, *OF_THE_MACHINE):
             continue
         for name, value in canonical_settings(variable.removeprefix(ENV_PREFIX).lower(), raw, variable).items():
             if SETTINGS[name].metadata["cli_only"] and name != "config":
@@ -149,9 +149,12 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
             if name in settings and settings[name][1].startswith(ENV_PREFIX):  # FSDP_BACKEND gives way
                 raise UsageError(f"{settings[name][1]} states {name} already", where=variable, cure="unset one of them")
             settings[name] = (value, variable)
-    if of_strategies:
+    if strategy_settings:
         own = settings.get("strategy_opt", ("", ""))[0]
-        settings["strategy_opt"] = (",".join(filter(None, [own, *of_strategies.values()])), ", ".join(of_strategies))
+        settings["strategy_opt"] = (
+            ",".join(filter(None, [own, *strategy_settings.values()])),
+            ", ".join(strategy_settings),
+        )
     return settings
 
 

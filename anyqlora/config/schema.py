@@ -920,13 +920,13 @@ def current_names(stored: Mapping[str, object]) -> dict[str, object]:
 
 def parse_value(name: str, raw: object, where: str) -> Any:
     """`raw` (text, or a YAML or Python value) as the type of setting `name`. Raises UsageError saying what fits."""
-    about = SETTINGS[name].metadata
+    metadata = SETTINGS[name].metadata
     kinds = value_types(name)
     text = ",".join(map(str, raw)) if isinstance(raw, (list, tuple)) else str(raw).strip()
-    choices = about["choices"]
+    choices = metadata["choices"]
 
     def refuse(expected):
-        raise UsageError(f"{name}: {raw!r} is not {expected}", where=where, cure=f"{name} is: {about['help']}")
+        raise UsageError(f"{name}: {raw!r} is not {expected}", where=where, cure=f"{name} is: {metadata['help']}")
 
     if raw is None:
         refuse("a value")
@@ -941,7 +941,7 @@ def parse_value(name: str, raw: object, where: str) -> Any:
         if not math.isfinite(number) or (whole and number != int(number)):
             refuse(("a whole number" if whole else "a number") + (" or auto" if str in kinds else ""))
         value = int(Decimal(text)) if whole else number  # a float has no room for the last digits of a seed
-        if wanted := _out_of_range(value, about):
+        if wanted := _out_of_range(value, metadata):
             refuse(wanted)
     elif str in kinds:
         value = _VALUE_ALIASES.get(name, {}).get(text.lower(), text)
@@ -958,9 +958,9 @@ def parse_value(name: str, raw: object, where: str) -> Any:
     return value
 
 
-def _out_of_range(value: float, about: Mapping) -> str:
+def _out_of_range(value: float, metadata: Mapping) -> str:
     """What the value of a setting would have to be and is not; "" where it is."""
-    low, above, high = about["low"], about["above"], about["high"]
+    low, above, high = metadata["low"], metadata["above"], metadata["high"]
     if above is not None and value <= above:
         return f"greater than {above}"
     if (low is None or value >= low) and (high is None or value <= high):

@@ -72,12 +72,12 @@ class StrategyOptions:
 
 def parse_option(f, raw: object, where: str, kind: type) -> object:
     """`raw` (text, or a value) as the type of field `f`. Raises UsageError saying what fits."""
-    about = f.metadata
+    metadata = f.metadata
     text = str(raw).lower() if isinstance(raw, bool) else str(raw).strip()  # a file's true is true in any case
 
     def refuse(expected: str) -> NoReturn:
         raise UsageError(
-            f"{f.name}: {raw!r} is not {expected}", where=where, cure=f"{f.name} is: {about.get('help', kind)}"
+            f"{f.name}: {raw!r} is not {expected}", where=where, cure=f"{f.name} is: {metadata.get('help', kind)}"
         )
 
     if kind is bool:
@@ -92,16 +92,18 @@ def parse_option(f, raw: object, where: str, kind: type) -> object:
         if not math.isfinite(value) or (kind is int and value != int(value)):
             refuse("a whole number" if kind is int else "a number")
         value = kind(value)
-        if about.get("low") is not None and value < about["low"]:
-            refuse(f"at least {about['low']}")
+        if metadata.get("low") is not None and value < metadata["low"]:
+            refuse(f"at least {metadata['low']}")
     elif kind is dict:
         if raw is not None and not isinstance(raw, Mapping):
             refuse("a map, which only a file can state")
         value = dict(raw or {})
     else:
         value = text
-    if about.get("choices") and value not in about["choices"]:
-        refuse("one of " + ", ".join(map(str, about["choices"])) + registry.nearest(text, map(str, about["choices"])))
+    if metadata.get("choices") and value not in metadata["choices"]:
+        refuse(
+            "one of " + ", ".join(map(str, metadata["choices"])) + registry.nearest(text, map(str, metadata["choices"]))
+        )
     return value
 
 

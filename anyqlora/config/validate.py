@@ -226,8 +226,8 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
     bits, quantizer, adapter = config.bits, registry.quantizer(preset.quantizer), registry.adapter(preset.adapter)
     if bits != AUTO and config.quantizer == AUTO and quantizer.is_quantized:
         quantizer = _quantizer_of_bits(int(bits), quantizer, sources.get("bits", ""))
-    of_preset, chosen = {"quantizer": quantizer, "adapter": adapter}, {}
-    for name, row in of_preset.items():
+    preset_rows, chosen = {"quantizer": quantizer, "adapter": adapter}, {}
+    for name, row in preset_rows.items():
         value = getattr(config, name)
         if value == AUTO:
             config = config.with_(**{name: row.name})
@@ -238,7 +238,7 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
         if is_other and config.asked("train_type") and _layer(sources[name]) == _layer(sources["train_type"]):
             contradiction(name, "train_type", f"{config.train_type} means {name} {row.name}")
     poles = [_is_pole(row) for row in chosen.values()]
-    if poles != [_is_pole(row) for row in of_preset.values()] and (like := _preset_like(preset, poles)):
+    if poles != [_is_pole(row) for row in preset_rows.values()] and (like := _preset_like(preset, poles)):
         # a higher layer has overridden the preset: in a run's directory, where one file states all, the two would
         # contradict
         config = config.with_(train_type=like)

@@ -26,12 +26,12 @@ def hash_files(paths: Iterable[Path]) -> list[str]:
     """The sha256 of each file, in order."""
     paths = [Path(path).resolve() for path in paths]
     known = _read_memo()
-    marks = {path: _file_stamp(path) for path in paths}
-    fresh = [path for path in marks if known.get(str(path), [None])[0] != marks[path]]
+    stamps = {path: _file_stamp(path) for path in paths}
+    fresh = [path for path in stamps if known.get(str(path), [None])[0] != stamps[path]]
     with ThreadPoolExecutor(2) as threads:  # hashing leaves the interpreter free
         for path, digest in zip(fresh, threads.map(hash_file, fresh), strict=True):
             known.pop(str(path), None)
-            known[str(path)] = [marks[path], digest]
+            known[str(path)] = [stamps[path], digest]
     if fresh:
         _write_memo(known)
     return [known[str(path)][1] for path in paths]
@@ -56,9 +56,9 @@ def hash_file(path: Path) -> str:
 
 
 def _file_stamp(path: Path) -> list[int]:
-    about = path.stat()
+    stat = path.stat()
     # The change time is the kernel's own: a file that was rewritten and given its old date back is still seen.
-    return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _read_memo() -> dict:

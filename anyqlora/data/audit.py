@@ -89,9 +89,9 @@ def warnings(report: dict) -> list[str]:
         problems[f"{kind} of which nothing is learned"] = report.get(part, {}).get("fully_masked")
     problems |= {"duplicate rows": report.get("duplicates"), "held-out rows that are trained on": report.get("overlap")}
     counted = [
-        f"{what}: {some['count']}, the first is {some['first'][0]}"
-        for what, some in problems.items()
-        if some and some["count"]
+        f"{what}: {problem['count']}, the first is {problem['first'][0]}"
+        for what, problem in problems.items()
+        if problem and problem["count"]
     ]
     return counted + [
         line for source in report.get("sources", []) + report.get("eval_sources", []) for line in _of_source(source)

@@ -199,7 +199,7 @@ def _template(tokenizer, tools) -> str:
     return tokenizer.get_chat_template(tools=tools)
 
 
-def documents(tokenizer, talk: Conversation, marks: tuple[str, ...]) -> list[RenderedText]:
+def documents(tokenizer, talk: Conversation, tags: tuple[str, ...]) -> list[RenderedText]:
     """One document; or one for each learned turn, where the template writes earlier turns otherwise than it wrote them
     (Qwen3 takes the reasoning out of them). `marks` are the tokens that may end a turn.
 
@@ -218,7 +218,7 @@ def documents(tokenizer, talk: Conversation, marks: tuple[str, ...]) -> list[Ren
                 cure="--chat_template with another one, or rows with prompt and completion",
             )
         _check_calls(talk.messages[number], number + 1 - talk.put_before, whole[len(prompt) :])
-        turns.append((prompt, *_until_end(whole[len(prompt) :], marks)))
+        turns.append((prompt, *_until_end(whole[len(prompt) :], tags)))
     parts, done = [], ""
     for prompt, answer, rest, _ in turns:
         if not prompt.startswith(done):
@@ -299,13 +299,13 @@ def _without_whitespace(text: str) -> str:
     return "".join(text.split())
 
 
-def _until_end(turn: str, marks: tuple[str, ...]) -> tuple[str, str, str]:
+def _until_end(turn: str, tags: tuple[str, ...]) -> tuple[str, str, str]:
     """(a turn up to its end token, the white space that the template writes behind it, the end token).
 
     The model stops at the end token, so what stands behind it is not learned.
     """
     stripped = turn.rstrip()
-    end = next((mark for mark in marks if stripped.endswith(mark)), "")
+    end = next((mark for mark in tags if stripped.endswith(mark)), "")
     return (stripped, turn[len(stripped) :], end) if end else (turn, "", "")
 
 

@@ -43,7 +43,8 @@ class Distribution:
             )
         self.device_mesh, self.batch_dim_name, self.auto_shard_dataset = device_mesh, batch_dim_name, auto_shard_dataset
         self.num_processes, self._process_id = processes.num_processes(), processes.process_id()
-        device_mesh.backend_mesh  # noqa: B018 - raises here, not at the first tensor, when the mesh is not that of the processes
+        # raises here, not at the first tensor, when the mesh is not that of the processes
+        device_mesh.backend_mesh  # noqa: B018
 
     @property
     def num_model_replicas(self) -> int:

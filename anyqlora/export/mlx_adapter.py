@@ -39,11 +39,11 @@ def to_mlx(directory: Path) -> dict[str, Content]:
 
     Raises UsageError, NotBuilt.
     """
-    about, tensors = _read(directory, ADAPTER)
-    _refuse_what_is_lost(about, tensors, directory)
+    config, tensors = _read(directory, ADAPTER)
+    _refuse_what_is_lost(config, tensors, directory)
     modules = sorted({_split(name, directory)[0] for name in tensors})
-    dora = bool(about.get("use_dora"))
-    scales = {module: _scale(about, module) for module in modules}
+    dora = bool(config.get("use_dora"))
+    scales = {module: _scale(config, module) for module in modules}
     ranks = {module: tensors[f"{PREFIX}{module}.lora_A.weight"].shape[0] for module in modules}
     rank, scale = max(ranks.values()), scales[modules[0]]
     renamed = {}
@@ -58,27 +58,27 @@ def to_mlx(directory: Path) -> dict[str, Content]:
         missing = rank - ranks[module]  # mlx-lm has one rank: the rest is zero
         widths = [(0, 0), (0, missing)] if kind == "lora_a" else [(0, missing), (0, 0)]
         renamed[f"{module}.{kind}"] = np.ascontiguousarray(np.pad(value, widths))
-    described = {
+    mlx_config = {
         "fine_tune_type": "dora" if dora else "lora",
         **_keys(modules),
-        "model": about.get("base_model_name_or_path"),
-        KEPT: {"config": about, "ranks": ranks},
+        "model": config.get("base_model_name_or_path"),
+        KEPT: {"config": config, "ranks": ranks},
     }
-    described["lora_parameters"] |= {"rank": rank, "scale": scale, "dropout": about.get("lora_dropout", 0.0)}
-    return {MLX_ADAPTER: tensors_to_bytes(renamed, {"format": "mlx"}), ADAPTER_CONFIG: to_json(described)}
+    mlx_config["lora_parameters"] |= {"rank": rank, "scale": scale, "dropout": config.get("lora_dropout", 0.0)}
+    return {MLX_ADAPTER: tensors_to_bytes(renamed, {"format": "mlx"}), ADAPTER_CONFIG: to_json(mlx_config)}
 
 
 def to_peft(directory: Path) -> dict[str, Content]:
     """{file: content} of the adapter in `directory` (mlx-lm's) as PEFT's. Raises UsageError, NotBuilt."""
-    about, tensors = _read(directory, MLX_ADAPTER)
-    kind = about.get("fine_tune_type", "lora")
+    mlx_config, tensors = _read(directory, MLX_ADAPTER)
+    kind = mlx_config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise NotSupported(
             f"fine_tune_type {kind!r} is a whole model, not an adapter",
             where=str(directory / ADAPTER_CONFIG),
             cure="convert DIR --to hf",
         )
-    parameters, stored = about.get("lora_parameters") or {}, about.get(KEPT) or {}
+    parameters, stored = mlx_config.get("lora_parameters") or {}, mlx_config.get(KEPT) or {}
     rank, scale = parameters.get("rank"), parameters.get("scale")
     if not isinstance(rank, int) or not isinstance(scale, (int, float)):
         raise UsageError(
@@ -88,7 +88,7 @@ def to_peft(directory: Path) -> dict[str, Content]:
         )
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     _check_shapes(tensors, modules, directory)
-    config = stored.get("config") or _peft_config(about, modules, rank, scale)
+    config = stored.get("config") or _peft_config(mlx_config, modules, rank, scale)
     ranks = stored.get("ranks") or {}
     back = {kind: suffix for suffix, kind in KINDS.items()}
     renamed = {}
@@ -103,8 +103,8 @@ def to_peft(directory: Path) -> dict[str, Content]:
 
 def _read(directory: Path, name: str) -> tuple[dict, dict[str, np.ndarray]]:
     try:
-        about = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        return about, {key: value.astype(np.float32) for key, value in load_file(directory / name).items()}
+        config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        return config, {key: value.astype(np.float32) for key, value in load_file(directory / name).items()}
     except (OSError, ValueError, SafetensorError, TypeError) as error:
         raise UsageError(
             f"no adapter is read there: {str(error).splitlines()[0]}",
@@ -122,12 +122,12 @@ def _split(name: str, directory: Path) -> tuple[str, str]:
     )
 
 
-def _refuse_what_is_lost(about: Mapping, tensors: Mapping, directory: Path) -> None:
-    lost = [f"{key} = {about[key]}" for key in NOT_KEPT if about.get(key) not in (None, "none", [], {}, False)]
-    lost += ["lora_bias"] * bool(about.get("lora_bias"))
-    if lost or about.get("peft_type", "LORA") != "LORA":
+def _refuse_what_is_lost(config: Mapping, tensors: Mapping, directory: Path) -> None:
+    lost = [f"{key} = {config[key]}" for key in NOT_KEPT if config.get(key) not in (None, "none", [], {}, False)]
+    lost += ["lora_bias"] * bool(config.get("lora_bias"))
+    if lost or config.get("peft_type", "LORA") != "LORA":
         raise NotSupported(
-            f"mlx-lm has no place for {', '.join(lost) or about.get('peft_type')}",
+            f"mlx-lm has no place for {', '.join(lost) or config.get('peft_type')}",
             where=str(directory / ADAPTER_CONFIG),
             cure="export --to merged",
         )
@@ -135,17 +135,17 @@ def _refuse_what_is_lost(about: Mapping, tensors: Mapping, directory: Path) -> N
         raise UsageError("no tensor is in it", where=str(directory / ADAPTER))
 
 
-def _scale(about: Mapping, module: str) -> float:
+def _scale(config: Mapping, module: str) -> float:
     """alpha / rank of one module, as PEFT takes it: patterns are regexes of the ends of names."""
 
     def of(pattern: str, default):
         return next(
-            (value for key, value in (about.get(pattern) or {}).items() if re.match(rf"(.*\.)?({key})$", module)),
+            (value for key, value in (config.get(pattern) or {}).items() if re.match(rf"(.*\.)?({key})$", module)),
             default,
         )
 
-    rank, alpha = of("rank_pattern", about["r"]), of("alpha_pattern", about["lora_alpha"])
-    return alpha / (math.sqrt(rank) if about.get("use_rslora") else rank)
+    rank, alpha = of("rank_pattern", config["r"]), of("alpha_pattern", config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _keys(modules: list[str]) -> dict:
@@ -179,20 +179,22 @@ def _check_shapes(tensors: Mapping[str, np.ndarray], modules: list[str], directo
         )
 
 
-def _peft_config(about: Mapping, modules: list[str], rank: int, scale: float) -> dict:
+def _peft_config(config: Mapping, modules: list[str], rank: int, scale: float) -> dict:
     """adapter_config.json of an adapter that mlx-lm has trained."""
     from peft import LoraConfig
 
-    made = LoraConfig(
+    peft_config = LoraConfig(
         r=rank,
         lora_alpha=cast(int, as_whole_number(scale * rank)),  # PEFT takes a float, too
-        lora_dropout=about["lora_parameters"].get("dropout", 0.0),
+        lora_dropout=config["lora_parameters"].get("dropout", 0.0),
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=modules if len({last(module) for module in modules}) == len(modules) else _common(modules),
-        use_dora=about.get("fine_tune_type") == "dora",
+        use_dora=config.get("fine_tune_type") == "dora",
     )
-    return as_plain_json({**made.to_dict(), "inference_mode": True, "base_model_name_or_path": about.get("model")})
+    return as_plain_json(
+        {**peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": config.get("model")}
+    )
 
 
 def _common(modules: list[str]) -> list[str]:

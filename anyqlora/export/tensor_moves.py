@@ -37,7 +37,7 @@ Array = object  # of the framework that `Tensors` works with
 
 def tensor_moves(
     given: Mapping[str, Array],
-    made: Mapping[str, Array],
+    converted: Mapping[str, Array],
     digest: Callable[[Array], str],
     parts: Callable[[Array], list],
 ) -> dict[str, list]:
@@ -45,9 +45,9 @@ def tensor_moves(
 
     Raises NotBuilt naming what is not.
     """
-    marks = {name: digest(value) for name, value in given.items()}
+    digests = {name: digest(value) for name, value in given.items()}
     by_mark: dict[str, list[str]] = defaultdict(list)
-    for name, mark in marks.items():
+    for name, mark in digests.items():
         by_mark[mark].append(name)
     moves: dict[str, list] = {}
 
@@ -59,10 +59,10 @@ def tensor_moves(
         return best is not None
 
     changed = []
-    for name in sorted(made, key=lambda name: name not in marks):  # what has kept its name first
-        if place(name, None, digest(made[name])):
+    for name in sorted(converted, key=lambda name: name not in digests):  # what has kept its name first
+        if place(name, None, digest(converted[name])):
             continue
-        pieces = parts(made[name])
+        pieces = parts(converted[name])
         if not (len(pieces) > 1 and all(place(name, number, digest(piece)) for number, piece in enumerate(pieces))):
             changed.append(name)
     if changed:
@@ -73,7 +73,7 @@ def tensor_moves(
             cure="use the directory as it is: --model_name takes it on MLX too",
         )
     for name in given.keys() - moves.keys():
-        twin = next((other for other in by_mark[marks[name]] if other in moves), None)
+        twin = next((other for other in by_mark[digests[name]] if other in moves), None)
         if twin is None:
             raise NotSupported(
                 f"mlx-lm's model leaves out {name}, which could not be brought back", cure="use the directory as it is"

@@ -464,9 +464,9 @@ def read_config(directory: Path, name: str = "config.json") -> dict:
     """config.json of a model directory, or another such file. Raises UsageError when it is no JSON object."""
     path = directory / name
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(described, dict):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(path), cure="download it again") from None
-    return described
+    return config

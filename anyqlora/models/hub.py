@@ -171,7 +171,7 @@ def check_safetensors(path: Path) -> dict:
             if length > min(size - 8, 100 << 20):
                 raise ValueError(f"its header would have {length} bytes, the file has {size}")
             header = json.loads(file.read(length))
-        ends = [about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"]
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise UsageError(
             f"not a safetensors file: {_first_line(error)}", where=str(path), cure="delete it and download it again"

@@ -19,11 +19,11 @@ def loadable(config: TrainConfig) -> str:
     return str(DEMO_BASE) if config.is_demo else stated or config.model_name
 
 
-def is_mlx_packed(about: dict) -> bool:
+def is_mlx_packed(described: dict) -> bool:
     """Whether a parsed config.json is of weights that MLX's libraries read, and this one, and plain transformers does
     not.
     """
-    return bool(about.get("quantization"))
+    return bool(described.get("quantization"))
 
 
 def quantized_as(about: dict) -> str | None:

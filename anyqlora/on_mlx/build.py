@@ -51,7 +51,7 @@ def build(config: TrainConfig, runtime: Runtime) -> BuiltModel:
     effect.
     """
     plan, directory = runtime.plan, base_directory(config)
-    described = read_config(directory)
+    model_config = read_config(directory)
     quantizer = registry.quantizer(plan.quantizer).load("mlx")(config, runtime.compute)
     adapter = registry.adapter(plan.adapter).load("mlx")(config, quantizer)
     runtime.memory.start()
@@ -62,9 +62,9 @@ def build(config: TrainConfig, runtime: Runtime) -> BuiltModel:
         model,
         quantizer,
         mx.float32 if trains_base else STORED[plan.precision],
-        quantized_as(described) is not None,
+        quantized_as(model_config) is not None,
     )
-    names = adapter.attach(model, described["model_type"])
+    names = adapter.attach(model, model_config["model_type"])
     loss, why = loss_for(model, config.logits_chunk_tokens)
     built = BuiltModel(
         model, names, adapter, quantizer, loss, [f"logits of all tokens are made for the loss: {why}"] if why else []

@@ -38,14 +38,14 @@ def caches(model: nn.Module, left: list[int]) -> list:
     """mlx-lm's caches for rows that are padded on the left by so many tokens each."""
     from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-    made = make_prompt_cache(model)
+    layer_caches = make_prompt_cache(model)
     if not any(left):
-        return made
+        return layer_caches
     batched = {
         KVCache: lambda cache: BatchKVCache(left),
         RotatingKVCache: lambda cache: BatchRotatingKVCache(cache.max_size, left),
     }
-    return [batched[type(cache)](cache) for cache in made]
+    return [batched[type(cache)](cache) for cache in layer_caches]
 
 
 def padded_prompts(model: nn.Module) -> bool:
@@ -81,8 +81,8 @@ def answers(
     ending = stop_ids(directory, tokenizer, ends)
     padded, key = padded_prompts(model), mx.random.key(seed)
     with evaluating(model):
-        for some in alike(prompts, left, batch_size):
-            for group in [some] if padded else [[i] for i in some]:
+        for batch in alike(prompts, left, batch_size):
+            for group in [batch] if padded else [[i] for i in batch]:
                 between()
                 key, own = mx.random.split(key)
                 for i, tokens in zip(

@@ -26,14 +26,14 @@ def against_mlx_lm(run: FinishedRun, adapter: Path, changed: dict) -> tuple[floa
     packed = quantized_as(read_config(base))
     quantizer = {"quantizer": packed, "bits": 4} if packed else {"quantizer": "none", "bits": 16, "train_type": "lora"}
     ours = load_finetuned(run, plan_here(run, {**changed, **quantizer, "backend": "mlx", "precision": "fp32"}))
-    described = read_config(base)
-    added = translate_config(described, base, run.config.context_length)
+    model_config = read_config(base)
+    added = translate_config(model_config, base, run.config.context_length)
     theirs, _ = load_model(base)
     theirs.set_dtype(mx.float32)
     theirs = load_adapters(theirs, str(adapter))
     theirs.eval()
     ours.built.model.eval()
-    ids = (mx.arange(2 * LENGTH).reshape(2, LENGTH) * 7 + 3) % (vocabulary(described) or 256)
+    ids = (mx.arange(2 * LENGTH).reshape(2, LENGTH) * 7 + 3) % (vocabulary(model_config) or 256)
     one, other = ours.built.model(ids).astype(mx.float32), theirs(ids).astype(mx.float32)
     lost = [key for key in added if key != "sliding_window_pattern"]
     note = (

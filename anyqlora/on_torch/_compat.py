@@ -206,10 +206,10 @@ def scaled_matmul(
     return torch._scaled_mm(a, b, scale_a, scale_b, **options)
 
 
-def softmax_backward(of_probabilities: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+def softmax_backward(grad_probabilities: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     """The gradient of softmax's input over the last dimension: p (dp - sum(p dp)), in one pass.
 
     torch 2.11 to 2.13 have it as a private operator only; by public ones it takes three passes over memory.
     Can go when tests/on_torch/test_compat.py::test_torch_still_keeps_softmax_backward_private fails.
     """
-    return torch.ops.aten._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
+    return torch.ops.aten._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype)

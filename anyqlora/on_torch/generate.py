@@ -96,21 +96,21 @@ def answers(
     device = next(model.parameters()).device
     asked = {"do_sample": False, "eos_token_id": ending, "pad_token_id": PAD, "use_cache": True, **sampling}
     with evaluating(model), generation_settings(model):
-        for some in alike(prompts, left, batch_size):
+        for batch in alike(prompts, left, batch_size):
             between()
-            width = max(len(prompts[i]) for i in some)
-            ids = torch.full((len(some), width), PAD, dtype=torch.long)
+            width = max(len(prompts[i]) for i in batch)
+            ids = torch.full((len(batch), width), PAD, dtype=torch.long)
             mask = torch.zeros_like(ids)
-            for row, i in enumerate(some):  # on the left, so that all answers begin in one column
+            for row, i in enumerate(batch):  # on the left, so that all answers begin in one column
                 ids[row, width - len(prompts[i]) :] = torch.as_tensor(prompts[i], dtype=torch.long)
                 mask[row, width - len(prompts[i]) :] = 1
             out = model.generate(
                 input_ids=ids.to(device),
                 attention_mask=mask.to(device),
                 streamer=streamer and UntilEnd(streamer, ending),
-                generation_config=GenerationConfig(max_new_tokens=left[some[0]], **asked),
+                generation_config=GenerationConfig(max_new_tokens=left[batch[0]], **asked),
             )
-            for row, i in enumerate(some):
+            for row, i in enumerate(batch):
                 new = out[row, width:].tolist()
                 end = next((k for k, token in enumerate(new) if token in ending), len(new))
                 texts[i] = token_texts(tokenizer, new[:end])

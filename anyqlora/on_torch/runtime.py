@@ -160,12 +160,12 @@ class Runtime:
                 else lambda parameters: torch.optim.SGD(parameters, lr=0.0)
             )
         prepared = self.strategy.prepare(model, trainable, factory)
-        made = PreparedOptimizer(self, prepared.optimizer)
+        wrapped = PreparedOptimizer(self, prepared.optimizer)
         done = {
             "model": lambda one: prepared.model,
             "trainable": lambda one: trainable,
-            "optimizer": lambda one: made,
-            "factory": lambda one: made,
+            "optimizer": lambda one: wrapped,
+            "factory": lambda one: wrapped,
             "scheduler": lambda one: PreparedScheduler(self, one, prepared.optimizer),
             "loader": lambda one: ShardedLoader(self, one),
         }

@@ -219,10 +219,18 @@ _CPU = Capabilities(
 )
 
 
-def _all_tested(row: Capabilities, *but: str) -> Capabilities:
+def _all_tested(capabilities: Capabilities, *but: str) -> Capabilities:
     """A row of which every cell is run by tests on real hardware, `but` some."""
-    cells = (*row.dtypes, *row.quantizers, *row.optimizers, *row.strategies, *row.kernels, *row.products, *row.adapters)
-    return replace(row, tested=frozenset(cells) - set(but))
+    cells = (
+        *capabilities.dtypes,
+        *capabilities.quantizers,
+        *capabilities.optimizers,
+        *capabilities.strategies,
+        *capabilities.kernels,
+        *capabilities.products,
+        *capabilities.adapters,
+    )
+    return replace(capabilities, tested=frozenset(cells) - set(but))
 
 
 CAPABILITIES: dict[str, Capabilities] = {

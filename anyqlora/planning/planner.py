@@ -249,7 +249,7 @@ class PlanBuilder:
         self.choose(name, value)
 
 
-def plan_run(config: TrainConfig, backend: str, device: str, row, report) -> RunPlan:
+def plan_run(config: TrainConfig, backend: str, device: str, capabilities, report) -> RunPlan:
     """The plan of `config` on a backend, from its `row` (Capabilities) and what was `found` on the machine (Found).
 
     Pure.
@@ -264,41 +264,43 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, report) -> Run
             where=config.sources.get("backend", ""),
         )
     draft.choose("backend", str(backend))
-    if config.strategy in registry.STRATEGIES and config.strategy not in row.strategies:
-        _refuse(config, "strategy", backend, "", row.strategies)
+    if config.strategy in registry.STRATEGIES and config.strategy not in capabilities.strategies:
+        _refuse(config, "strategy", backend, "", capabilities.strategies)
     mesh.resolve_mesh(draft, len(report.devices))
-    _processes(draft, backend, row, report)
+    _processes(draft, backend, capabilities, report)
     report = report.used(draft.config.world_size)
-    _precision(draft, backend, row, report)
-    described = _model_config(draft)
-    if described:
-        prequantized.resolve_quantizer(draft, described)
-        _positions(draft, described)
-    _quantizer(draft, backend, row, report)
-    _adapter(draft, backend, row, report)
+    _precision(draft, backend, capabilities, report)
+    model_config = _model_config(draft)
+    if model_config:
+        prequantized.resolve_quantizer(draft, model_config)
+        _positions(draft, model_config)
+    _quantizer(draft, backend, capabilities, report)
+    _adapter(draft, backend, capabilities, report)
     draft.config = validate(draft.config)  # what was changed may contradict what was asked
-    _optimizer(draft, backend, row, report)
-    _placement(draft, backend, row)
-    shapes = _shapes(draft, described)
-    if described and not registry.adapter(draft.config.adapter).trains_base:
-        _targets(draft.config, described.get("model_type", ""), shapes)
+    _optimizer(draft, backend, capabilities, report)
+    _placement(draft, backend, capabilities)
+    shapes = _shapes(draft, model_config)
+    if model_config and not registry.adapter(draft.config.adapter).trains_base:
+        _targets(draft.config, model_config.get("model_type", ""), shapes)
     mesh.check(draft.config, shapes)
     shapes = mesh.slice_of(shapes, draft.config)
-    sharing = 1 if row.activation_offload else report.sharing  # a device with memory of its own is one process's
+    sharing = (
+        1 if capabilities.activation_offload else report.sharing
+    )  # a device with memory of its own is one process's
     free = None if report.memory_free is None else report.memory_free // sharing
     if shapes is not None and free is not None:
         fitting.plan_sharding(draft, shapes, free)  # before what depends on whether the model is split
-    _kernels(draft, backend, row, report)
-    _products(draft, backend, row, report)
-    _fast_paths(draft, row, shapes, report)
-    if shapes and not (described and prequantized.quantized_as(described)):
+    _kernels(draft, backend, capabilities, report)
+    _products(draft, backend, capabilities, report)
+    _fast_paths(draft, capabilities, shapes, report)
+    if shapes and not (model_config and prequantized.quantized_as(model_config)):
         _groups(draft, shapes)
     if shapes is not None and free is not None:
         fitting.plan_evaluation(draft, shapes, free)
     fitting.plan_batch(draft, shapes, free)
     fitting.plan_dequantized_layers(draft, shapes, free)
-    _quantized_cache(draft, row, described, shapes)
-    _warn(draft, backend, row, report)
+    _quantized_cache(draft, capabilities, model_config, shapes)
+    _warn(draft, backend, capabilities, report)
     c = draft.config
     if c.strict and draft.adjustments:
         raise UsageError(
@@ -309,7 +311,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, row, report) -> Run
     return RunPlan(
         config=c,
         backend=backend,
-        framework=row.framework,
+        framework=capabilities.framework,
         device=device,
         memory=memory.estimate(shapes, c) if shapes else None,
         memory_free=free,
@@ -346,10 +348,10 @@ def _why(cell: str, cells: tuple[str, ...], report) -> str:
     return report.why(cell) if cell in cells else ""
 
 
-def _processes(draft, backend, row, report) -> None:
+def _processes(draft, backend, capabilities, report) -> None:
     """How many processes, and the strategy they share the work by."""
     config, devices = draft.config, len(report.devices)
-    offered = [registry.strategy(name) for name in row.strategies] if report.collective else []
+    offered = [registry.strategy(name) for name in capabilities.strategies] if report.collective else []
     several = [s.name for s in offered if s.several and (not s.tensor_parallel or s.name == config.strategy)]
     if config.world_size == -1:
         draft.choose("world_size", devices if several and config.strategy != "single" else 1)
@@ -369,17 +371,23 @@ def _processes(draft, backend, row, report) -> None:
             cure=f"--world_size 1, or a strategy for several: {', '.join(several) or 'none here'}",
         )
     if size > 1 and not several:
-        why = report.why("collective") if row.collective else f"backend {backend} has no way for processes to talk"
+        why = (
+            report.why("collective")
+            if capabilities.collective
+            else f"backend {backend} has no way for processes to talk"
+        )
         raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
     if config.strategy == AUTO:
         draft.choose("strategy", fitting.implied_strategy(config) or ("single" if size == 1 else several[0]))
     chosen = draft.config.strategy
     is_built_in = chosen in registry.STRATEGIES
-    if chosen not in row.strategies and (is_built_in or not registry.strategy(chosen).target(row.framework)):
-        _refuse(draft.config, "strategy", backend, "", row.strategies)
+    if chosen not in capabilities.strategies and (
+        is_built_in or not registry.strategy(chosen).target(capabilities.framework)
+    ):
+        _refuse(draft.config, "strategy", backend, "", capabilities.strategies)
 
 
-def _precision(draft, backend, row, report) -> None:
+def _precision(draft, backend, capabilities, report) -> None:
     asked = draft.config.precision
     if not report.dtypes:
         raise UsageError(f"backend {str(backend)!r} has no dtype to compute in: {report.why('fp32')}")
@@ -387,9 +395,9 @@ def _precision(draft, backend, row, report) -> None:
         draft.choose("precision", PRECISION_OF[report.dtypes[0]])
     elif (dtype := DTYPE_OF[asked]) not in report.dtypes:
         instead = next(d for d in ("fp16", "fp32", "bf16") if d in report.dtypes)
-        why = report.why(dtype) if dtype in row.dtypes else f"backend {backend} does not compute in {dtype}"
+        why = report.why(dtype) if dtype in capabilities.dtypes else f"backend {backend} does not compute in {dtype}"
         draft.adjust("precision", PRECISION_OF[instead], why)
-    elif not row.autocast and PRECISION_OF[dtype] != asked:
+    elif not capabilities.autocast and PRECISION_OF[dtype] != asked:
         draft.adjust(
             "precision",
             PRECISION_OF[dtype],
@@ -397,14 +405,14 @@ def _precision(draft, backend, row, report) -> None:
         )
 
 
-def _quantizer(draft, backend, row, report) -> None:
+def _quantizer(draft, backend, capabilities, report) -> None:
     """What was asked for by name is kept or refused; only the default preset gives way, to more bits."""
     config, quantizer = draft.config, registry.quantizer(draft.config.quantizer)
-    why = _why(config.quantizer, row.quantizers, report) or _lacks(quantizer, report)
-    if config.quantizer not in report.quantizers and (why or not _is_another_packages(quantizer, row)):
+    why = _why(config.quantizer, capabilities.quantizers, report) or _lacks(quantizer, report)
+    if config.quantizer not in report.quantizers and (why or not _is_another_packages(quantizer, capabilities)):
         same_bits = next((name for name in report.quantizers if bits_of([name]) == (quantizer.bits,)), None)
         is_by_bits = config.asked("bits") and not config.asked("quantizer")
-        if is_by_bits and same_bits and config.quantizer not in row.quantizers:
+        if is_by_bits and same_bits and config.quantizer not in capabilities.quantizers:
             why = f"backend {backend} has no {config.quantizer}; this is its own of {config.bits} bits"
             draft.adjust("quantizer", same_bits, why)
         elif not report.wider(config.quantizer) or any(map(config.asked, ("quantizer", "train_type", "bits"))):
@@ -424,16 +432,18 @@ def _quantizer(draft, backend, row, report) -> None:
         )
 
 
-def _adapter(draft, backend, row, report) -> None:
+def _adapter(draft, backend, capabilities, report) -> None:
     adapter = registry.adapter(draft.config.adapter)
     why = _lacks(adapter, report)
-    if draft.config.adapter not in row.adapters and (why or not _is_another_packages(adapter, row)):
-        _refuse(draft.config, "adapter", backend, why, row.adapters)
+    if draft.config.adapter not in capabilities.adapters and (why or not _is_another_packages(adapter, capabilities)):
+        _refuse(draft.config, "adapter", backend, why, capabilities.adapters)
 
 
-def _is_another_packages(info: Info, row) -> bool:
+def _is_another_packages(info: Info, capabilities) -> bool:
     """Whether a quantizer or adapter is another package's, for the framework of this row: no backend names it."""
-    return info not in (*registry.QUANTIZERS.values(), *registry.ADAPTERS.values()) and bool(info.target(row.framework))
+    return info not in (*registry.QUANTIZERS.values(), *registry.ADAPTERS.values()) and bool(
+        info.target(capabilities.framework)
+    )
 
 
 def _lacks(info: Info, report) -> str:
@@ -461,14 +471,18 @@ def _groups(draft, shapes) -> None:
         )
 
 
-def _optimizer(draft, backend, row, report) -> None:
+def _optimizer(draft, backend, capabilities, report) -> None:
     if draft.config.optimizer not in report.optimizers:
         _refuse(
-            draft.config, "optimizer", backend, _why(draft.config.optimizer, row.optimizers, report), report.optimizers
+            draft.config,
+            "optimizer",
+            backend,
+            _why(draft.config.optimizer, capabilities.optimizers, report),
+            report.optimizers,
         )
 
 
-def _kernels(draft, backend, row, report) -> None:
+def _kernels(draft, backend, capabilities, report) -> None:
     """Ours take the place of modules that this process has whole: where strategies split the model, the framework's own
     run.
     """
@@ -486,7 +500,7 @@ def _kernels(draft, backend, row, report) -> None:
             cure="--kernels portable, or leave it out",
         )
     elif config.kernels not in report.kernels:
-        _refuse(config, "kernels", backend, _why(config.kernels, row.kernels, report), report.kernels)
+        _refuse(config, "kernels", backend, _why(config.kernels, capabilities.kernels, report), report.kernels)
     elif not is_for_it:
         raise UsageError(
             f"kernels {config.kernels}: they are for precision {' or '.join(kernels.precisions)}, and this is "
@@ -496,7 +510,7 @@ def _kernels(draft, backend, row, report) -> None:
         )
 
 
-def _products(draft, backend, row, report) -> None:
+def _products(draft, backend, capabilities, report) -> None:
     """Products of frozen weights in fewer bits are for 16-bit arithmetic, where they are twice as fast."""
     config, asked = draft.config, draft.config.frozen_matmul
     where = config.sources.get("frozen_matmul", "")
@@ -519,10 +533,10 @@ def _products(draft, backend, row, report) -> None:
         )
 
 
-def _placement(draft, backend, row) -> None:
+def _placement(draft, backend, capabilities) -> None:
     """Where weights and activations stay."""
     config = draft.config
-    for name, why in row.lacks.items():
+    for name, why in capabilities.lacks.items():
         if getattr(config, name) not in (False, 0, AUTO):
             raise UsageError(
                 f"{name} has no effect on backend {str(backend)!r}: {why}",
@@ -537,7 +551,7 @@ def _placement(draft, backend, row) -> None:
         )
     if config.use_cpu_offload == AUTO:
         draft.choose("use_cpu_offload", False)
-    if config.use_activation_cpu_offload and not row.activation_offload:
+    if config.use_activation_cpu_offload and not capabilities.activation_offload:
         raise UsageError(
             f"use_activation_cpu_offload: on backend {str(backend)!r} activations already are in host memory",
             where=config.sources.get("use_activation_cpu_offload", ""),
@@ -549,19 +563,21 @@ def _placement(draft, backend, row) -> None:
         draft.choose("use_gradient_checkpointing", True)
 
 
-def _fast_paths(draft, row, shapes, report) -> None:
+def _fast_paths(draft, capabilities, shapes, report) -> None:
     """What computes the same in less time or memory, wherever it applies."""
-    is_built = row.framework == "torch" and registry.strategy(draft.config.strategy).fusable
+    is_built = capabilities.framework == "torch" and registry.strategy(draft.config.strategy).fusable
     for name in ("fused_lora", "padding_free"):
         if getattr(draft.config, name) is True and not is_built:
             raise NotSupported(
-                f"{name}: not built for strategy {draft.config.strategy} on {row.framework} yet",
+                f"{name}: not built for strategy {draft.config.strategy} on {capabilities.framework} yet",
                 where=draft.config.sources.get(name, ""),
                 cure=f"--{name} auto",
             )
     draft.choose("fused_lora", is_built and memory.is_fused(draft.config))
     if draft.config.padding_free == AUTO:
-        draft.choose("padding_free", is_built and row.device == "cpu" and draft.config.logits_chunk_tokens != 0)
+        draft.choose(
+            "padding_free", is_built and capabilities.device == "cpu" and draft.config.logits_chunk_tokens != 0
+        )
     _fused_head(draft, shapes, report)
     draft.choose("logits_chunk_tokens", memory.logits_chunk_tokens(shapes, draft.config))
     if draft.config.cpu_threads == AUTO and report.cores:
@@ -603,7 +619,7 @@ def _fused_head(draft, shapes, report) -> None:
         draft.choose("fused_linear_cross_entropy", not why)
 
 
-def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
+def _quantized_cache(draft, capabilities, model_config: dict | None, shapes) -> None:
     """Quantized weights are kept for the next start where one process quantizes the files' own weights whole, and that
     takes seconds.
     """
@@ -615,8 +631,11 @@ def _quantized_cache(draft, row, described: dict | None, shapes) -> None:
         (
             why
             for holds, why in (
-                (row.framework != "torch", "it is not built for this backend"),
-                (described and prequantized.quantized_as(described), "the checkpoint's weights are quantized already"),
+                (capabilities.framework != "torch", "it is not built for this backend"),
+                (
+                    model_config and prequantized.quantized_as(model_config),
+                    "the checkpoint's weights are quantized already",
+                ),
                 (not quantizer.writes_files, f"quantizer {config.quantizer} writes no files"),
                 (adapter.needs_full_weights, f"adapter {config.adapter} needs the full-precision weights"),
                 (
@@ -646,27 +665,27 @@ def _model_config(draft) -> dict | None:
     if directory is None:
         draft.memory_unknown = f"{draft.config.model_name} is not on this machine"
         return None
-    described = architectures.read_config(directory)
-    if architectures.is_bidirectional(described):
+    model_config = architectures.read_config(directory)
+    if architectures.is_bidirectional(model_config):
         raise UsageError(
-            f"model_type {described['model_type']!r} sees the tokens that it would have to predict",
+            f"model_type {model_config['model_type']!r} sees the tokens that it would have to predict",
             where=str(directory / "config.json"),
             cure='"is_decoder": true there, or a causal language model',
         )
-    return described
+    return model_config
 
 
-def _positions(draft, described: dict) -> None:
+def _positions(draft, model_config: dict) -> None:
     """Rows no longer than the model has positions for, unless longer ones were asked for and its positions are not a
     table.
     """
-    longest, asked = architectures.max_positions(described), draft.config.context_length
+    longest, asked = architectures.max_positions(model_config), draft.config.context_length
     if longest is None or asked <= longest:
         return
     if not draft.config.asked("context_length"):
         draft.choose("context_length", longest)
         draft.warnings.append(f"rows have up to {longest} tokens: the model has no more positions")
-    elif architectures.position_table(described):
+    elif architectures.position_table(model_config):
         raise UsageError(
             f"context_length {asked}: the model has {longest} positions and no way to make more",
             where=draft.config.sources["context_length"],
@@ -686,34 +705,34 @@ def fitted_context_length(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     return draft.config, [*map(str, draft.adjustments), *draft.warnings]
 
 
-def _shapes(draft, described: dict | None) -> architectures.ModelShape | None:
-    if not described:
+def _shapes(draft, model_config: dict | None) -> architectures.ModelShape | None:
+    if not model_config:
         return None
     try:
-        shapes = architectures.model_shape(described)
+        shapes = architectures.model_shape(model_config)
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"config.json does not describe a {described.get('model_type')} model: {error}",
+            f"config.json does not describe a {model_config.get('model_type')} model: {error}",
             where=draft.config.model_name,
             cure="download it again",
         ) from None
     if not shapes:
-        draft.memory_unknown = f"no formulas for model_type {described.get('model_type')!r}"
+        draft.memory_unknown = f"no formulas for model_type {model_config.get('model_type')!r}"
     return shapes
 
 
-def _warn(draft, backend, row, report) -> None:
+def _warn(draft, backend, capabilities, report) -> None:
     """What is worth knowing and changes nothing."""
     config = draft.config
     cells = ["", config.quantizer, DTYPE_OF[config.precision], config.optimizer, config.kernels]
-    if _would_be_faster(config, row):
+    if _would_be_faster(config, capabilities):
         cells.append("kernels")
     draft.warnings += [f"{backend}: {report.slow[cell]}" for cell in cells if cell in report.slow]
 
 
-def _would_be_faster(config: TrainConfig, row) -> bool:
+def _would_be_faster(config: TrainConfig, capabilities) -> bool:
     """Whether `kernels auto` would have taken the backend's best kernels if this machine had them."""
-    best = row.kernels[0]
+    best = capabilities.kernels[0]
     if config.asked("kernels") or config.kernels == best or not registry.strategy(config.strategy).fusable:
         return False
     return best != "native" or config.precision == "bf16" or not config.asked("precision")

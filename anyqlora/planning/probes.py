@@ -22,17 +22,17 @@ def _absent(why: str) -> BackendReport:
 
 
 def _narrowed(
-    row: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: dict[str, str], **more
+    capabilities: Capabilities, machine: Machine, devices: tuple[Device, ...], lacks: dict[str, str], **more
 ) -> BackendReport:
     """The row without the cells in `lacks` (cell -> why)."""
     lacks = dict(lacks)
     if machine.bitsandbytes.get("error"):
         lacks = dict.fromkeys(NEEDS_BITSANDBYTES, str(machine.bitsandbytes["error"])) | lacks
-    if row.collective and row.collective not in machine.torch.get("collectives", ()):
-        lacks["collective"] = f"this torch has no {row.collective}"
+    if capabilities.collective and capabilities.collective not in machine.torch.get("collectives", ()):
+        lacks["collective"] = f"this torch has no {capabilities.collective}"
     collective = "gloo" if "collective" in lacks and "gloo" in machine.torch.get("collectives", ()) else None
     cells = {
-        name: tuple(cell for cell in getattr(row, name) if cell not in lacks)
+        name: tuple(cell for cell in getattr(capabilities, name) if cell not in lacks)
         for name in ("dtypes", "quantizers", "optimizers", "kernels")
     }
     return BackendReport(
@@ -41,7 +41,7 @@ def _narrowed(
         **{**cells, **more},
         cores=machine.cores,
         threads=machine.threads,
-        collective=collective if "collective" in lacks else row.collective,
+        collective=collective if "collective" in lacks else capabilities.collective,
         reasons=lacks,
     )
 
@@ -51,7 +51,7 @@ def _slow_quantizers(backend: Backend) -> dict[str, str]:
 
 
 def _torch_gpu(
-    row: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str
+    capabilities: Capabilities, machine: Machine, *, build: str, maker: str, devices: tuple[Device, ...], error: str
 ) -> BackendReport:
     torch = machine.torch
     if torch.get("error"):
@@ -61,38 +61,43 @@ def _torch_gpu(
     if not devices:
         return _absent(error or f"torch finds no {maker} GPU")
     first, lacks, slow = devices[0], _no_bf16(devices[:1]), {}
-    if "triton" in row.kernels and machine.triton.get("version", "") == "":
+    if "triton" in capabilities.kernels and machine.triton.get("version", "") == "":
         why = machine.triton.get("error") or "triton was not looked for"
         lacks |= dict.fromkeys(needing("triton", KERNELS), why)
         slow["kernels"] = (
             f"{why}, so portable kernels run: 4-bit weights are unpacked and positions rotated in several launches "
             "instead of one each, at a price that nobody has measured here: pip install triton"
         )
-    products = row.products
+    products = capabilities.products
     if "fp8" in products and tuple(map(int, first.capability.split("."))) < FLOAT8_FROM:
         lacks["fp8 products"], products = f"{_called(first)} does not multiply float8", ("full",)
-    return _narrowed(row, machine, devices, lacks, products=products, slow=slow)
+    return _narrowed(capabilities, machine, devices, lacks, products=products, slow=slow)
 
 
-def _cuda(row, machine):
+def _cuda(capabilities, machine):
     return _torch_gpu(
-        row, machine, build="cuda", maker="NVIDIA", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
+        capabilities,
+        machine,
+        build="cuda",
+        maker="NVIDIA",
+        devices=machine.cuda,
+        error=machine.torch.get("cuda_error", ""),
     )
 
 
-def _rocm(row, machine):
+def _rocm(capabilities, machine):
     return _torch_gpu(
-        row, machine, build="hip", maker="AMD", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
+        capabilities, machine, build="hip", maker="AMD", devices=machine.cuda, error=machine.torch.get("cuda_error", "")
     )
 
 
-def _xpu(row, machine):
+def _xpu(capabilities, machine):
     return _torch_gpu(
-        row, machine, build="xpu", maker="Intel", devices=machine.xpu, error=machine.torch.get("xpu_error", "")
+        capabilities, machine, build="xpu", maker="Intel", devices=machine.xpu, error=machine.torch.get("xpu_error", "")
     )
 
 
-def _mps(row, machine):
+def _mps(capabilities, machine):
     mps = machine.mps
     if machine.torch.get("error"):
         return _absent(machine.torch["error"])
@@ -112,10 +117,12 @@ def _mps(row, machine):
         "quantized weights run on torch fallback kernels, slower than 16-bit weights",
     )
     free = min(mps["memory_free"], machine.memory_available)  # the GPU's memory is the host's
-    return _narrowed(row, machine, (Device("Metal", "", mps["memory_total"], free, mps["bf16"]),), lacks, slow=slow)
+    return _narrowed(
+        capabilities, machine, (Device("Metal", "", mps["memory_total"], free, mps["bf16"]),), lacks, slow=slow
+    )
 
 
-def _mlx(row, machine):
+def _mlx(capabilities, machine):
     if machine.mlx.get("error"):
         return _absent(machine.mlx["error"])
     build = machine.mlx.get("build", "")
@@ -132,17 +139,17 @@ def _mlx(row, machine):
     room = _metal_memory(machine) if has_metal else machine.memory_total
     device = Device(f"mlx {machine.mlx.get('version')} ({build})", "", room, min(room, machine.memory_available), True)
     slow = _slow_quantizers(Backend.MLX)
-    dtypes = row.dtypes
+    dtypes = capabilities.dtypes
     if build == "mlx-cpu":
         slow[""] = "mlx's CPU build is there to try things out, and slow"
         dtypes = ("fp32", "bf16", "fp16")  # 16-bit products are ten times slower there
     return BackendReport(
         True,
         (device,),
-        tuple(d for d in dtypes if d in row.dtypes),
-        row.quantizers,
-        row.optimizers,
-        row.collective,
+        tuple(d for d in dtypes if d in capabilities.dtypes),
+        capabilities.quantizers,
+        capabilities.optimizers,
+        capabilities.collective,
         automatic=has_metal,
         device="cpu" if build == "mlx-cpu" else "",
         slow=slow,
@@ -156,7 +163,7 @@ def _metal_memory(machine) -> int:
     return machine.mps.get("memory_total") or machine.memory_total * 2 // 3
 
 
-def _cpu(row, machine):
+def _cpu(capabilities, machine):
     if machine.torch.get("error"):
         return _absent(machine.torch["error"])
     is_fast = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
@@ -173,25 +180,26 @@ def _cpu(row, machine):
         slow["kernels"] = f"{missing}, so {price}"
     elif not missing and machine.prebuilt.get("error"):
         slow["native"] = f"kernels are compiled here at first use: {machine.prebuilt['error']}"
-    kernels = ("portable",) if missing else row.kernels
+    kernels = ("portable",) if missing else capabilities.kernels
     kernels += needing("triton", KERNELS) if machine.triton.get("interpreted") else ()  # slow: for tests
     lacks = {"native": missing} if missing else {}
     if missing or "avx512_vnni" not in machine.cpu_features:
         lacks["fused head"] = missing or f"this processor has no AVX512-VNNI{allowed}"
     elif "amx_bf16" in machine.cpu_features:
         lacks["fused head"] = "this processor has AMX, by which the framework's products are several times as fast"
-    products = row.products
+    products = capabilities.products
     if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
         lacks |= dict.fromkeys(
-            (f"{kind} products" for kind in row.products), f"this processor has neither AVX512-VNNI nor AMX{allowed}"
+            (f"{kind} products" for kind in capabilities.products),
+            f"this processor has neither AVX512-VNNI nor AMX{allowed}",
         )
         products = ("full",)
     return _narrowed(
-        row,
+        capabilities,
         machine,
         (device,),
         lacks,
-        dtypes=tuple(d for d in dtypes if d in row.dtypes),
+        dtypes=tuple(d for d in dtypes if d in capabilities.dtypes),
         kernels=kernels,
         slow=slow,
         products=products,

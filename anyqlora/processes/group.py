@@ -47,7 +47,8 @@ class ProcessGroup(SingleProcess):
     def write_stacks(self, directory: Path) -> None:
         """From now on they are written, to rank-N.txt in `directory`. Raises OSError where that cannot be made."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.stacks = open(directory / f"rank-{self.rank}.txt", "w")  # noqa: SIM115 - a signal handler writes to it while the process lives
+        # open while the process lives: a signal handler writes to it
+        self.stacks = open(directory / f"rank-{self.rank}.txt", "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR2, file=self.stacks, all_threads=True)
 
     def broadcast_arrays(self, arrays):

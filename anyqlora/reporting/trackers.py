@@ -156,7 +156,7 @@ class Wandb:
         )  # a run that goes on is one run there too; the same name elsewhere is another
         if not identity.exists():
             identity.write_text(secrets.token_hex(8))
-        about = {
+        options = {
             **run.about,
             "entity": run.settings["tracker_entity"] or None,
             "dir": str(run.directory),
@@ -168,11 +168,11 @@ class Wandb:
         mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
         mode = "offline" if run.config.offline and mode == "online" else mode
         try:
-            self.run = wandb.init(mode=cast(Any, mode), **about)  # wandb refuses what is none of its modes
+            self.run = wandb.init(mode=cast(Any, mode), **options)  # wandb refuses what is none of its modes
         except CommError as error:
             run.warn(f"wandb does not answer, so it is kept offline: {unavailable_reason(error)}")
             wandb.teardown()  # else the id is taken by the run that did not start
-            self.run = wandb.init(mode="offline", **about)
+            self.run = wandb.init(mode="offline", **options)
 
     def record(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)
@@ -219,8 +219,8 @@ class Tensorboard:
         self.writer.add_event(Event(wall_time=time.time(), step=again, session_log=SessionLog(status=SessionLog.START)))
         rows = "".join(f"| {name} | {value} |\n" for name, value in run.settings.items())
         text = TensorProto(dtype="DT_STRING", string_val=[f"| setting | value |\n|---|---|\n{rows}".encode()])
-        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        self._add(0, Summary(value=[Summary.Value(tag="settings/text_summary", metadata=about, tensor=text)]))
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        self._add(0, Summary(value=[Summary.Value(tag="settings/text_summary", metadata=metadata, tensor=text)]))
 
     def _add(self, step: int, summary) -> None:
         self.writer.add_event(self.Event(wall_time=time.time(), step=step, summary=summary))

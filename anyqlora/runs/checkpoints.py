@@ -51,21 +51,21 @@ def read_adapter(path: Path) -> dict[str, np.ndarray]:
         raise UsageError(
             f"not a safetensors file: {error}", where=str(path), cure="the adapter once more from where it came"
         ) from None
-    return {name: _array(name, about, str(path)) for name, about in tensors.items()}
+    return {name: _array(name, entry, str(path)) for name, entry in tensors.items()}
 
 
-def _array(name: str, about: dict, where: str) -> np.ndarray:
-    if about["dtype"] not in ADAPTER_TYPES:
+def _array(name: str, entry: dict, where: str) -> np.ndarray:
+    if entry["dtype"] not in ADAPTER_TYPES:
         raise UsageError(
-            f"{name} is of type {about['dtype']}", where=where, cure=f"an adapter in {', '.join(ADAPTER_TYPES)}"
+            f"{name} is of type {entry['dtype']}", where=where, cure=f"an adapter in {', '.join(ADAPTER_TYPES)}"
         )
-    array = np.frombuffer(about["data"], ADAPTER_TYPES[about["dtype"]])
-    array = (array.astype(np.uint32) << 16).view(np.float32) if about["dtype"] == "BF16" else array.astype(np.float32)
+    array = np.frombuffer(entry["data"], ADAPTER_TYPES[entry["dtype"]])
+    array = (array.astype(np.uint32) << 16).view(np.float32) if entry["dtype"] == "BF16" else array.astype(np.float32)
     if not np.isfinite(array).all():
         raise UsageError(
             f"{name} has numbers that are not finite", where=where, cure="an adapter of a run that went well"
         )
-    return array.reshape(about["shape"])
+    return array.reshape(entry["shape"])
 
 
 def check_shapes(tensors: Mapping[str, np.ndarray], here: Mapping[str, tuple], where: str) -> None:
@@ -156,14 +156,14 @@ class Checkpoints:
         path = self.path(step)
         manifest = self._manifest(path, step, identity)
         content = {}
-        for name, about in manifest["files"].items():
+        for name, entry in manifest["files"].items():
             try:
                 content[name] = (path / name).read_bytes()
             except OSError as error:
                 raise InvalidCheckpoint(f"{name}: {error.strerror or error}") from None
-            if len(content[name]) != about["size"]:
-                raise InvalidCheckpoint(f"{name}: {len(content[name])} bytes, {about['size']} were written")
-            if hashlib.sha256(content[name]).hexdigest() != about["sha256"]:
+            if len(content[name]) != entry["size"]:
+                raise InvalidCheckpoint(f"{name}: {len(content[name])} bytes, {entry['size']} were written")
+            if hashlib.sha256(content[name]).hexdigest() != entry["sha256"]:
                 raise InvalidCheckpoint(f"{name}: its sha256 is not the one that was written")
         try:
             return LoadedCheckpoint(

@@ -63,7 +63,9 @@ class RunDirectory:
     seconds: float = 0.0
     handle: int | None = None
     is_empty: bool = False
-    made: list[Path] = field(default_factory=list)  # directories around it that were not there, the innermost first
+    new_directories: list[Path] = field(
+        default_factory=list
+    )  # directories around it that were not there, the innermost first
     replaces: bool = False
 
     def lock(self) -> None:
@@ -180,7 +182,7 @@ class RunDirectory:
 
     def _remove_empty(self, *directories: Path) -> None:
         with contextlib.suppress(OSError):  # where something is in one
-            for directory in (*directories, *self.made):
+            for directory in (*directories, *self.new_directories):
                 directory.rmdir()
 
     def __enter__(self) -> RunDirectory:
@@ -208,7 +210,7 @@ def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
     identity = run_identity(config)
     root = Path(config.output_dir)
     name = config.run_name or name
-    made = [path for path in (root, *root.parents) if not path.exists()]
+    new_directories = [path for path in (root, *root.parents) if not path.exists()]
     directory = (
         _named_run(config, root / name, identity)
         if name
@@ -218,7 +220,9 @@ def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
     identity = _with_same_process_count(config, identity, old)
     has_ended = read_json(directory / RESULT) is not None
     replaces = config.resume == "force" and bool(old) and old != identity
-    run_dir = RunDirectory(directory, identity, finished=has_ended and not replaces, made=made, replaces=replaces)
+    run_dir = RunDirectory(
+        directory, identity, finished=has_ended and not replaces, new_directories=new_directories, replaces=replaces
+    )
     if directory.exists() and not run_dir.finished:
         _check_inside(directory)
         run_dir.lock()

@@ -98,8 +98,8 @@ class AdapterContract:
             return
         tensors = load_file(folder / "adapter_model.safetensors")
         assert tensors.keys() == model.runtime.strategy.trainable.keys()
-        about = json.loads((folder / "adapter_config.json").read_text())
-        assert about["peft_type"] and about["inference_mode"] is True
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["peft_type"] and config["inference_mode"] is True
 
     def test_plain_peft_gives_the_same_logits(self, trained: TorchModel) -> None:
         model = trained

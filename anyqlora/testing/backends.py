@@ -41,14 +41,22 @@ class BackendContract:
 
     def test_the_row_is_whole(self) -> None:
         spec = self.spec()
-        row = spec.capabilities
-        assert spec.name == self.backend and spec.device and row.device and row.notes
-        assert row.framework in ("torch", "mlx")
+        capabilities = spec.capabilities
+        assert spec.name == self.backend and spec.device and capabilities.device and capabilities.notes
+        assert capabilities.framework in ("torch", "mlx")
         assert all(
-            (row.dtypes, row.quantizers, row.optimizers, row.strategies, row.adapters, row.kernels, row.products)
+            (
+                capabilities.dtypes,
+                capabilities.quantizers,
+                capabilities.optimizers,
+                capabilities.strategies,
+                capabilities.adapters,
+                capabilities.kernels,
+                capabilities.products,
+            )
         )
-        assert "single" in row.strategies and "full" in row.products
-        assert set(row.dtypes) <= {"fp32", "bf16", "fp16"}
+        assert "single" in capabilities.strategies and "full" in capabilities.products
+        assert set(capabilities.dtypes) <= {"fp32", "bf16", "fp16"}
 
     def test_a_probe_judges_and_touches_nothing(self, capfd: pytest.CaptureFixture[str]) -> None:
         machine = self.here
@@ -58,17 +66,17 @@ class BackendContract:
         assert capfd.readouterr() == ("", "")
 
     def test_the_machine_has_it_and_does_not_more_than_the_row(self) -> None:
-        row, report = self.spec().capabilities, self.report()
+        capabilities, report = self.spec().capabilities, self.report()
         assert report.available, report.why("available")
         assert report.devices and all(device.name for device in report.devices)
         assert report.dtypes and report.quantizers and report.optimizers
         for cells in CELLS:
-            assert set(getattr(report, cells)) <= set(getattr(row, cells)), cells
+            assert set(getattr(report, cells)) <= set(getattr(capabilities, cells)), cells
 
     def test_what_the_machine_lacks_has_a_reason(self) -> None:
-        row, report = self.spec().capabilities, self.report()
+        capabilities, report = self.spec().capabilities, self.report()
         for cells in CELLS:
-            for cell in set(getattr(row, cells)) - set(getattr(report, cells)):
+            for cell in set(getattr(capabilities, cells)) - set(getattr(report, cells)):
                 assert report.why(cell), f"{cell} is not there, and nobody says why"
 
     def test_a_machine_where_nothing_is_installed_lacks_it_or_does_less(self) -> None:

@@ -99,8 +99,10 @@ def contract_run(
         strategy=strategy, backend="cpu", precision="fp32", **({"strategy_opt": text} if text else {}), **settings
     )
     model = tiny_model()
-    made = getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0)
-    made, model = runtime.prepare(made, model)
+    optimizer_of_torch = getattr(torch.optim, optimizer)(
+        [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0
+    )
+    optimizer_of_torch, model = runtime.prepare(optimizer_of_torch, model)
     if load:
         runtime.load_state(load)
     start, norms, losses, unmoved, dead = gathered(runtime), [], [], [], []
@@ -122,7 +124,7 @@ def contract_run(
             total += loss.item()
             if is_final and step == first:
                 dead = sorted(runtime.strategy.missing_gradients())
-            norm = runtime.optimizer_step_and_zero_grad(made, model, max_grad_norm=1.0)
+            norm = runtime.optimizer_step_and_zero_grad(optimizer_of_torch, model, max_grad_norm=1.0)
             unmoved.append(norm is None)
         norms.append(norm)
         total *= (
@@ -273,6 +275,6 @@ class StrategyContract:
         if cls is None:
             assert not self.options
             return
-        made = cls.from_dict(self.options)
-        assert cls.from_dict(made.to_dict()) == made
-        assert all(str(made.to_dict()[key]).lower() == str(value).lower() for key, value in self.options.items())
+        options = cls.from_dict(self.options)
+        assert cls.from_dict(options.to_dict()) == options
+        assert all(str(options.to_dict()[key]).lower() == str(value).lower() for key, value in self.options.items())

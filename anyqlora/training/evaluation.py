@@ -59,10 +59,11 @@ def evaluate(
             between=between,
         )
         if exact_match:
-            right = sum(g.strip() == (e.answer or "").strip() for g, e in zip(given, asked, strict=True))
+            right = sum(answer.strip() == (e.answer or "").strip() for answer, e in zip(given, asked, strict=True))
             evaluation["exact_match"] = right / len(asked)
         evaluation["samples"] = [
-            {"prompt": e.prompt, "answer": g, "expected": e.answer} for e, g in zip(asked[:shown], given, strict=False)
+            {"prompt": e.prompt, "answer": answer, "expected": e.answer}
+            for e, answer in zip(asked[:shown], given, strict=False)
         ]
     return evaluation
 
@@ -147,11 +148,11 @@ def stops(tokenizer, named, ends: Sequence[str] = ()) -> list[int]:
     )
 
 
-def room(described: dict, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
+def room(model_config: dict, max_new_tokens: int) -> Callable[[Sequence[int]], int]:
     """prompt -> the tokens that its answer may have: `max_new_tokens`, or what is left of the model's table of
     positions.
     """
-    table = position_table(described)
+    table = position_table(model_config)
     return lambda prompt: max_new_tokens if table is None else min(max_new_tokens, max(table - len(prompt), 0))
 
 

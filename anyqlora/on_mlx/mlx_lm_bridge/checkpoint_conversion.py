@@ -27,68 +27,68 @@ def to_mlx(source: Path, out: Path, shard: int = SHARD) -> int:
 
     Returns how many tensors. Raises UsageError, NotBuilt, DiskFull.
     """
-    described = read_config(source)
-    kind = quantized_as(described)
-    if kind and "quantization" not in described:
+    model_config = read_config(source)
+    kind = quantized_as(model_config)
+    if kind and "quantization" not in model_config:
         raise NotSupported(
             f"mlx-lm reads no {kind} weights, and another form would not be the same",
             where=str(source),
             cure="the full-precision model, or python -m anyqlora quantize of it --to affine4",
         )
-    added = translate_config(described, source, longest=0)
+    added = translate_config(model_config, source, longest=0)
     given = _tensors(source)
-    model_class, args_class = model_classes(described)
+    model_class, args_class = model_classes(model_config)
     try:
-        model = model_class(args_class.from_dict({**described, **added}))
-        made = model.sanitize(dict(given)) if hasattr(model, "sanitize") else dict(given)
+        model = model_class(args_class.from_dict({**model_config, **added}))
+        converted = model.sanitize(dict(given)) if hasattr(model, "sanitize") else dict(given)
     except (TypeError, KeyError, ValueError) as error:
         raise NotSupported(
-            f"mlx-lm's {described['model_type']} cannot take this model: {error}",
+            f"mlx-lm's {model_config['model_type']} cannot take this model: {error}",
             where=str(source),
             cure="another --backend",
         ) from None
     if kind is None:
-        _refuse_others(dict(tree_flatten(model.parameters())), made, source)
+        _refuse_others(dict(tree_flatten(model.parameters())), converted, source)
     moves = tensor_moves.tensor_moves(
         given,
-        made,
+        converted,
         _digest,
         lambda value: [value[number] for number in range(value.shape[0])] if value.ndim > 2 else [],
     )
-    record = {"moves": moves, ADDED: sorted(added.keys() - described.keys())}
+    record = {"moves": moves, ADDED: sorted(added.keys() - model_config.keys())}
     tensor_moves.write_record(
         out,
         source,
-        {**described, **added},
-        lambda place: _write(place, made, "mlx", shard),
+        {**model_config, **added},
+        lambda place: _write(place, converted, "mlx", shard),
         {tensor_moves.RECORD: to_json(record)},
     )
-    return len(made)
+    return len(converted)
 
 
 def to_hf(source: Path, out: Path, shard: int = SHARD) -> int:
     """Write mlx-lm's directory `source` as Hugging Face's `out`: by the record that `to_mlx` left, or as it is where
     the names are the same. Returns how many tensors. Raises UsageError, NotBuilt, DiskFull.
     """
-    described, record, given = read_config(source), tensor_moves.read_record(source), _tensors(source)
+    model_config, record, given = read_config(source), tensor_moves.read_record(source), _tensors(source)
     if record is None:
-        _refuse_unknown_names(described, given, source)
-        made = given
+        _refuse_unknown_names(model_config, given, source)
+        converted = given
     else:
         try:
-            made = {
+            converted = {
                 name: given[place] if number is None else given[place][number]
                 for name, (place, number) in record["moves"].items()
             }
-            described = {key: value for key, value in described.items() if key not in record[ADDED]}
+            model_config = {key: value for key, value in model_config.items() if key not in record[ADDED]}
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"it does not belong to these weights: {error}",
                 where=str(source / tensor_moves.RECORD),
                 cure="convert the original again",
             ) from None
-    tensor_moves.write_record(out, source, described, lambda place: _write(place, made, "pt", shard), {})
-    return len(made)
+    tensor_moves.write_record(out, source, model_config, lambda place: _write(place, converted, "pt", shard), {})
+    return len(converted)
 
 
 def _tensors(source: Path) -> dict[str, mx.array]:
@@ -101,12 +101,12 @@ def _digest(value: mx.array) -> str:
     return tensor_moves.digest(content.tobytes(), str(value.dtype), list(value.shape))
 
 
-def _refuse_others(expected: Mapping[str, mx.array], made: Mapping[str, mx.array], source: Path) -> None:
+def _refuse_others(expected: Mapping[str, mx.array], converted: Mapping[str, mx.array], source: Path) -> None:
     """Raises UsageError when the files are not this model's."""
     other = sorted(
         name
-        for name in expected.keys() | made.keys()
-        if name not in made or name not in expected or expected[name].shape != made[name].shape
+        for name in expected.keys() | converted.keys()
+        if name not in converted or name not in expected or expected[name].shape != converted[name].shape
     )
     if other:
         raise UsageError(
@@ -116,12 +116,12 @@ def _refuse_others(expected: Mapping[str, mx.array], made: Mapping[str, mx.array
         )
 
 
-def _refuse_unknown_names(described: dict, given: Mapping[str, mx.array], source: Path) -> None:
+def _refuse_unknown_names(model_config: dict, given: Mapping[str, mx.array], source: Path) -> None:
     """Without a record, names have to be Hugging Face's already. Raises NotBuilt."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    plain = {key: value for key, value in described.items() if key not in ("quantization", "quantization_config")}
+    plain = {key: value for key, value in model_config.items() if key not in ("quantization", "quantization_config")}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain))
     known = set(model.state_dict())
@@ -137,13 +137,13 @@ def _refuse_unknown_names(described: dict, given: Mapping[str, mx.array], source
         )
 
 
-def _write(place: Path, made: Mapping[str, mx.array], form: str, shard: int) -> dict[str, str]:
+def _write(place: Path, converted: Mapping[str, mx.array], form: str, shard: int) -> dict[str, str]:
     """Weight files of about `shard` bytes. Returns {tensor: file}. Raises OSError."""
     groups: list[dict[str, mx.array]] = [{}]
-    for name in sorted(made):
-        if groups[-1] and sum(value.nbytes for value in groups[-1].values()) + made[name].nbytes > shard:
+    for name in sorted(converted):
+        if groups[-1] and sum(value.nbytes for value in groups[-1].values()) + converted[name].nbytes > shard:
             groups.append({})
-        groups[-1][name] = made[name]
+        groups[-1][name] = converted[name]
     index = {}
     for number, group in enumerate(groups, 1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

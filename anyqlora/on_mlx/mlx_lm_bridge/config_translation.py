@@ -11,28 +11,28 @@ from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_mlx._compat import model_classes
 
 
-def translate_config(described: dict, directory: Path, longest: int) -> dict:
+def translate_config(model_config: dict, directory: Path, longest: int) -> dict:
     """What to add to a parsed config.json for mlx-lm. `longest` is how many tokens a row may have.
 
     Raises NotBuilt for an architecture that mlx-lm lacks, or has without what makes this model different.
     """
-    where, kind = f"{directory}/config.json", described.get("model_type")
+    where, kind = f"{directory}/config.json", model_config.get("model_type")
     if not isinstance(kind, str):
         raise UsageError("it names no model_type", where=where, cure="download it again")
     try:
-        known = set(inspect.signature(model_classes(described)[1]).parameters)
+        known = set(inspect.signature(model_classes(model_config)[1]).parameters)
     except (ValueError, KeyError) as error:
         raise NotSupported(
             f"mlx-lm has no model of type {kind!r}: {error}", where=where, cure="another --backend"
         ) from None
-    added = _positions(described, known) | _pattern(described, known)
-    whole = {**described, **added}
-    if "layer_types" not in described:  # what has windows reads there which layers they are for
+    added = _positions(model_config, known) | _pattern(model_config, known)
+    whole = {**model_config, **added}
+    if "layer_types" not in model_config:  # what has windows reads there which layers they are for
         known.discard("sliding_window" if "layer_types" in known else "")
     lost = [
-        f"{key} = {described[key]}"
+        f"{key} = {model_config[key]}"
         for key, harmless in PASSED_OVER.items()
-        if key in described and key not in known and not harmless(whole, longest)
+        if key in model_config and key not in known and not harmless(whole, longest)
     ]
     if lost:
         raise NotSupported(
@@ -46,22 +46,22 @@ def translate_config(described: dict, directory: Path, longest: int) -> dict:
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def refuse_mixtures(described: dict, directory: Path) -> None:
+def refuse_mixtures(model_config: dict, directory: Path) -> None:
     """Raises NotBuilt for a mixture of experts."""
-    experts = next((key for key in EXPERTS if described.get(key)), None)
+    experts = next((key for key in EXPERTS if model_config.get(key)), None)
     if experts:
         raise NotSupported(
-            f"mixture-of-experts models ({experts} = {described[experts]}) are not trained on MLX",
+            f"mixture-of-experts models ({experts} = {model_config[experts]}) are not trained on MLX",
             where=f"{directory}/config.json",
             cure="another --backend",
         )
 
 
-def _positions(described: dict, known: set[str]) -> dict:
+def _positions(model_config: dict, known: set[str]) -> dict:
     """transformers 5 states rotary embeddings in `rope_parameters`, for each kind of layer where they differ; mlx-lm
     mostly reads the older keys.
     """
-    stated = described.get("rope_parameters")
+    stated = model_config.get("rope_parameters")
     if not stated or "rope_parameters" in known:
         return {}
     kinds = {key: value for key, value in stated.items() if isinstance(value, dict)}
@@ -79,15 +79,15 @@ def _positions(described: dict, known: set[str]) -> dict:
     return {
         key: value
         for key, value in positions.items()
-        if value is not None and key in known | {"rope_scaling"} and key not in described
+        if value is not None and key in known | {"rope_scaling"} and key not in model_config
     }
 
 
-def _pattern(described: dict, known: set[str]) -> dict:
+def _pattern(model_config: dict, known: set[str]) -> dict:
     """transformers 5 lists the kind of each layer; older models of mlx-lm count to the next one that sees
     everything.
     """
-    layers = described.get("layer_types")
+    layers = model_config.get("layer_types")
     if not layers or "layer_types" in known or "sliding_window_pattern" not in known or "full_attention" not in layers:
         return {}
     every = layers.index("full_attention") + 1

@@ -27,15 +27,15 @@ def load_model(directory: Path, longest: int, trust_remote_code: bool = False) -
     """
     from mlx_lm.utils import load_model
 
-    described = read_config(directory)
-    refuse_mixtures(described, directory)
-    if described.get("model_file") and not trust_remote_code:
+    model_config = read_config(directory)
+    refuse_mixtures(model_config, directory)
+    if model_config.get("model_file") and not trust_remote_code:
         raise UsageError(
             "the model comes with Python code of its own, which is not run unasked",
             where=f"{directory}/config.json",
-            cure=f"read {printable(str(described['model_file']))}, then --trust_remote_code true",
+            cure=f"read {printable(str(model_config['model_file']))}, then --trust_remote_code true",
         )
-    added = translate_config(described, directory, longest)
+    added = translate_config(model_config, directory, longest)
     try:
         model, _ = load_model(
             directory,

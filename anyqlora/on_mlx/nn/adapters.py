@@ -44,8 +44,8 @@ def _add_low_rank_grad(primals, cotangent, output):
 
 def gradients(x: mx.array, factor: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
     """Of x F^T: those by x, in x's dtype, and by F, in float32."""
-    of_factor = sum_gradients(cotangent, x)
-    return mx.depends([cotangent @ factor.astype(x.dtype)], [of_factor])[0], of_factor
+    grad_factor = sum_gradients(cotangent, x)
+    return mx.depends([cotangent @ factor.astype(x.dtype)], [grad_factor])[0], grad_factor
 
 
 def sum_gradients(gradient: mx.array, x: mx.array) -> mx.array:
@@ -55,8 +55,8 @@ def sum_gradients(gradient: mx.array, x: mx.array) -> mx.array:
     total = mx.zeros((gradient.shape[-1], x.shape[-1]))
     gradient, x = gradient.flatten(0, -2), x.flatten(0, -2)
     for start in range(0, len(x), ROWS):
-        some, others = mx.depends([gradient[start : start + ROWS], x[start : start + ROWS]], [total])
-        total = total + some.astype(mx.float32).T @ others.astype(mx.float32)
+        chunk, others = mx.depends([gradient[start : start + ROWS], x[start : start + ROWS]], [total])
+        total = total + chunk.astype(mx.float32).T @ others.astype(mx.float32)
     return total
 
 
@@ -90,8 +90,8 @@ class LoraLinear(nn.Module):
         return 1 - self.dropout if self.training else 1.0
 
     def __call__(self, x: mx.array) -> mx.array:
-        middle = low_rank_input(self.dropped(x), self.lora_A) * (self.scale / self.keep_probability)
-        return add_low_rank(self.base_layer(x), middle, self.lora_B)
+        lora_hidden = low_rank_input(self.dropped(x), self.lora_A) * (self.scale / self.keep_probability)
+        return add_low_rank(self.base_layer(x), lora_hidden, self.lora_B)
 
 
 class DoraLinear(LoraLinear):
@@ -159,7 +159,7 @@ class Lora:
         """adapter_config.json, as PEFT itself writes it."""
         from peft import LoraConfig
 
-        made = LoraConfig(
+        peft_config = LoraConfig(
             r=self.config.lora_rank,
             lora_alpha=as_whole_number(self.config.lora_alpha),
             lora_dropout=self.config.lora_dropout,
@@ -169,7 +169,7 @@ class Lora:
             **self.variant,
         )
         return as_plain_json(
-            {**made.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
+            {**peft_config.to_dict(), "inference_mode": True, "base_model_name_or_path": loadable(self.config)}
         )
 
 

@@ -154,18 +154,22 @@ class TrainedTokenLoss(FullLogitsLoss):
 
         @mx.custom_function
         def made(factor, hidden, *learned):
-            total, of_hidden, of_learned = mx.array(0.0), [], [mx.zeros(value.shape, mx.float32) for value in learned]
+            total, grad_hidden, grad_learned = (
+                mx.array(0.0),
+                [],
+                [mx.zeros(value.shape, mx.float32) for value in learned],
+            )
             for part in self._parts(len(labels)):
                 (some,) = mx.depends(
-                    [hidden[part]], [total, *of_hidden[-1:]]
+                    [hidden[part]], [total, *grad_hidden[-1:]]
                 )  # or the logits of all could be there at once
-                (_, one), (of_some, *more) = mx.value_and_grad(scaled)([some, *learned], labels[part], factor)
-                total, of_hidden, of_learned = (
+                (_, one), (grad_chunk, *more) = mx.value_and_grad(scaled)([some, *learned], labels[part], factor)
+                total, grad_hidden, grad_learned = (
                     total + one,
-                    [*of_hidden, of_some],
-                    [have + new for have, new in zip(of_learned, more, strict=True)],
+                    [*grad_hidden, grad_chunk],
+                    [have + new for have, new in zip(grad_learned, more, strict=True)],
                 )
-            return total * factor, total, mx.concatenate(of_hidden), *of_learned
+            return total * factor, total, mx.concatenate(grad_hidden), *grad_learned
 
         @made.vjp
         def made_vjp(primals, cotangents, outputs):
@@ -228,8 +232,8 @@ def loss_for(model: nn.Module, rows: int) -> tuple[FullLogitsLoss, str]:
     given = Inputs(mx.arange(3, 15)[None], None, mx.array([1, 4, 9]), mx.array([5, 6, 7]))
     try:
         loss = TrainedTokenLoss(model, rows)
-        some, whole = loss.logits(loss.hidden(given)).astype(mx.float32), loss.run(given)[0, given.trained]
-        far, largest = float(mx.abs(some - whole).max()), float(mx.abs(whole).max())
+        logits, whole = loss.logits(loss.hidden(given)).astype(mx.float32), loss.run(given)[0, given.trained]
+        far, largest = float(mx.abs(logits - whole).max()), float(mx.abs(whole).max())
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         return FullLogitsLoss(model), str(error)
     is_same = far <= largest * (NEAR if whole.dtype == mx.float32 else NEAR_IN_16_BITS)

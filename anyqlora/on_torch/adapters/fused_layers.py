@@ -85,14 +85,14 @@ class SharedInputGroup:
 
     def forget(self) -> None:
         """Let go of outputs that nobody has come for: a forward pass broke off."""
-        self.source, self.version, self.made = None, -1, {}
+        self.source, self.version, self.outputs = None, -1, {}
 
     def output(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`layer`'s [..., out] of x [..., in]."""
-        if self.source is not x or self.version != version_of(x) or id(layer) not in self.made:
-            self.source, self.version, self.made = x, version_of(x), self._outputs(x)
-        out = self.made.pop(id(layer))
-        if not self.made:
+        if self.source is not x or self.version != version_of(x) or id(layer) not in self.outputs:
+            self.source, self.version, self.outputs = x, version_of(x), self._outputs(x)
+        out = self.outputs.pop(id(layer))
+        if not self.outputs:
             self.source = None
         return out
 

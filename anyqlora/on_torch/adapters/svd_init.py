@@ -84,8 +84,8 @@ class Pissa(_SvdInitialized):
         return out
 
     def adapter_config(self) -> dict:
-        about = super().adapter_config()
-        return as_plain_json({**about, "r": 2 * about["r"], "lora_alpha": 2 * about["lora_alpha"]})
+        config = super().adapter_config()
+        return as_plain_json({**config, "r": 2 * config["r"], "lora_alpha": 2 * config["lora_alpha"]})
 
 
 class Loftq(_SvdInitialized):

@@ -138,11 +138,11 @@ class _Blocks(torch.autograd.Function):
         grad_q = torch.empty(q.shape, dtype=q.dtype)
         grad_k, grad_v = torch.zeros(k.shape), torch.zeros(v.shape)  # float32: sums over blocks
         grouped_grad_q = grad_q.view(*k.shape[:2], -1, *q.shape[2:])
-        for (row, head_slice, first, end, block), (*_, g) in zip(_blocks(q, k), _blocks(grad_out, k), strict=True):
+        for (row, head_slice, first, end, block), (*_, grad) in zip(_blocks(q, k), _blocks(grad_out, k), strict=True):
             keys, values = k[row, head_slice, :end], v[row, head_slice, :end]
             p = _softmax(torch.bmm(block, keys.transpose(1, 2)), first, end, ctx.scale)
-            grad_v[row, head_slice, :end] += torch.bmm(p.to(v.dtype).transpose(1, 2), g)
-            grad_p = torch.bmm(g, values.transpose(1, 2))
+            grad_v[row, head_slice, :end] += torch.bmm(p.to(v.dtype).transpose(1, 2), grad)
+            grad_p = torch.bmm(grad, values.transpose(1, 2))
             grad_scores = softmax_backward(grad_p.float(), p).mul_(ctx.scale).to(grad_p.dtype)
             product = torch.bmm(grad_scores, keys)
             grouped_grad_q[row, head_slice, :, first:end] = product.view(len(product), -1, end - first, q.shape[3])

@@ -296,12 +296,12 @@ def load_quantized(
     model = _from_pretrained(directory, trust_remote_code, dtype=made_in or dtype, device_map={"": device})
     for name, module in list(model.named_modules()):
         if isinstance(module, quantizer.module_type):
-            made = quantizer.empty_layer(module)
-            made.weight, made.bias = module.weight, module.bias
-            made.quant_state = getattr(module, "quant_state", None)
-            if made.quant_state is not None:
-                made.quant_state.dtype = quantizer.compute_dtype  # the files have that of whoever wrote them
-            model.set_submodule(name, made)
+            layer = quantizer.empty_layer(module)
+            layer.weight, layer.bias = module.weight, module.bias
+            layer.quant_state = getattr(module, "quant_state", None)
+            if layer.quant_state is not None:
+                layer.quant_state.dtype = quantizer.compute_dtype  # the files have that of whoever wrote them
+            model.set_submodule(name, layer)
     model.hf_quantizer.remove_quantization_config(model)
     give_dtype(model, dtype)
     owned_weights(model)
@@ -382,8 +382,8 @@ class _Packed(HfQuantizer):
     is_trainable = True
 
     def _process_model_before_weight_loading(self, model, **_):
-        about = self.quantization_config
-        packed = {name.removesuffix(".scales") for name in about.there if name.endswith(".scales")}
+        quantization = self.quantization_config
+        packed = {name.removesuffix(".scales") for name in quantization.there if name.endswith(".scales")}
         layers = linears(model)
         others = sorted(packed - layers.keys())
         if others:
@@ -394,8 +394,10 @@ class _Packed(HfQuantizer):
                 cure="python -m anyqlora quantize of the full-precision model: it packs linear layers only",
             )
         for name in packed:
-            scales = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[about.there[f"{name}.scales"]]
-            model.set_submodule(name, about.quantizer.empty_layer(layers[name]).expect_files(scales))
+            scales = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[
+                quantization.there[f"{name}.scales"]
+            ]
+            model.set_submodule(name, quantization.quantizer.empty_layer(layers[name]).expect_files(scales))
 
     def update_dtype(self, dtype):
         return dtype

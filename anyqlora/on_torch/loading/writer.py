@@ -68,10 +68,10 @@ def write_model(
 
     Returns {"packed": weights, "kept": tensors, "bytes": of the files}. Raises UsageError, NotBuilt, DiskFull.
     """
-    described = read_config(source)
-    if quantized_as(described):
+    model_config = read_config(source)
+    if quantized_as(model_config):
         raise UsageError(
-            f"its weights are quantized already: {quantized_as(described)}",
+            f"its weights are quantized already: {quantized_as(model_config)}",
             where=str(source),
             cure="the full-precision model",
         )
@@ -98,7 +98,7 @@ def write_model(
         disk.write(
             staged / "config.json",
             (
-                json.dumps({**described, **quantizer.hf_config(), **({FROM: base} if base else {})}, indent=2) + "\n"
+                json.dumps({**model_config, **quantizer.hf_config(), **({FROM: base} if base else {})}, indent=2) + "\n"
             ).encode(),
         )
         disk.sync_directory(staged)

@@ -125,7 +125,7 @@ class Fsdp(ShardedStrategy):
         """Shards are squared and summed along the axis that splits them; copies along the other axis count once."""
         exact = highest_precision(self.device)
         square = (
-            torch.stack([g.to(exact).square().sum() for g in gradients]).sum()
+            torch.stack([grad.to(exact).square().sum() for grad in gradients]).sum()
             if gradients
             else torch.zeros((), dtype=exact)
         )

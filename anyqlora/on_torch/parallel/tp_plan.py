@@ -37,17 +37,17 @@ def planned_splits(config: TrainConfig, ways: int) -> dict[str, Split]:
     Raises LayoutError for a key that matches nothing and for a layer that cannot be split so, NotBuilt for an
     architecture without a default layout or with parts that would stay whole.
     """
-    described = AutoConfig.from_pretrained(base_directory(config), trust_remote_code=config.trust_remote_code)
-    if getattr(described, "quantization_config", None):
+    model_config = AutoConfig.from_pretrained(base_directory(config), trust_remote_code=config.trust_remote_code)
+    if getattr(model_config, "quantization_config", None):
         raise NotSupported(
             "strategy tp with weights that are quantized in the files: they are sliced before they are quantized",
             where=config.model_name,
             cure="--model_name with the unquantized checkpoint, or --strategy fsdp",
         )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
-    splits = select_layout(linears(model), default_layout(described, config), config, ways)
-    text = described.get_text_config()
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    splits = select_layout(linears(model), default_layout(model_config, config), config, ways)
+    text = model_config.get_text_config()
     if any(
         not style.alone and name.rpartition(".")[0].endswith(("attn", "attention")) for name, style in splits.items()
     ):
@@ -103,16 +103,16 @@ def select_layout(layers: dict[str, nn.Module], default: RegexMap, config: Train
     return splits
 
 
-def default_layout(described, config: TrainConfig) -> RegexMap:
+def default_layout(model_config, config: TrainConfig) -> RegexMap:
     """{regex of a weight's name: Split, or None for whole} of the architecture's base_model_tp_plan.
 
     Raises NotBuilt.
     """
-    base_plan = getattr(described.get_text_config(), "base_model_tp_plan", None)
+    base_plan = getattr(model_config.get_text_config(), "base_model_tp_plan", None)
     where = config.sources.get("tensor_layout", "") or config.sources.get("mesh", "")
     if not base_plan:
         raise NotSupported(
-            f"transformers has no tensor parallel plan for {described.model_type} models, so there is no default "
+            f"transformers has no tensor parallel plan for {model_config.model_type} models, so there is no default "
             f"layout",
             where=where,
             cure="--strategy fsdp",
@@ -120,7 +120,7 @@ def default_layout(described, config: TrainConfig) -> RegexMap:
     unknown = sorted({style for style in base_plan.values() if style not in STYLES and style not in WHOLE_STYLES})
     if unknown:
         raise NotSupported(
-            f"strategy tp with {described.model_type} models: their plan has parts that are split as "
+            f"strategy tp with {model_config.model_type} models: their plan has parts that are split as "
             f"{', '.join(unknown)}, which is not "
             "built",
             where=where,

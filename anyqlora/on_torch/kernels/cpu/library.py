@@ -87,8 +87,8 @@ def build_library() -> Path:
         raise FileNotFoundError("no C compiler is here")
     how = {"capture_output": True, "check": True, "text": True}
     # What the compiler says of itself and, for -march=native, of the processor.
-    about = subprocess.run([cc, "-march=native", "-E", "-v", "-x", "c", os.devnull], **how).stderr
-    parts = [native_kernels.source_hash(), cc, *native_kernels.options(target), about]
+    compiler_options = subprocess.run([cc, "-march=native", "-E", "-v", "-x", "c", os.devnull], **how).stderr
+    parts = [native_kernels.source_hash(), cc, *native_kernels.options(target), compiler_options]
     path = cache_directory() / f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ class _LoraLinears(torch.autograd.Function):
         if grad_x is not None:
             grad_x = drop.add_lora_input_grad(grad_x, grad_hidden, stacked(factors[::2]).to(dtype)).view(x.shape)
         pairs = zip(factors[::2], grad_a, grad_b, strict=True)
-        return grad_x, None, None, None, *(grad for a, of_a, of_b in pairs for grad in (of_a.to(a.dtype), of_b))
+        return grad_x, None, None, None, *(grad for a, grad_a, grad_b in pairs for grad in (grad_a.to(a.dtype), grad_b))
 
 
 @dataclass(frozen=True)
