@@ -96,7 +96,7 @@ def report(audited: dict) -> list[str]:
     for name in ("train", "held_out"):
         lines += _part(name.replace("_", " "), audited[name]) if audited[name]["examples"] else []
     lines += _finding("duplicates", audited["duplicates"]) + _finding(
-        "held-out rows that are trained on", audited["overlap"]
+        "evaluation rows that are trained on", audited["overlap"]
     )
     if audited["skipped"]:
         lines.append(f"skipped: {len(audited['skipped'])}")

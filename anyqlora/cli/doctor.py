@@ -135,7 +135,7 @@ def packages() -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("WRONG", f"{name} is not installed", "pip install -r requirements.txt")
+            yield Finding("WRONG", f"{name} is not installed", f"pip install '{name}>={oldest}'")
             continue
         if numbers(version) < numbers(oldest):
             yield Finding(
@@ -229,7 +229,7 @@ def builds(machine, hardware: set[str]) -> Iterator[Finding]:
                 "a newer driver, or a torch that is built for this one",
             )
     if torch.get("error"):
-        yield Finding("WRONG", torch["error"], "pip install -r requirements.txt")
+        yield Finding("WRONG", torch["error"], "pip install --force-reinstall torch")
     elif machine.bitsandbytes.get("error"):
         yield Finding(
             "WRONG",

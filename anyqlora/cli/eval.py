@@ -1,4 +1,4 @@
-"""python -m anyqlora eval RUN: loss, perplexity and exact match of a finished run, on its own held-out rows or on
+"""python -m anyqlora eval RUN: loss, perplexity and exact match of a finished run, on its own evaluation rows or on
 others.
 """
 
@@ -13,7 +13,7 @@ USAGE = """usage: python -m anyqlora eval [RUN] [--dataset FILE] [--max_new_toke
                                [--offline true] [--trust_remote_code true]
 
 RUN is a run directory, or a name in ./runs; without it the newest finished run is
-taken. Without --dataset the run's own held-out rows are evaluated, as at its end."""
+taken. Without --dataset the run's own evaluation rows are evaluated, as at its end."""
 SETTINGS = (
     "dataset",
     "max_new_tokens",
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     tuned = load_finetuned(run, {"num_samples": 0, **values})
     rows = run.held_out(tuned.tokenizer, other, ConsoleReporter(tuned.plan, 0).warn)
     evaluation = tuned.evaluate_examples(rows)
-    print(printable(f"{run.directory}: {len(rows)} held-out rows{f' of {other}' if other else ''}"))
+    print(printable(f"{run.directory}: {len(rows)} evaluation rows{f' of {other}' if other else ''}"))
     print(*table(evaluation, None if other else (run.result.get("eval") or {}).get("after")), sep="\n")
     for sample in evaluation.get("samples", []):
         print("", *(printable(f"{name:9} {sample[name]}") for name in ("prompt", "answer", "expected")), sep="\n")

@@ -26,7 +26,7 @@ USAGE = """usage: python -m anyqlora verify --resume RUN [--steps N] [--backend 
                                  [--trust_remote_code true]
 
 Trains N steps (8) with RUN's settings in a temporary directory, twice: whole, and
-stopped by SIGTERM on the way and resumed. Compares adapter, optimizer moments and
+stopped by SIGTERM on the way and resumed. Compares adapter, optimizer state and
 metrics byte for byte. Exit code 0: equal; 1: not."""
 SETTINGS = ("backend", "model_name", "offline", "trust_remote_code")
 TIMING = ("seconds", "_per_second", "_bytes")  # ends of the names of what differs from run to run
@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
     verdict = "NOT equal" if different else "equal, byte for byte"
     print(
         printable(
-            f"{directory}: {steps} steps whole, and stopped after {stopped_at} and resumed: adapter, moments and "
+            f"{directory}: {steps} steps whole, and stopped after {stopped_at} and resumed: adapter, optimizer state "
+            f"and "
             f"metrics are {verdict}"
         )
     )

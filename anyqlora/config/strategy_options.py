@@ -141,11 +141,11 @@ class FsdpOptions(StrategyOptions):
 class DeepSpeedOptions(StrategyOptions):
     zero_stage: int = option(
         2,
-        "0: replicas, 1: moments are sharded, 2: gradients too, 3: weights too",
+        "0: replicas, 1: the optimizer state is sharded, 2: gradients too, 3: weights too",
         choices=(0, 1, 2, 3),
         setting="deepspeed_zero_stage",
     )
-    offload_optimizer: bool = option(False, "moments and the update in host memory (stage 1 and above)")
+    offload_optimizer: bool = option(False, "optimizer state and the update in host memory (stage 1 and above)")
     offload_param: bool = option(False, "shards of weights in host memory (stage 3)", setting="use_cpu_offload")
     zero_options: dict = option(None, "further entries of zero_optimization, from a file")
 

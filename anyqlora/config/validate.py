@@ -108,7 +108,7 @@ def validate(config: TrainConfig) -> TrainConfig:
     for name in settings_with("needs", "evaluation_set"):
         if getattr(config, name) and not held_out:
             raise UsageError(
-                f"{name} needs held-out rows", where=where(name), cure="--eval_dataset FILE or --eval_fraction 0.05"
+                f"{name} needs evaluation rows", where=where(name), cure="--eval_dataset FILE or --eval_fraction 0.05"
             )
     if config.early_stopping_patience and not config.eval_steps:
         raise UsageError(

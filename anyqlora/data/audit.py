@@ -84,10 +84,13 @@ def warnings(report: dict) -> list[str]:
     passed_over = [f"{bad['where']}: {bad['reason']}" for bad in report["skipped"]]
     problems = {"rows that cannot be used and are skipped": {"count": len(passed_over), "first": passed_over}}
     for part in ("train", "held_out"):
-        kind = "held-out rows" if part == "held_out" else "rows"
+        kind = "evaluation rows" if part == "held_out" else "rows"
         problems[f"{kind} cut to {report['context_length']} tokens"] = report.get(part, {}).get("truncated")
         problems[f"{kind} of which nothing is learned"] = report.get(part, {}).get("fully_masked")
-    problems |= {"duplicate rows": report.get("duplicates"), "held-out rows that are trained on": report.get("overlap")}
+    problems |= {
+        "duplicate rows": report.get("duplicates"),
+        "evaluation rows that are trained on": report.get("overlap"),
+    }
     counted = [
         f"{what}: {problem['count']}, the first is {problem['first'][0]}"
         for what, problem in problems.items()

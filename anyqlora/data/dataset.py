@@ -77,7 +77,7 @@ def load_data(config: TrainConfig, tokenizer) -> DataSplits:
 
 
 def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Example], dict]:
-    """The rows of `spec` as held-out rows of `config`, and what was found in them.
+    """The rows of `spec` as evaluation rows of `config`, and what was found in them.
 
     Raises UsageError as `prepare` does.
     """

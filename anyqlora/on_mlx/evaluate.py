@@ -1,4 +1,4 @@
-"""Loss, perplexity and exact match on held-out rows. Nothing of training changes, bit for bit."""
+"""Loss, perplexity and exact match on evaluation rows. Nothing of training changes, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anyqlora.training import evaluation
 
 
 def evaluator(run, built: BuiltModel):
-    """() -> the evaluation of `run`'s held-out rows, as its settings say."""
+    """() -> the evaluation of `run`'s evaluation rows, as its settings say."""
     directory = base_directory(run.config)
 
     def total_loss(losses: Iterable) -> float:

@@ -1,4 +1,4 @@
-"""Loss, perplexity and exact match on held-out rows. Nothing of training changes, bit for bit."""
+"""Loss, perplexity and exact match on evaluation rows. Nothing of training changes, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anyqlora.training import evaluation
 
 
 def evaluator(run, model: nn.Module, loss: Loss, runtime: Runtime):
-    """() -> the evaluation of `run`'s held-out rows, as its settings say."""
+    """() -> the evaluation of `run`'s evaluation rows, as its settings say."""
 
     def total_loss(batches: Iterable) -> float:
         with evaluating(model), runtime.autocast():

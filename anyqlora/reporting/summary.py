@@ -61,12 +61,12 @@ def cell(text: str) -> Text:
 
 
 def evaluations(result: dict) -> Table | None:
-    """Loss, perplexity and exact match on the held-out rows, before and after."""
+    """Loss, perplexity and exact match on the evaluation rows, before and after."""
     evaluation = result.get("eval")
     if not evaluation:
         return None
     table = Table(box=box.SIMPLE_HEAD, title=None)
-    table.add_column("held-out rows")
+    table.add_column("evaluation rows")
     for name in ("before", "after" if learned_at(result) == result["steps"] else f"after step {learned_at(result)}"):
         table.add_column(name, justify="right")
     for name, form in HELD_OUT.items():
@@ -82,7 +82,7 @@ def learned_at(result: dict) -> int:
 
 
 def samples(directory: Path, result: dict) -> Table | None:
-    """The same held-out prompts before and after, side by side."""
+    """The same evaluation prompts before and after, side by side."""
     answers: dict[str, dict[int, dict]] = {}
     for line in read_lines(directory / "samples.jsonl"):
         answers.setdefault(line["prompt"], {})[line["step"]] = line
@@ -158,7 +158,7 @@ def next_commands(directory: Path) -> list[str]:
 
 
 def example_prompt(directory: Path) -> str:
-    """A held-out prompt where prompts are asked as they stand, else a question that anybody might ask."""
+    """A evaluation prompt where prompts are asked as they stand, else a question that anybody might ask."""
     asked = [line["prompt"] for line in read_lines(directory / "samples.jsonl")]
     formats = {source.get("format") for source in read_json(directory / "data_report.json")["sources"]}
     fits = asked and formats == {"prompt_completion"} and asked[0].isprintable() and len(asked[0]) <= WIDTH

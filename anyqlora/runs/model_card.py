@@ -111,7 +111,7 @@ def evaluation(before: dict | None, after: dict | None) -> str:
         for name in ("loss", "perplexity", "exact_match")
         if name in after and name in before
     ]
-    return "\n".join(["| held-out rows | before | after |", "|---|---|---|", *lines])
+    return "\n".join(["| evaluation rows | before | after |", "|---|---|---|", *lines])
 
 
 def is_hub_id(name: str) -> bool:

@@ -126,7 +126,7 @@ class FineTunedModel(ABC):
 
     @abstractmethod
     def _evaluator(self, context: EvalContext) -> Callable[[], dict[str, Any]]:
-        """() -> the evaluation of the context's held-out rows."""
+        """() -> the evaluation of the context's evaluation rows."""
 
 
 def load_finetuned(run: FinishedRun, changed: dict[str, Any]) -> FineTunedModel:

@@ -28,7 +28,7 @@ class Engine(Protocol):
         ...
 
     def evaluator(self, session: TrainingSession) -> Callable[[], dict]:
-        """() -> {loss, perplexity, exact_match, samples} on the held-out rows.
+        """() -> {loss, perplexity, exact_match, samples} on the evaluation rows.
 
         Changes nothing of training, bit for bit.
         """

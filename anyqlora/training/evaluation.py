@@ -1,4 +1,4 @@
-"""What an evaluation is on any framework: loss, perplexity and exact match on held-out rows, and the rows and tokens
+"""What an evaluation is on any framework: loss, perplexity and exact match on evaluation rows, and the rows and tokens
 that it goes by.
 """
 
@@ -77,7 +77,7 @@ def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Ex
 def evaluator(
     run, fits: Callable[[np.ndarray], int], total_loss, answers, is_out_of_memory, free
 ) -> Callable[[], dict]:
-    """() -> the evaluation of `run`'s held-out rows, as its settings say. `fits`: see room.
+    """() -> the evaluation of `run`'s evaluation rows, as its settings say. `fits`: see room.
 
     Out of memory it halves its batches, from then on: `is_out_of_memory(error)` tells, and `free()` gives back what was
     taken. Raises RunError for one that is a single row, and where other processes evaluate with this one.
@@ -90,7 +90,8 @@ def evaluator(
     mute = [e.where for e in questions(held_out, exact, config.num_samples) if not fits(e.prompt_ids)]
     if mute:
         run.console.warn(
-            f"held-out prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers are "
+            f"evaluation prompts that fill the model's positions: {len(mute)}, the first is {mute[0]}; their answers "
+            f"are "
             f"empty, "
             "which counts as wrong"
         )
@@ -115,7 +116,7 @@ def evaluator(
             if rows == 1 or run.process_group.size > 1:
                 raise RunError(
                     f"out of memory in an evaluation of {rows} rows at a time",
-                    cure="a smaller --eval_batch_size, --exact_match false, or shorter held-out rows",
+                    cure="a smaller --eval_batch_size, --exact_match false, or shorter evaluation rows",
                 ) from None
             return None
 

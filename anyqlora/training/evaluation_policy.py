@@ -1,4 +1,4 @@
-"""When the held-out rows are evaluated and what follows from it: the best step, early stopping, what the run ends
+"""When the evaluation rows are evaluated and what follows from it: the best step, early stopping, what the run ends
 with.
 """
 
@@ -12,7 +12,7 @@ from anyqlora.training.signals import Interrupted
 from anyqlora.training.state import TrainState, is_better
 
 NOTHING_GAINED = (
-    "the held-out loss was {before:.4f} before step 1 and is {after:.4f} after step {step}: on rows that it was not "
+    "the evaluation loss was {before:.4f} before step 1 and is {after:.4f} after step {step}: on rows that it was not "
     "trained on "
     "the model is no better than it was; a lower --learning_rate, fewer epochs, or --load_best_model_at_end true with "
     "--eval_steps may help"
@@ -53,7 +53,7 @@ class EvaluationPolicy:
 
     @property
     def comes_last(self) -> bool:
-        """Whether the held-out rows have not seen the last step yet."""
+        """Whether the evaluation rows have not seen the last step yet."""
         return self.has_held_out and (self.final is None or self.final["step"] != self.state.step)
 
     @property

@@ -375,7 +375,7 @@ class TrainingSession:
         loaded = self.outputs.best_checkpoint(best["step"]) if best else None
         if best and loaded and last:
             self.console.info(
-                f"step {best['step']} was the best: its held-out loss is {best['loss']:.4f}, that of step "
+                f"step {best['step']} was the best: its evaluation loss is {best['loss']:.4f}, that of step "
                 f"{self.last_step} is "
                 f"{last['loss']:.4f}; what it had learned is written"
             )

@@ -16,7 +16,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupted(Exception):
-    """A signal came while held-out rows were read; what was found so far is dropped."""
+    """A signal came while evaluation rows were read; what was found so far is dropped."""
 
 
 class Signals:

@@ -46,7 +46,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Eight held-out rows, so that answers take no time."""
+    """Eight evaluation rows, so that answers take no time."""
     path = tmp_path_factory.mktemp("rows") / "few.jsonl"
     path.write_text("".join(HELD_OUT.read_text().splitlines(keepends=True)[:8]))
     return path
@@ -114,7 +114,7 @@ def test_eval_gives_the_numbers_of_the_run_bit_for_bit(settings, finished, rows,
 def test_eval_prints_them(finished, capsys):
     assert main(["eval", str(finished)]) == 0
     out = capsys.readouterr().out
-    assert "8 held-out rows" in out and f"{runs.result(finished)['eval']['after']['loss']:.6f}" in out
+    assert "8 evaluation rows" in out and f"{runs.result(finished)['eval']['after']['loss']:.6f}" in out
     assert out.count("as at the end of the run") == 3
 
 
@@ -476,7 +476,7 @@ def test_evaluating_on_rows_of_which_none_or_some_can_be_used(unusual, tmp_path,
     out = capsys.readouterr()
     assert (
         f"warning: rows that cannot be used and are skipped: 1, the first is {rows}:1: 'completion' is empty" in out.err
-        and "1 held-out rows of" in out.out
+        and "1 evaluation rows of" in out.out
     )
 
 
@@ -513,12 +513,12 @@ def test_a_held_out_prompt_that_fills_the_positions_counts_as_wrong_and_is_told(
     assert "exact match  0.0%" in out.out
     assert (
         out.err.count(
-            f"warning: held-out prompts that fill the model's positions: 2, the first is {rows}:1; their answers are "
+            f"warning: evaluation prompts that fill the model's positions: 2, the first is {rows}:1; their answers are "
             f"empty"
         )
         == 1
     )
-    assert out.err.count(f"warning: held-out rows cut to 256 tokens: 2, the first is {rows}:1") == 1
+    assert out.err.count(f"warning: evaluation rows cut to 256 tokens: 2, the first is {rows}:1") == 1
 
 
 @pytest.fixture(scope="module")

@@ -286,7 +286,7 @@ def test_flags_that_are_refused(argv, message):
         ({"train_type": "full", "lora_rank": "4"}, "contradicts"),
         ({"adapter": "full", "train_type": "full", "quantizer": "nf4"}, "contradicts"),
         ({"warmup_steps": "1", "warmup_ratio": "0.1", "dataset": "d"}, "both state the warm-up"),
-        ({"eval_steps": "5"}, "needs held-out rows"),
+        ({"eval_steps": "5"}, "needs evaluation rows"),
         ({"eval_fraction": "0.1", "eval_dataset": "x"}, "both say what is held out"),
         ({"early_stopping_patience": "2", "eval_fraction": "0.1"}, "needs eval_steps"),
         ({"use_gradient_checkpointing": "false", "reentrant_checkpointing": "true"}, "nothing to recompute"),

@@ -448,7 +448,7 @@ def test_what_was_found_in_the_rows_is_said_a_line_each(tmp_path, capfd):
         f"warning: rows that cannot be used and are skipped: 2, the first is {a}:2:2: the JSON breaks off",
         f"warning: rows cut to 96 tokens: 1, the first is {a}:4",
         f"warning: duplicate rows: 1, the first is {a}:3",
-        f"warning: held-out rows that are trained on: 1, the first is {b}:2",
+        f"warning: evaluation rows that are trained on: 1, the first is {b}:2",
     ]
     runs.run(tmp_path, "clean", **few, dataset=str(b))
     assert capfd.readouterr().err == ""

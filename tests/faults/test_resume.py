@@ -59,7 +59,7 @@ KINDS = {
     "bf16": {"precision": "bf16"},
     "checkpointed activations": {"use_gradient_checkpointing": True},
     "a spike guard": {"spike_guard": 4.0, "max_steps": 24},
-    "no held-out rows": {"eval_dataset": "", "eval_steps": 0, "num_samples": 0},
+    "no evaluation rows": {"eval_dataset": "", "eval_steps": 0, "num_samples": 0},
 }
 
 

@@ -153,7 +153,7 @@ def whole(output, settings):
     [
         ({"strategy": "single"}, "strategy single is one process, and world_size is 2"),
         ({"strategy": "fsdp", "quantizer": "int8"}, "int8 weights cannot be sharded"),
-        ({"strategy": "deepspeed", "optimizer": "adamw_8bit"}, "does not know sharded moments"),
+        ({"strategy": "deepspeed", "optimizer": "adamw_8bit"}, "does not know a sharded optimizer state"),
     ],
 )
 def test_what_cannot_be_is_said(settings, why, tmp_path):

@@ -38,7 +38,7 @@ WRECKED = {
 
 @pytest.fixture(scope="module")
 def best(tmp_path_factory):
-    """Settings with a few held-out rows."""
+    """Settings with a few evaluation rows."""
     path = tmp_path_factory.mktemp("rows") / "held_out.jsonl"
     path.write_text("".join((DEMO / "heldout.jsonl").read_text().splitlines(keepends=True)[:8]))
     return {**BEST, "eval_dataset": str(path)}
@@ -51,7 +51,7 @@ def wrecked(best):
 
 
 def losses(directory):
-    """{step: held-out loss}"""
+    """{step: evaluation loss}"""
     return {e["step"]: e["loss"] for e in runs.evaluations(directory) if e["step"] > 0}
 
 

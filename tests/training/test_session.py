@@ -304,7 +304,7 @@ NOTHING_GAINED = "the model is no better than it was"
 
 
 def misled(tmp_path, **settings) -> dict:
-    """Settings of a run whose held-out loss rises: each of its rows is answered by one word."""
+    """Settings of a run whose evaluation loss rises: each of its rows is answered by one word."""
     prompts = [
         json.loads(line)["prompt"]
         for line in (DEMO_BASE.parent / "task" / "train.jsonl").read_text().splitlines()[:200]

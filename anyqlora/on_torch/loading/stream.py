@@ -144,7 +144,7 @@ class QuantizeOp(ConversionOps):
             raise UsageError(
                 f"{name} comes as {tensor.dtype}".replace("torch.", ""),
                 where=self.stream.directory,
-                cure="weights in bf16, fp16 or float32; and the versions of requirements.txt",
+                cure="weights in bf16, fp16 or float32; and the versions that `python -m anyqlora doctor` asks for",
             )
         if name in self.stream.experts:
             self.stream.experts[name].fill(tensor)

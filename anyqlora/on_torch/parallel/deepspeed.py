@@ -150,7 +150,9 @@ class DeepSpeed(MultiProcessStrategy):
                 cure="--deepspeed_zero_stage 2",
             )
         if self.stage and not registry.OPTIMIZERS[config.optimizer].shardable:
-            raise NotSupported(f"optimizer {config.optimizer} does not know sharded moments", cure="--optimizer adamw")
+            raise NotSupported(
+                f"optimizer {config.optimizer} does not know a sharded optimizer state", cure="--optimizer adamw"
+            )
 
     def _shard(self, root: nn.Module) -> None:
         """One layer at a time, so that no rank but the one that reads holds more than its shards and a layer."""
