@@ -237,9 +237,9 @@ def test_a_deepspeed_file_is_taken_as_it_is(tmp_path):
     "steps, rest, why, line",
     [
         ("7", "", "gradient_accumulation_steps 7 contradicts gradient_accumulation_steps 1", 3),
-        ("1", ',\n  "optimizer": {"type": "Adam"}', "optimizer is not taken from this file", 6),
-        ("1", ',\n  "fp16": {"enabled": true}', "fp16 is not taken from this file", 6),
-        ("1", ',\n  "pipeline": {"stages": 2}', "pipeline of a DeepSpeed configuration is not built", 6),
+        ("1", ',\n  "optimizer": {"type": "Adam"}', "optimizer is not taken from this file", 7),
+        ("1", ',\n  "fp16": {"enabled": true}', "fp16 is not taken from this file", 7),
+        ("1", ',\n  "pipeline": {"stages": 2}', "pipeline of a DeepSpeed configuration is not built", 7),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_us_is_named(steps, rest, why, line, tmp_path):
