@@ -52,7 +52,7 @@ def converse(model: FineTunedModel, temperature: float) -> int:
             talk = []
             continue
         try:
-            put = model.run.asked(line)
+            put = model.run.format_prompt(line)
             asked = talk + put if isinstance(put, list) else line
             answer = model.generate(asked, temperature=temperature, streamer=streamer(model.tokenizer))
         except KeyboardInterrupt:

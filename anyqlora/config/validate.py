@@ -40,7 +40,11 @@ def validate(config: TrainConfig) -> TrainConfig:
     for name in SETTINGS:
         parse_value(name, getattr(config, name), where(name))  # what code gives has not been read by anybody
     if not config.model_name:
-        raise UsageError("no model", where=where("dataset"), cure="--model_name DIRECTORY_OR_HUB_ID")
+        raise UsageError(
+            "model_name is missing: rows alone are no job",
+            where=where("dataset"),
+            cure="--model_name DIRECTORY_OR_HUB_ID, or --model_name demo, the embedded one, to try the rows",
+        )
     config = _preset(config, contradiction)
     quantizer, adapter = registry.quantizer(config.quantizer), registry.adapter(config.adapter)
     if config.strategy != AUTO:
@@ -131,8 +135,8 @@ def _seen(config: TrainConfig, where) -> None:
     """What is shown, told and profiled. Raises UsageError."""
     places = [name.strip() for name in config.log_to.split(",")]
     for name in places:
-        registry.lookup("log_to", name, registry.VIEWS | registry.TRACKERS, where("log_to"))
-    views = [name for name in places if name in registry.VIEWS]
+        registry.lookup("log_to", name, registry.REPORTERS | registry.TRACKERS, where("log_to"))
+    views = [name for name in places if name in registry.REPORTERS]
     if len(views) > 1:
         raise UsageError(
             f"log_to: {' and '.join(views)} contradict each other",

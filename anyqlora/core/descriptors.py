@@ -77,7 +77,7 @@ def affine_scales(outputs: int, inputs: int, config: Any, framework: str) -> int
 class QuantizerInfo(Info):
     """How frozen weights are kept. The object is a class that fulfils `anyqlora.extend.Quantizer`."""
 
-    bits: int  # of a weight, without scales; 16: weights stay as they are
+    bits: int  # of a weight, without scales; 16: weights stay as they are, in plain linear layers
     scale_bytes: Callable[[int, int, Any, str], int] = no_scales  # of a layer: (outputs, inputs, config, framework)
     group: int | str = 0  # weights of a row that share a scale, or the setting that says it; 0: scales know no rows
     block: int = 0  # weights that share a scale, whatever row they are in; 0: none do

@@ -168,19 +168,19 @@ ENGINES = {  # framework -> the engine of the training loop
     "mlx": "anyqlora.on_mlx.engine:MlxEngine",
 }
 
-RANKS = {  # framework -> how the processes of a run meet and talk
+PROCESS_GROUPS = {  # framework -> how the processes of a run meet and talk
     "torch": "anyqlora.on_torch.parallel.process_group:TorchProcessGroup",
     "mlx": "anyqlora.on_mlx.process_group:MlxProcessGroup",
 }
 
-OPENED = {  # framework -> how a finished run is opened: f(run, plan)
+MODEL_OPENERS = {  # framework -> how a finished run is opened: f(run, plan)
     "torch": "anyqlora.on_torch.inference:load_finetuned",
     "mlx": "anyqlora.on_mlx.inference:load_finetuned",
 }
 
 # --------------------------------------------------------------------------------------------- all other names
 
-VIEWS = {  # log_to: what is shown; none of them named is auto
+REPORTERS = {  # log_to: what is shown; none of them named is auto
     "auto": "",  # a panel on a terminal, else lines
     "stdout": "anyqlora.reporting.console:ConsoleReporter",
     "tqdm": "anyqlora.reporting.live_panel:ProgressBarReporter",

@@ -116,7 +116,8 @@ def _of_source(source: dict) -> list[str]:
 
 def unused(source: dict) -> str:
     """The columns that are not used, those first that may be misspelt, then by their rows; "" where all are used."""
-    optional = formats.OPTIONAL.get(source.get("format", ""), ())
+    info = formats.FORMATS.get(source.get("format", ""))
+    optional = info.optional if info else ()
     columns = [(_meant(name, optional), count, name) for name, count in source.get("unused_columns", {}).items()]
     columns.sort(key=lambda column: (not column[0], -column[1]))
     named = [f"{name!r} ({count} row{'s' * (count > 1)}{likely})" for likely, count, name in columns[:COLUMNS]]

@@ -152,21 +152,38 @@ def raw_text(row: dict, style: str) -> TextRow:
 
 # --------------------------------------------------------------------------------------------------------- the table
 
-FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict, str], TextRow | Conversation]]] = {
-    # name: (the keys by which a row is known, row and style -> Text or Talk); the first whose keys are all there is it
-    "messages": (("messages",), messages),
-    "sharegpt": (("conversations",), sharegpt),
-    "alpaca": (("instruction", "output"), alpaca),
-    "prompt_completion": (("prompt", "completion"), prompt_completion),
-    "question_answer": (("question", "answer"), question_answer),
-    "text": (("text",), raw_text),
+
+@dataclass(frozen=True)
+class FormatInfo:
+    """How rows of one format are known and read, and how a question is put as they put theirs."""
+
+    keys: tuple[str, ...]  # by which a row is known
+    parse: Callable[[dict, str], TextRow | Conversation]  # of (row, prompt_format); raises BadRow
+    optional: tuple[str, ...] = ()  # keys that are read where they are there
+    style: str = "plain"  # what --prompt_format auto is: chat, alpaca or plain
+    question: str = ""  # the key of what is asked; "": a question is put as it stands, or as a user's turn
+
+    def question_row(self, question: str) -> dict[str, str]:
+        """A row that asks `question`."""
+        return {**dict.fromkeys(self.keys, "-"), self.question: question}
+
+
+# The first one whose keys are all there is a row's.
+FORMATS = {
+    "messages": FormatInfo(("messages",), messages, optional=BESIDE, style="chat"),
+    "sharegpt": FormatInfo(("conversations",), sharegpt, optional=BESIDE, style="chat"),
+    "alpaca": FormatInfo(
+        ("instruction", "output"), alpaca, optional=("input",), style="alpaca", question="instruction"
+    ),
+    "prompt_completion": FormatInfo(("prompt", "completion"), prompt_completion, question="prompt"),
+    "question_answer": FormatInfo(("question", "answer"), question_answer, optional=("context",), question="question"),
+    "text": FormatInfo(("text",), raw_text),
 }
-OPTIONAL = {"messages": BESIDE, "sharegpt": BESIDE, "alpaca": ("input",), "question_answer": ("context",)}
 
 
 def detect(row: dict) -> str | None:
     """The format whose keys the row has."""
-    return next((name for name, (keys, _) in FORMATS.items() if all(key in row for key in keys)), None)
+    return next((name for name, info in FORMATS.items() if all(key in row for key in info.keys)), None)
 
 
 def choose(rows: list[dict], where: str) -> str:
@@ -174,7 +191,7 @@ def choose(rows: list[dict], where: str) -> str:
     for row in rows:
         if name := detect(row):
             return name
-    known = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
+    known = "; ".join(f"{name}: {', '.join(info.keys)}" for name, info in FORMATS.items())
     raise UsageError(
         f"no known format: the row has {', '.join(map(repr, rows[0])) or 'nothing'}",
         where=where,
@@ -184,8 +201,8 @@ def choose(rows: list[dict], where: str) -> str:
 
 def parse_row(row: dict, name: str, style: str) -> TextRow | Conversation:
     """What `row` of format `name` says. Raises BadRow."""
-    keys, function = FORMATS[name]
-    missing = [key for key in keys if key not in row]
+    info = FORMATS[name]
+    missing = [key for key in info.keys if key not in row]
     other = detect(row)
     if missing and other:
         raise BadRow(
@@ -198,10 +215,11 @@ def parse_row(row: dict, name: str, style: str) -> TextRow | Conversation:
             f"no {', '.join(map(repr, missing))} (format {name}){near}",
             f"it has {', '.join(map(repr, row)) or 'nothing'}",
         )
-    return function(row, style)
+    return info.parse(row, style)
 
 
 def unused_columns(row: dict, name: str, parsed: TextRow | Conversation) -> list[str]:
     """The columns of the row that hold something and are neither seen nor learned."""
-    used = FORMATS[name][0] + OPTIONAL.get(name, ()) + (BESIDE if isinstance(parsed, Conversation) else ())
+    info = FORMATS[name]
+    used = info.keys + info.optional + (BESIDE if isinstance(parsed, Conversation) else ())
     return [key for key, value in row.items() if key not in used and value not in (None, "", [])]

@@ -9,7 +9,7 @@ import numpy as np
 from anyqlora.data.examples import Example
 from anyqlora.data.packing import pack, shuffled
 
-IGNORE = -100
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +17,7 @@ class Batch:
     """Some sequences, padded on the right to the longest."""
 
     ids: np.ndarray  # int32 [B, T]
-    targets: np.ndarray  # int32 [B, T]: the next token where it is trained, else IGNORE
+    targets: np.ndarray  # int32 [B, T]: the next token where it is trained, else IGNORE_INDEX
     positions: np.ndarray  # int32 [B, T]: place in its own document; padding counts from 0 as a document of its own
     segments: np.ndarray  # int32 [B, T]: number of the document in its sequence, -1 where padding
     rows: tuple[str, ...]  # "file:line" of every document, in order
@@ -25,7 +25,7 @@ class Batch:
     @property
     def trained(self) -> int:
         """Tokens that the loss counts."""
-        return int((self.targets != IGNORE).sum())
+        return int((self.targets != IGNORE_INDEX).sum())
 
     @property
     def tokens(self) -> int:
@@ -157,7 +157,7 @@ def collate(sequences: list[list[Example]], pad_id: int | None) -> Batch:
     lengths = [sum(len(e.ids) for e in sequence) for sequence in sequences]
     shape = (max(len(sequences), 1), max(lengths, default=1))  # [B, T]
     ids = np.full(shape, pad_id or 0, np.int32)
-    targets = np.full(shape, IGNORE, np.int32)
+    targets = np.full(shape, IGNORE_INDEX, np.int32)
     segments = np.full(shape, -1, np.int32)
     positions = np.zeros(shape, np.int32)
     for row in range(shape[0]):
@@ -165,7 +165,7 @@ def collate(sequences: list[list[Example]], pad_id: int | None) -> Batch:
         for number, example in enumerate(sequences[row] if sequences else []):
             end = start + len(example.ids)
             ids[row, start:end] = example.ids
-            targets[row, start : end - 1] = np.where(example.trained[1:], example.ids[1:], IGNORE)
+            targets[row, start : end - 1] = np.where(example.trained[1:], example.ids[1:], IGNORE_INDEX)
             segments[row, start:end] = number
             positions[row, start:end] = np.arange(end - start)
             start = end

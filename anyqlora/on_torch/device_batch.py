@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from anyqlora.data.stream import IGNORE, Batch
+from anyqlora.data.stream import IGNORE_INDEX, Batch
 from anyqlora.on_torch.device import to_device
 from anyqlora.on_torch.kernels.documents import Documents, current_documents
 
@@ -18,7 +18,7 @@ class DeviceBatch:
     """Some sequences. All that is counted of them is counted in the host's arrays: no device is waited for."""
 
     ids: torch.Tensor  # int64 [B, T]
-    targets: torch.Tensor  # int64 [B * T], IGNORE where nothing is trained
+    targets: torch.Tensor  # int64 [B * T], IGNORE_INDEX where nothing is trained
     trained: torch.Tensor  # int64 [N]: which of the B * T tokens are trained
     positions: torch.Tensor | None = None  # int64 [B, T] in a token's own document; None: each row is one document
     documents: Documents | None = (
@@ -34,7 +34,7 @@ class DeviceBatch:
         return cls(
             to_device(batch.ids, device),
             to_device(targets, device),
-            to_device(np.flatnonzero(targets != IGNORE), device),
+            to_device(np.flatnonzero(targets != IGNORE_INDEX), device),
             to_device(batch.positions, device) if is_packed else None,
         )
 
@@ -52,13 +52,13 @@ class DeviceBatch:
         more = padding_rows(batch.tokens, few_lengths) if device.type == "cpu" else 0
         ids, positions, targets = (
             np.pad(array[own], (0, more), constant_values=value)
-            for array, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE))
+            for array, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE_INDEX))
         )
         numbers = np.cumsum(positions == 0, dtype=np.int32)  # a document begins at position 0
         return cls(
             to_device(ids, device)[None],
             to_device(targets, device),
-            to_device(np.flatnonzero(targets != IGNORE), device),
+            to_device(np.flatnonzero(targets != IGNORE_INDEX), device),
             to_device(positions, device)[None],
             Documents.on(device, numbers[None]),
         )

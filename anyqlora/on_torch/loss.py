@@ -20,17 +20,17 @@ from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entrop
 from anyqlora.on_torch.linears import blocks
 from anyqlora.on_torch.unpadded import TOKENS
 
-PROBE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
-NARROWED = 0.9  # part of the tokens that are trained, from which on picking them costs what it saves
+PROBE_RANGE = 64.0  # logits from minus to plus so much are shown to a model, to see what it makes of them
+MAX_TRAINED_PART = 0.9  # part of the tokens that are trained, from which on picking them costs what it saves
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest logit: how near they are; in 16 bits 0.03
 
 
 def token_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
     """Sum over trained tokens of -log p(next token), float32, a scalar with gradient."""
-    here = DeviceBatch.padded(batch, device)
-    logits = here.forward(model).logits  # [B, T, V]
-    logits = logits.flatten(0, 1).index_select(0, here.trained).float()  # [N, V]: only these rows need float32
-    return F.cross_entropy(logits, here.targets[here.trained], reduction="sum")
+    inputs = DeviceBatch.padded(batch, device)
+    logits = inputs.forward(model).logits  # [B, T, V]
+    logits = logits.flatten(0, 1).index_select(0, inputs.trained).float()  # [N, V]: only these rows need float32
+    return F.cross_entropy(logits, inputs.targets[inputs.trained], reduction="sum")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class LossSpec:
 
 @dataclass(frozen=True, eq=False)
 class TrainedTokenLoss:
-    """`token_loss`, with the output head on trained tokens only and `spec.chunk_tokens` of them at a time.
+    """`token_loss`, with the output head on trained tokens only and `spec.chunk_tokens` of them at a time: what Liger
+    calls a fused linear cross-entropy. Most runs take it.
 
     A hook takes the head's input and gives it none, so that the model's own forward makes no logits. `last_mlp`, where
     there is one, runs on trained tokens only, too: no other token's output of it reaches the loss. `quantized_head`:
@@ -78,14 +79,14 @@ class TrainedTokenLoss:
 
     def hidden(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The head's input of the trained tokens, [N, H], and their targets [N]."""
-        here = self.prepare(batch, device)
-        pays = self.last_mlp is not None and 0 < len(here.trained) < NARROWED * len(here.targets)
+        inputs = self.prepare(batch, device)
+        skips_untrained = self.last_mlp is not None and 0 < len(inputs.trained) < MAX_TRAINED_PART * len(inputs.targets)
         with (
             HeadInputCapture(self.head) as capture,
-            only_tokens(self.last_mlp, here.trained) if pays else contextlib.nullcontext(),
+            only_tokens(self.last_mlp, inputs.trained) if skips_untrained else contextlib.nullcontext(),
         ):
-            here.forward(model)
-        return capture.hidden.flatten(0, 1).index_select(0, here.trained), here.targets[here.trained]
+            inputs.forward(model)
+        return capture.hidden.flatten(0, 1).index_select(0, inputs.trained), inputs.targets[inputs.trained]
 
     def from_hidden(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of targets [N] by the head's input [N, H]."""
@@ -209,20 +210,20 @@ def logit_transform(model: nn.Module) -> tuple[LogitTransform | None, str]:
         return None, f"its output head is {type(head).__name__}, not a plain linear layer"
     with evaluating(model):
         try:
-            transform = what_follows(model, head)
+            transform = detect_logit_transform(model, head)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             return None, f"it cannot run without logits: {error}"
     return transform, "" if transform else "what it does to logits after its head is not known here"
 
 
-def what_follows(model: nn.Module, head: nn.Linear) -> LogitTransform | None:
+def detect_logit_transform(model: nn.Module, head: nn.Linear) -> LogitTransform | None:
     """What `model` does to its head's product: scales it, caps it by tanh, or nothing; None where it is anything else.
 
     Its own forward is run on some tokens with known logits in place of the head's, and what comes out is compared.
     """
     device = head.weight.device
     ids = torch.arange(TOKENS, device=device)[None]  # [1, TOKENS]
-    known = torch.linspace(-PROBE, PROBE, head.out_features, device=device).expand(1, TOKENS, -1)
+    known = torch.linspace(-PROBE_RANGE, PROBE_RANGE, head.out_features, device=device).expand(1, TOKENS, -1)
     with HeadInputCapture(head, known) as capture:
         logits = model(input_ids=ids, use_cache=False).logits
     if capture.calls != 1 or logits.shape != known.shape or capture.hidden.shape[:2] != ids.shape:

@@ -11,8 +11,14 @@ from anyqlora.reporting.live_panel import LivePanel, is_interactive
 def make_reporter(plan, total_steps: int) -> ConsoleReporter:
     """A panel where the output is a terminal, else lines, unless log_to names one."""
     named = [name.strip() for name in plan.config.log_to.split(",")]
-    name = next((name for name in named if name in registry.VIEWS), "auto")
-    kind = registry.load(registry.VIEWS[name]) if name != "auto" else LivePanel if is_interactive() else ConsoleReporter
+    name = next((name for name in named if name in registry.REPORTERS), "auto")
+    kind = (
+        registry.load(registry.REPORTERS[name])
+        if name != "auto"
+        else LivePanel
+        if is_interactive()
+        else ConsoleReporter
+    )
     return kind(plan, total_steps)
 
 

@@ -46,7 +46,7 @@ class FinishedRun:
         """How its rows were written: chat, alpaca or plain."""
         if self.config.prompt_format != "auto":
             return self.config.prompt_format
-        return {"messages": "chat", "sharegpt": "chat", "alpaca": "alpaca"}.get(self.format, "plain")
+        return formats.FORMATS[self.format].style
 
     @property
     def format(self) -> str:
@@ -59,17 +59,16 @@ class FinishedRun:
         first = self.report["sources"][0]
         return 2 * first.get(DIALOGUES, 0) > first.get("rows", 0)
 
-    def asked(self, question: str) -> str | list[dict]:
+    def format_prompt(self, question: str) -> str | list[dict]:
         """The question as the run's rows would put it: text before an answer, or messages for a chat template.
 
         Raises UsageError.
         """
-        row = {
-            "alpaca": {"instruction": question, "output": "-"},
-            "prompt_completion": {"prompt": question, "completion": "-"},
-            "question_answer": {"question": question, "answer": "-"},
-            "text": {"text": f"### Human: {question}### Assistant: -"} if self.is_dialogue else None,
-        }.get(self.format)
+        info, row = formats.FORMATS[self.format], None
+        if info.question:
+            row = info.question_row(question)
+        elif self.format == "text" and self.is_dialogue:
+            row = {"text": f"### Human: {question}### Assistant: -"}
         try:
             parsed = formats.parse_row(row, self.format, self.config.prompt_format) if row else None
         except BadRow as bad:

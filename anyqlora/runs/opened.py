@@ -97,7 +97,7 @@ class FineTunedModel(ABC):
         return self._evaluator(EvalContext(self.plan.config, data, self.tokenizer, ConsoleReporter(self.plan, 0)))()
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        put = self.run.asked(prompt) if isinstance(prompt, str) else prompt
+        put = self.run.format_prompt(prompt) if isinstance(prompt, str) else prompt
         return prompt_ids(self.tokenizer, put, "plain" if isinstance(put, str) else "chat")
 
     def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
@@ -137,4 +137,4 @@ def load_finetuned(run: FinishedRun, changed: dict[str, Any]) -> FineTunedModel:
     Raises UsageError for a base or a backend that is not here and for an adapter that does not fit the base.
     """
     plan = plan_here(run, changed)
-    return registry.load(registry.OPENED[plan.framework])(run, plan)
+    return registry.load(registry.MODEL_OPENERS[plan.framework])(run, plan)

@@ -26,7 +26,7 @@ def join_processes(plan, world: ProcessContext) -> Iterator[SingleProcess]:
         return
     if world.size == 1:
         world = ProcessContext(launcher="itself", address="localhost", port=free_port())
-    ranks = registry.load(registry.RANKS[plan.framework])(plan, world)
+    ranks = registry.load(registry.PROCESS_GROUPS[plan.framework])(plan, world)
     with contextlib.closing(ranks), ranks.peer_errors():
         yield ranks
 

@@ -31,11 +31,12 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """mkdocs: the pages that are written here."""
+    """mkdocs: the pages that are written here, in the place of what tells a reader of the repository where they are."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, SETTINGS_PAGE, content=settings_page()))
-    files.append(File.generated(config, CONTRIBUTING_PAGE, content=contributing_page()))
+    for page, content in ((SETTINGS_PAGE, settings_page()), (CONTRIBUTING_PAGE, contributing_page())):
+        files.remove(files.get_file_from_path(page))
+        files.append(File.generated(config, page, content=content))
     return files
 
 

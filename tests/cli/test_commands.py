@@ -344,7 +344,7 @@ def test_a_base_model_learns_and_answers_through_a_stated_template(tmp_path, cap
 def test_a_question_is_put_as_the_rows_put_theirs(form, style, asked, finished):
     run = read_run(finished)
     run = FinishedRun(run.directory, run.config.with_(prompt_format=style), run.result, {"sources": [{"format": form}]})
-    assert run.asked("Why?") == asked
+    assert run.format_prompt("Why?") == asked
 
 
 @pytest.mark.parametrize(("others", "asked"), [(1, "### Human: say 3### Assistant: "), (2, "say 3")])
@@ -357,7 +357,7 @@ def test_guanaco_is_asked_as_its_rows_are(others, asked, finished, tmp_path):
         data_fixtures.settings(data_fixtures.write(tmp_path / "rows.jsonl", *rows)), data_fixtures.byte_level()
     ).report
     run = read_run(finished)
-    assert FinishedRun(run.directory, run.config, run.result, report).asked("say 3") == asked
+    assert FinishedRun(run.directory, run.config, run.result, report).format_prompt("say 3") == asked
 
 
 def test_the_next_commands_of_the_report_work(finished, capsys, monkeypatch):

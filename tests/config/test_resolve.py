@@ -230,7 +230,7 @@ def test_nothing_given_is_the_embedded_job():
     assert config.is_demo and config.dataset == "demo" and config.sources["lr"].endswith("first.yaml:12")
     assert resolve({"lr": "1"}, environ={}).is_demo
     assert settings().dataset == "alpaca_sample"
-    with pytest.raises(UsageError, match="no model"):
+    with pytest.raises(UsageError, match="model_name is missing"):
         resolve({"dataset": "x.jsonl"}, environ={})
 
 

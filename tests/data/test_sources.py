@@ -449,6 +449,16 @@ def test_an_unknown_hub_id_is_refused_with_both_reasons(tmp_path, monkeypatch):
         dataset.load_data(settings("nobody/nothing", offline=True), byte_level())
 
 
+def test_every_format_says_what_a_question_is():
+    """Else generate and chat would ask otherwise than the rows did: those whose rows are turns, or just text, have no
+    key.
+    """
+    from anyqlora.data.formats import FORMATS
+
+    assert {name for name, info in FORMATS.items() if not info.question} == {"messages", "sharegpt", "text"}
+    assert all(info.question in info.keys for info in FORMATS.values() if info.question)
+
+
 def test_config_knows_every_format():
     from anyqlora.data.formats import FORMATS
 

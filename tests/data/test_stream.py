@@ -12,7 +12,7 @@ import pytest
 from anyqlora.data import dataset
 from anyqlora.data.examples import Example
 from anyqlora.data.packing import pack, shuffled
-from anyqlora.data.stream import IGNORE, BatchStream, make_batches
+from anyqlora.data.stream import IGNORE_INDEX, BatchStream, make_batches
 from tests.support.data_fixtures import byte_level, settings, write
 
 
@@ -146,11 +146,11 @@ def check(batch, by_where):
         for number in range(segments.max() + 1):
             row = by_where[next(where)]
             for i, token in enumerate(row.ids):
-                expected = row.ids[i + 1] if i + 1 < len(row.ids) and row.trained[i + 1] else IGNORE
+                expected = row.ids[i + 1] if i + 1 < len(row.ids) and row.trained[i + 1] else IGNORE_INDEX
                 assert (ids[place], targets[place], positions[place], segments[place]) == (token, expected, i, number)
                 place += 1
         for i, rest in enumerate(range(place, len(ids))):
-            assert (ids[rest], targets[rest], positions[rest], segments[rest]) == (0, IGNORE, i, -1)
+            assert (ids[rest], targets[rest], positions[rest], segments[rest]) == (0, IGNORE_INDEX, i, -1)
     assert next(where, None) is None
 
 

@@ -86,7 +86,7 @@ def test_the_end_token_is_learned_even_where_it_is_the_pad_token(tmp_path):
         2,
         tokens.eos_token_id,
     )[0]
-    learned = batch.targets[0][batch.targets[0] != stream.IGNORE]
+    learned = batch.targets[0][batch.targets[0] != stream.IGNORE_INDEX]
     assert learned[-1] == tokens.eos_token_id and (learned == tokens.eos_token_id).sum() == 1
     assert (batch.ids[0, len(example.ids) :] == tokens.eos_token_id).all() and (
         batch.segments[0, len(example.ids) :] == -1

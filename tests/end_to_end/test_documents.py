@@ -17,11 +17,12 @@ from anyqlora import __main__ as program
 from anyqlora import distribution, extend, testing
 from anyqlora.cli import doctor
 from anyqlora.config.resolve import canonical_argv, resolve
-from anyqlora.config.schema import SETTINGS, canonical_name, parse_value
+from anyqlora.config.schema import SETTINGS, TrainConfig, canonical_name, parse_value
 from anyqlora.core import errors
 from anyqlora.core.errors import UsageError
 from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.capabilities import Backend
+from anyqlora.runs.finished import FinishedRun
 from tests.support import documents
 from tests.support.documents import CONTRIBUTING, DOCS, FIRST_STEPS, README, SITE_PAGES
 from tests.support.paths import ROOT
@@ -282,15 +283,17 @@ def test_the_data_format_of_contributing_is_read(tmp_path, monkeypatch):
 
     function, row, test = (
         next("\n".join(lines) for _, lines in CONTRIBUTING.blocks() if mark in "\n".join(lines))
-        for mark in ("def short_question", '"short_question": (', "def test_a_short_question")
+        for mark in ("def short_question", '"short_question": FormatInfo(', "def test_a_short_question")
     )
     names = dict(vars(formats))
     exec(compile(dedented(function), "CONTRIBUTING.md", "exec"), names)
-    keys = ast.literal_eval(re.search(r'"short_question": \((\(.*?\)), short_question\)', row)[1])
-    monkeypatch.setitem(formats.FORMATS, "short_question", (keys, names["short_question"]))
+    info = eval(re.search(r'"short_question": (FormatInfo\(.*\)),', row)[1], names)
+    monkeypatch.setitem(formats.FORMATS, "short_question", info)
     names = dict(vars(test_tokens))
     exec(compile(dedented(test), "CONTRIBUTING.md", "exec"), names)
     names["test_a_short_question_trains_its_answer"](tmp_path)
+    run = FinishedRun(tmp_path, TrainConfig(), {}, {"sources": [{"format": "short_question"}]})
+    assert run.format_prompt("How many?") == "How many?\n"
 
 
 def test_the_exporter_of_contributing_exports(tmp_path):

@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core", reason="needs mlx: pip install 'mlx[cpu]' m
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from anyqlora.data.stream import IGNORE, Batch
+from anyqlora.data.stream import IGNORE_INDEX, Batch
 from anyqlora.on_mlx.mlx_lm_bridge import load_model
 from anyqlora.on_mlx.nn.adapters import LoraLinear
 from anyqlora.on_mlx.nn.loss import FullLogitsLoss, TrainedTokenLoss, inputs, loss_for
@@ -33,7 +33,7 @@ def made(tmp_path, architecture="llama", **more) -> nn.Module:
 def batch(vocabulary=500, trained=0.6, length=LENGTH, packed=False) -> Batch:
     random = np.random.default_rng(0)
     ids = random.integers(3, vocabulary, (3, length))
-    targets = np.where(random.random((3, length)) < trained, np.roll(ids, -1, 1), IGNORE)
+    targets = np.where(random.random((3, length)) < trained, np.roll(ids, -1, 1), IGNORE_INDEX)
     segments = np.repeat([[0] * 10 + [1] * (length - 10)], 3, 0) if packed else np.zeros_like(ids)
     return Batch(
         ids=ids.astype(np.int32),
@@ -81,7 +81,7 @@ def test_the_whole_loss_is_cross_entropy(tmp_path):
     given = inputs(rows)
 
     def plain():
-        kept = mx.array(rows.targets != IGNORE)
+        kept = mx.array(rows.targets != IGNORE_INDEX)
         return (nn.losses.cross_entropy(model(mx.array(rows.ids)), mx.array(np.maximum(rows.targets, 0))) * kept).sum()
 
     value, theirs = nn.value_and_grad(model, plain)()

@@ -30,7 +30,7 @@ def test_a_batch_asks_nothing_of_the_device(tmp_path, monkeypatch):
     started = tiny_models.Started(tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora")
     batch = a_batch(started)
     for here in (DeviceBatch.padded(batch, CPU), DeviceBatch.unpadded(batch, CPU)):
-        assert torch.equal(here.trained, (here.targets != stream.IGNORE).nonzero().squeeze(1))
+        assert torch.equal(here.trained, (here.targets != stream.IGNORE_INDEX).nonzero().squeeze(1))
         assert len(here.trained) == batch.trained and here.positions.shape == here.ids.shape
     assert here.ids.shape == (1, batch.tokens + padding_rows(batch.tokens))
     starts = (here.positions[0] == 0).nonzero().flatten().tolist()

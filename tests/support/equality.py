@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anyqlora.config.resolve import resolve
-from anyqlora.data.stream import IGNORE, Batch
+from anyqlora.data.stream import IGNORE_INDEX, Batch
 from anyqlora.on_torch.adapters.fused_layers import fused_layers
 from anyqlora.on_torch.assembly.build import build, optimizer_factory
 from anyqlora.on_torch.assembly.checks import check_gradients
@@ -66,7 +66,11 @@ def batch(step: int, rank: int, number: int, vocabulary: int = 128, ragged: bool
     draw = np.random.default_rng([step, rank, number])
     lengths = draw.integers(5, 20, ROWS) if ragged else np.full(ROWS, 12)
     shape = (ROWS, int(lengths.max()))
-    ids, targets, segments = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32), np.full(shape, -1, np.int32)
+    ids, targets, segments = (
+        np.zeros(shape, np.int32),
+        np.full(shape, IGNORE_INDEX, np.int32),
+        np.full(shape, -1, np.int32),
+    )
     for row, length in enumerate(lengths):
         ids[row, :length] = draw.integers(3, vocabulary, length)
         targets[row, 1 : length - 1] = ids[row, 2:length]

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from anyqlora.data.stream import IGNORE, Batch
+from anyqlora.data.stream import IGNORE_INDEX, Batch
 from anyqlora.on_mlx.nn.attention import recomputed_attention
 
 # of a padded micro-batch's tokens: those that are trained are counted in whole ones, so that there are few shapes
@@ -23,7 +23,7 @@ NEAR, NEAR_IN_16_BITS = 1e-4, 0.03  # of the largest logit: how near those of so
 
 class Inputs(NamedTuple):
     """ids [B, T]; segments [B, T] where several documents share a row, else None; of the trained tokens their numbers
-    in B * T and their labels, [N], with fillers behind them whose label is IGNORE.
+    in B * T and their labels, [N], with fillers behind them whose label is IGNORE_INDEX.
     """
 
     ids: mx.array
@@ -38,32 +38,32 @@ def inputs(batch: Batch, multiple: int = 1) -> Inputs:
     more = [(0, 0), (0, -batch.ids.shape[1] % multiple)]
     ids, targets, segments = (
         np.pad(values, more, constant_values=filler)
-        for values, filler in ((batch.ids, 0), (batch.targets, IGNORE), (batch.segments, -1))
+        for values, filler in ((batch.ids, 0), (batch.targets, IGNORE_INDEX), (batch.segments, -1))
     )
-    trained = np.flatnonzero(targets != IGNORE)
+    trained = np.flatnonzero(targets != IGNORE_INDEX)
     share = -(-ids.size // SHARES) if multiple > 1 else 1
     fillers = (0, max(-len(trained) % share, 1 - len(trained)))
     return Inputs(
         mx.array(ids),
         mx.array(segments) if packed else None,
         mx.array(np.pad(trained, fillers).astype(np.int32)),
-        mx.array(np.pad(targets.reshape(-1)[trained], fillers, constant_values=IGNORE)),
+        mx.array(np.pad(targets.reshape(-1)[trained], fillers, constant_values=IGNORE_INDEX)),
     )
 
 
 @mx.custom_function
 def token_nll(logits: mx.array, labels: mx.array) -> mx.array:
-    """Sum over the labels [N] that are not IGNORE of -log softmax(logits [N, V]), float32."""
+    """Sum over the labels [N] that are not IGNORE_INDEX of -log softmax(logits [N, V]), float32."""
     logits = logits.astype(mx.float32)
     chosen = mx.take_along_axis(logits, mx.maximum(labels, 0)[:, None], axis=-1).squeeze(-1)
-    return mx.where(labels != IGNORE, mx.logsumexp(logits, axis=-1) - chosen, 0).sum()
+    return mx.where(labels != IGNORE_INDEX, mx.logsumexp(logits, axis=-1) - chosen, 0).sum()
 
 
 @token_nll.vjp
 def _nll_of_logits(primals, cotangent, output):
     """The softmax, less 1 at the label; autograd's own takes three more arrays of [N, V]."""
     logits, labels = primals
-    factors = mx.where(labels != IGNORE, cotangent, 0)[:, None]
+    factors = mx.where(labels != IGNORE_INDEX, cotangent, 0)[:, None]
     is_label = mx.arange(logits.shape[-1]) == labels[:, None]
     return ((mx.softmax(logits.astype(mx.float32), axis=-1) - is_label) * factors).astype(logits.dtype), mx.zeros_like(
         labels

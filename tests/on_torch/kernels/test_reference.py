@@ -122,7 +122,7 @@ def test_the_loss_on_trained_tokens_is_the_loss(started):
 def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(started):
     """Against the same loss with the MLP on all tokens."""
     (batch,) = started.run.stream[0]
-    batch = replace(batch, targets=np.where(np.arange(batch.ids.shape[1]) % 3 == 0, batch.targets, stream.IGNORE))
+    batch = replace(batch, targets=np.where(np.arange(batch.ids.shape[1]) % 3 == 0, batch.targets, stream.IGNORE_INDEX))
     loss, seen = started.built.loss, []
     assert (loss.last_mlp is None) == (
         started.architecture in ("gpt_oss", "granitemoe")
@@ -241,7 +241,7 @@ def test_full_fine_tuning_learns_a_tied_head_as_by_the_definition(tmp_path):
     )
     (batch,) = started.run.stream[0]
     trainable = list(started.built.trainable.values())
-    assert stream.IGNORE in batch.targets
+    assert stream.IGNORE_INDEX in batch.targets
     found = [
         gradients(loss(started.model, batch, torch.device("cpu")), *trainable)
         for loss in (started.built.loss, losses.token_loss)
