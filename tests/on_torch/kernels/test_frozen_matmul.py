@@ -527,7 +527,10 @@ def trained(tmp_path, name, **settings):
 
 
 @needs_int8
-@pytest.mark.parametrize(("kind", "called"), [("int8", "int8"), ("int8_backward", "int8 in backward")])
+@pytest.mark.parametrize(
+    ("kind", "called"),
+    [pytest.param("int8", "int8", marks=pytest.mark.slow), ("int8_backward", "int8 in backward")],
+)
 def test_a_run_in_int8_learns_what_a_whole_one_does(kind, called, tmp_path):
     settings = {"max_steps": 30, "lr": 1e-3, "lora_dropout": 0}
     whole, _, _ = trained(tmp_path, "whole", **settings)
@@ -539,7 +542,7 @@ def test_a_run_in_int8_learns_what_a_whole_one_does(kind, called, tmp_path):
 
 
 @takes_own
-@pytest.mark.parametrize("products", ["full", "int8", "int8_backward"])
+@pytest.mark.parametrize("products", ["full", "int8", pytest.param("int8_backward", marks=pytest.mark.slow)])
 def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, tmp_path, monkeypatch):
     """Where they are made for each product they are so one at a time, for which the plan has room."""
     calls, plain = [], bindings.lora_linears
@@ -689,7 +692,7 @@ def test_a_model_without_fused_layers_is_refused(tmp_path):
         int8_calibration.calibrate(model, Int8Matmul(), losses)
 
 
-@pytest.mark.parametrize("width", [128, 120])
+@pytest.mark.parametrize("width", [pytest.param(128, marks=pytest.mark.slow), 120])
 def test_float8_is_for_weights_whose_sides_are_multiples_of_16(width, tmp_path):
     model, losses = started(tmp_path, intermediate_size=width)
     int8_calibration.calibrate(model, Fp8Matmul(), losses)

@@ -158,8 +158,8 @@ def test_the_library_is_made_once_and_by_whoever_needs_it(tmp_path, monkeypatch)
     ("stated", "expected"),
     [
         ("none", {"quantize_4bit"}),
-        ("avx2", {"quantize_4bit"}),
-        ("avx512_bf16", {"quantize_4bit", "attention"}),
+        pytest.param("avx2", {"quantize_4bit"}, marks=pytest.mark.slow),
+        pytest.param("avx512_bf16", {"quantize_4bit", "attention"}, marks=pytest.mark.slow),
         ("avx512_bf16,avx512_vnni", {"quantize_4bit", "attention", "frozen_matmul"}),
         ("amx_bf16,amx_int8", {"quantize_4bit", "attention", "frozen_matmul"}),
     ],

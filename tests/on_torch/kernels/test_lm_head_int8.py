@@ -221,7 +221,7 @@ def test_its_codes_are_in_the_plan(settings, counted):
 @pytest.mark.skipif(
     not bindings.preferred("lm_head_cross_entropy"), reason="AMX is here, and oneDNN's products are used"
 )
-@pytest.mark.parametrize("kind", ["int8", "int8_backward"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int8_backward"])
 def test_runs_in_8_bits_say_so_and_have_it(kind, tmp_path):
     settings = {"max_steps": 3, "lora_dropout": 0, "frozen_matmul": kind, "log_to": "stdout"}
     ours, other = (
