@@ -190,7 +190,7 @@ def _cpu(capabilities, machine):
     products = capabilities.products
     if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
         lacks |= dict.fromkeys(
-            (f"{kind} products" for kind in capabilities.products),
+            (f"{kind} products" for kind in capabilities.products if kind != "full"),
             f"this processor has neither AVX512-VNNI nor AMX{allowed}",
         )
         products = ("full",)
