@@ -316,8 +316,10 @@ def test_the_exporter_of_contributing_exports(tmp_path):
 
 @pytest.mark.parametrize(
     ("title", "flags"),
-    [("A quantizer", ["--quantizer", "rowwise8"]), ("An adapter", ["--adapter", "gaussian"])],
-    ids=["quantizer", "adapter"],
+    [
+        pytest.param("A quantizer", ["--quantizer", "rowwise8"], id="quantizer"),
+        pytest.param("An adapter", ["--adapter", "gaussian"], id="adapter", marks=pytest.mark.slow),
+    ],
 )
 def test_the_steps_of_contributing_are_enough(title, flags, tmp_path):
     """In a copy of the sources: the file, the row and the test as they stand there, then the contract and a run."""
