@@ -314,9 +314,9 @@ def main() -> None:
     }
     limits: dict[str, list[tuple[float, float]]] = {own: [] for own in us(sides)} if a.shape in harness.SHAPES else {}
 
-    # of each round: the machine's speed moves by a fifth within an hour. Rows of any length fill a batch when they are
-    # packed
     def take_limits() -> None:
+        """Of each round: the machine's speed moves by a fifth within an hour."""
+        # rows of any length fill a batch when they are packed
         attended = a.length or harness.attended_length(Path(dataset), directory)
         for own, taken in limits.items():
             kind = own.removeprefix("anyqlora").strip() or "full"

@@ -39,21 +39,21 @@ def main(argv: list[str]) -> int:
     settings, changes = planner.fitted_context_length(
         settings
     )  # what a hub model says of itself came with its tokenizer
-    rows_data = dataset.load_data(settings, tokens)
+    splits = dataset.load_data(settings, tokens)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    for example in rows_data.train[:show]:
+    for example in splits.train[:show]:
         _print_example(console, example, tokens)
-    for line in [*changes, *report(rows_data.report)]:
+    for line in [*changes, *report(splits.report)]:
         console.print(printable(line))
     return 0
 
 
 def _show(argv: list[str]) -> tuple[int, list[str]]:
     """(value of --show, the other arguments)."""
-    rest, show, tokens_left = [], "3", iter(argv)
-    for word in tokens_left:
+    rest, show, arguments = [], "3", iter(argv)
+    for word in arguments:
         if word == "--show" or word.startswith("--show="):
-            show = word.partition("=")[2] or next(tokens_left, "")
+            show = word.partition("=")[2] or next(arguments, "")
         else:
             rest.append(word)
     if not show.isdigit():

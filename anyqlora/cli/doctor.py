@@ -229,7 +229,7 @@ def builds(machine, hardware: set[str]) -> Iterator[Finding]:
                 "a newer driver, or a torch that is built for this one",
             )
     if torch.get("error"):
-        yield Finding("WRONG", torch["error"], "pip install --force-reinstall torch")
+        yield Finding("WRONG", torch["error"], f"pip install --force-reinstall 'torch>={NEEDED['torch']}'")
     elif machine.bitsandbytes.get("error"):
         yield Finding(
             "WRONG",

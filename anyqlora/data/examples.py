@@ -112,8 +112,8 @@ def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
         document = RenderedText(
             ((formats.ALPACA.format(instruction=asked) if style == "alpaca" else asked, False), ("", True))
         )
-    ids = tokenize(tokenizer, [document])[0]
-    return ids.ids[: ids.prompt]
+    tokens = tokenize(tokenizer, [document])[0]
+    return tokens.ids[: tokens.prompt]
 
 
 def refusal(bad: list[BadRow], way_out: str) -> UsageError:
@@ -224,14 +224,14 @@ def _example(
     Raises BadRow where it is too long for the setting, or nothing of it would be learned.
     """
     length, context = len(tokens.ids), config.context_length
-    tokens_left = min(context, length - shortened)  # a shortened document has got an end token that it must not have
-    truncated = tokens_left < length
+    count = min(context, length - shortened)  # a shortened document has got an end token that it must not have
+    truncated = count < length
     size = f"more than {length}" if shortened else str(length)
     if truncated and config.on_long_row != "truncate":
         raise LongRow(
             f"{size} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate"
         )
-    learned = np.array(tokens.learned[:tokens_left], bool)
+    learned = np.array(tokens.learned[:count], bool)
     if not learned[1:].any():
         why = (
             f"the prompt ({tokens.prompt} tokens) fills the context of {context}"
@@ -243,7 +243,7 @@ def _example(
         )
     answer = _answer(document)
     return Example(
-        np.array(tokens.ids[:tokens_left], np.int32),
+        np.array(tokens.ids[:count], np.int32),
         learned,
         where,
         np.array(tokens.ids[: tokens.prompt], np.int32),

@@ -29,8 +29,8 @@ NAME, VARLEN, NATIVE = (
     "anyqlora_native",
 )  # in transformers' table; the second has all documents in one launch
 PLAIN = "anyqlora_plain"  # transformers' own, where nothing of ours can be; its backward is deterministic
-# that a model is shown to see what it does: always as many, since oneDNN compiles each product for each number of
-# tokens
+# Tokens that a model is shown to see what it does: always as many, since oneDNN compiles each product for each number
+# of tokens
 TOKENS = 12
 ELSEWHERE = (
     "softcap",

@@ -99,10 +99,8 @@ def contract_run(
         strategy=strategy, backend="cpu", precision="fp32", **({"strategy_opt": text} if text else {}), **settings
     )
     model = tiny_model()
-    optimizer_of_torch = getattr(torch.optim, optimizer)(
-        [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0
-    )
-    optimizer_of_torch, model = runtime.prepare(optimizer_of_torch, model)
+    plain = getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0)
+    prepared, model = runtime.prepare(plain, model)
     if load:
         runtime.load_state(load)
     start, norms, losses, unmoved, dead = gathered(runtime), [], [], [], []
@@ -124,7 +122,7 @@ def contract_run(
             total += loss.item()
             if is_final and step == first:
                 dead = sorted(runtime.strategy.missing_gradients())
-            norm = runtime.optimizer_step_and_zero_grad(optimizer_of_torch, model, max_grad_norm=1.0)
+            norm = runtime.optimizer_step_and_zero_grad(prepared, model, max_grad_norm=1.0)
             unmoved.append(norm is None)
         norms.append(norm)
         total *= (

@@ -70,8 +70,8 @@ def evaluate(
 
 def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Example]:
     """The rows whose prompts are answered."""
-    examples_with_answers = [e for e in examples if e.answer is not None]
-    return examples_with_answers if exact_match else examples_with_answers[:shown]
+    answerable = [e for e in examples if e.answer is not None]
+    return answerable if exact_match else answerable[:shown]
 
 
 def evaluator(

@@ -44,17 +44,17 @@ class TrainState:
 
     @classmethod
     def from_state(cls, state: dict) -> TrainState:
-        state_of_run = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
-        state_of_run.before, state_of_run.after, state_of_run.best, state_of_run.best_saved = map(
+        train_state = cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})
+        train_state.before, train_state.after, train_state.best, train_state.best_saved = map(
             with_numbers,
             (
-                state_of_run.before,
-                state_of_run.after,
-                state_of_run.best,
-                state.get("best_saved", state.get("kept", state_of_run.best)),
+                train_state.before,
+                train_state.after,
+                train_state.best,
+                state.get("best_saved", state.get("kept", train_state.best)),
             ),
         )
-        return state_of_run
+        return train_state
 
     def to_state(self) -> dict:
         return asdict(self)

@@ -74,7 +74,7 @@ from anyqlora.on_torch.memory.malloc import MallocTuner, return_freed_pages, tri
 from anyqlora.on_torch.runtime import Runtime
 
 memory = MemoryMonitor(torch.device("cpu"))
-# glibc looks for a hole before it maps; what was kept leaves none for the second size
+# Bytes. glibc looks for a hole before it maps; what was kept leaves none for the second size
 KEPT, MAPPED = 48 << 20, 256 << 20
 
 def left(size):

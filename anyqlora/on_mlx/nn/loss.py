@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from anyqlora.data.stream import IGNORE_INDEX, Batch
 from anyqlora.on_mlx.nn.attention import recomputed_attention
 
-# of a padded micro-batch's tokens: those that are trained are counted in whole ones, so that there are few shapes
+# Parts of a padded micro-batch's tokens: those that are trained are counted in whole ones, so that there are few shapes
 SHARES = 8
 NEAR, NEAR_IN_16_BITS = 1e-4, 0.03  # of the largest logit: how near those of some tokens are to the model's own
 

@@ -11,7 +11,8 @@ from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.linears import linears
 from anyqlora.on_torch.quantizers.experts import PackedExperts, expert_parameters
 
-# of a document's influence on the next: far above 16-bit rounding, far below one layer that does not keep them apart
+# The part of a document's influence on the next that may leak: far above 16-bit rounding, far below one layer that does
+# not keep them apart
 LEAK = 0.05
 
 

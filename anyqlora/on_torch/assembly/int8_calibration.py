@@ -16,7 +16,7 @@ from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, FullMatmul, ad
 from anyqlora.on_torch.loss import TrainedTokenLoss
 from anyqlora.on_torch.memory.malloc import return_freed_pages
 
-# how far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8
+# How far a group's outputs and gradients may be off: int8 is 0.01-0.03 where no number of a token stands out, float8
 # 0.03-0.06
 NEAR = 0.08
 TINY = 1e-30

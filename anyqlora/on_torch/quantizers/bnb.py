@@ -14,7 +14,7 @@ from anyqlora.on_torch._compat import keep_weights_as_packed
 from anyqlora.on_torch.kernels.cpu.nf4_quantize import BLOCK, quantize_4bit
 from anyqlora.on_torch.quantizers.dequant_matmul import dequant_matmul
 
-# tokens from which bitsandbytes 0.50 unpacks the whole weight on CUDA; for fewer it has kernels that multiply by the
+# Tokens from which bitsandbytes 0.50 unpacks the whole weight on CUDA; for fewer it has kernels that multiply by the
 # codes
 MANY = 1537
 CHUNK = 1 << 22  # weights quantized at a time: bitsandbytes takes 3-4 times their float32 size while it works
