@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -881,6 +882,7 @@ def _from_keep(value: object) -> dict[str, object]:
 SPLIT_ALIASES = {"keep": _from_keep}  # a name that says two settings -> {setting: value} of its value
 
 
+@functools.cache
 def settings_with(facet: str, *values: object) -> tuple[str, ...]:
     """The settings whose `facet`, a key of their metadata, is or has one of these values; any, where none is given:
 

@@ -1,4 +1,6 @@
-"""sha256 of files, remembered by path, size, times and inode, so that gigabytes are not read again at each start."""
+"""sha256 of files; large ones' are remembered by path, size, times and inode, so that gigabytes are not read again at
+each start.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+LARGE = 1 << 19  # bytes; what is smaller is read in less time than it is looked up
 REMEMBERED = 4096  # files; the oldest are forgotten
 
 
@@ -25,16 +28,16 @@ def memo_file() -> Path:
 def hash_files(paths: Iterable[Path]) -> list[str]:
     """The sha256 of each file, in order."""
     paths = [Path(path).resolve() for path in paths]
-    known = _read_memo()
-    stamps = {path: _file_stamp(path) for path in paths}
-    fresh = [path for path in stamps if known.get(str(path), [None])[0] != stamps[path]]
+    stamps = {path: stamp for path in paths if (stamp := _file_stamp(path))[0] >= LARGE}
+    known = _read_memo() if stamps else {}
+    known_stamps = {path: known.get(str(path), [None])[0] for path in stamps}
+    fresh = [path for path in dict.fromkeys(paths) if path not in stamps or known_stamps[path] != stamps[path]]
     with ThreadPoolExecutor(2) as threads:  # hashing leaves the interpreter free
-        for path, digest in zip(fresh, threads.map(hash_file, fresh), strict=True):
-            known.pop(str(path), None)
-            known[str(path)] = [stamps[path], digest]
-    if fresh:
+        digests = dict(zip(fresh, threads.map(hash_file, fresh), strict=True))
+    if made := {str(path): [stamps[path], digest] for path, digest in digests.items() if path in stamps}:
+        known = {path: entry for path, entry in known.items() if path not in made} | made
         _write_memo(known)
-    return [known[str(path)][1] for path in paths]
+    return [digests[path] if path in digests else known[str(path)][1] for path in paths]
 
 
 def hash_named(paths: Iterable[Path]) -> str:
