@@ -674,6 +674,7 @@ def test_config_explain_says_where_each_value_comes_from(tmp_path, capsys, monke
 # ------------------------------------------------------------------------------------------------------------ doctor
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "only", [["--backend", "cpu"], pytest.param([], marks=pytest.mark.slow)], ids=["cpu", "every one that is here"]
 )

@@ -314,6 +314,7 @@ def test_the_exporter_of_contributing_exports(tmp_path):
     assert set(written) == set(expected) and all(np.array_equal(written[name], expected[name]) for name in expected)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("title", "flags"),
     [
@@ -415,6 +416,7 @@ class Loads(HTMLParser):
             self.found.append(named.get("href") or "")
 
 
+@pytest.mark.distributed
 def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
     """With --strict, so that a broken link, a lost anchor or a page outside the navigation is an error."""
     done = subprocess.run(

@@ -88,8 +88,7 @@ def has_several(kind: str) -> bool:
 
 def marked(name: str, cases: dict):
     for kind in cases:
-        marks = [pytest.mark.slow] * (kind in SLOW[name]) + [pytest.mark.distributed] * has_several(kind)
-        yield pytest.param(kind, marks=marks)
+        yield pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW[name]))
 
 
 def test_the_directory_is_foreign(foreign):

@@ -231,6 +231,7 @@ def asked_of_hub(tmp_path, *flags, **about):
     return out, [(method, path.rpartition("/")[2], headers) for method, path, headers in hub.asked if NAME in path]
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "about, flags, message",
     [
@@ -254,6 +255,7 @@ def test_what_the_hub_does_not_give(tmp_path, about, flags, message):
     assert bool(requests) == ("--offline" not in flags)
 
 
+@pytest.mark.distributed
 def test_a_download_that_breaks_off_is_continued(tmp_path):
     """The connection breaks in the middle of the weights; the same command then fetches what lacks, trains, and needs
     no hub again.

@@ -52,6 +52,7 @@ def test_bitsandbytes_still_imports_the_compiler():
     assert COMPILER in imported("import bitsandbytes")
 
 
+@pytest.mark.distributed
 def test_ours_does_not_import_the_compiler():
     ours = imported(
         "import torch",

@@ -199,6 +199,7 @@ print(grown(contextlib.nullcontext()), grown(return_freed_pages()))
 """
 
 
+@pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_freed_memory_leaves_the_process():
     """Every fourth of many blocks stays: the holes do too without `return_freed_pages`, and not with it."""

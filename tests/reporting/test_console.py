@@ -110,6 +110,7 @@ def test_metrics_has_no_nan_and_forgets_what_is_done_again(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+@pytest.mark.distributed
 def test_records_tell_memory_and_speed(tmp_path):
     """In a process of its own: one in which larger runs were before needs no further memory."""
     for record in runs.metrics(runs.fresh(tmp_path, **SMALL)):
@@ -281,6 +282,7 @@ def test_a_run_that_fails_gives_the_terminal_back(tmp_path, monkeypatch):
     assert written[0].count("\x1b[?25l") == written[0].count("\x1b[?25h") == 1
 
 
+@pytest.mark.distributed
 def test_a_run_in_a_pipe_has_lines_and_nothing_on_standard_error(tmp_path):
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value).lower())]
     done = subprocess.run(

@@ -24,6 +24,7 @@ def whole(tmp_path_factory):
     return runs.run(tmp_path_factory.mktemp("whole"), **SMALL)
 
 
+@pytest.mark.distributed
 def test_the_speed_of_a_run_that_went_on_is_that_of_all_its_steps(tmp_path):
     """The reference is metrics.jsonl, which has the seconds of each step.
 
@@ -61,6 +62,7 @@ def test_the_speed_of_a_run_that_went_on_is_that_of_all_its_steps(tmp_path):
     assert adapter_bytes(runs.run(tmp_path / "older", **SMALL)) == adapter_bytes(tmp_path / "run")
 
 
+@pytest.mark.distributed
 def test_a_forced_run_that_is_killed_before_it_saves_leaves_the_one_before_as_it_was(whole, tmp_path):
     """Neither its first steps nor a crash between its checkpoint and its identity take the run away from its own
     command.
