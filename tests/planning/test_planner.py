@@ -682,6 +682,7 @@ def test_plan_verb_prints_memory_part_by_part(capsys):
     assert "usage: python -m anyqlora plan" in capsys.readouterr().out
 
 
+@pytest.mark.distributed
 def test_plan_verb_takes_under_a_second_beyond_torch_and_imports_no_other_framework():
     """Processor seconds of a fresh process, so that a busy machine does not show."""
     code = (

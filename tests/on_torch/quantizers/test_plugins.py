@@ -86,6 +86,7 @@ def test_losses_are_those_of_plain_linears_on_the_dequantized_weights(settings, 
     assert runs.result(directory)["quantizer"] == settings["quantizer"]
 
 
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_the_contract_holds_for_the_installed_package(installed):
     """Its own test file, run by pytest as its author would."""
