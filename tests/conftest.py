@@ -32,7 +32,7 @@ testing.PRELOADED += [
 NEEDS = {  # marker: files and folders all of whose tests have it; in other files single tests have it by hand
     "mlx": ["export/test_mlx_adapter.py", "on_mlx"],
     "distributed": [
-        *("distribution", "faults", "on_mlx/test_ring.py", "on_torch/parallel", "recipes"),
+        *("distribution", "faults", "on_mlx/test_ring.py", "on_torch/parallel", "on_torch/runtime", "recipes"),
         *(f"end_to_end/test_{name}.py" for name in ("first_run", "foreign_directory", "install", "readme")),
         "on_torch/test_malloc.py",  # of processes whose memory nothing else has touched
     ],

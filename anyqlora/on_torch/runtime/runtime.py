@@ -23,7 +23,7 @@ from anyqlora.core.files import FileSystem, tensors_to_bytes, to_json, write_dir
 from anyqlora.on_torch.device import MemoryMonitor, room_for
 from anyqlora.on_torch.memory.activation_offload import offload_activations
 from anyqlora.on_torch.memory.malloc import set_primitive_cache, trim
-from anyqlora.on_torch.parallel.prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
+from anyqlora.on_torch.runtime.prepared import PreparedOptimizer, PreparedScheduler, ShardedLoader, rebuilt
 from anyqlora.planning.memory.estimate import COMPILED
 from anyqlora.training.state import StepResult
 
