@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 def train(batch_size=4, epochs=3, state="", **settings) -> tuple[float, float, dict]:
     """Returns the last loss, the last gradient norm and, on the first process, what was learned."""
-    runtime = Runtime.of(precision="fp32", **settings)
+    runtime = Runtime.of(loss="sum", precision="fp32", **settings)
     model, rows = model_and_rows()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.7)

@@ -87,8 +87,17 @@ class Trackers:
     One that fails on the way is given up: training does not depend on it.
     """
 
-    def __init__(self, config: TrainConfig, directory: Path, resumed: bool, warn, finished_steps: int = 0):
+    def __init__(
+        self,
+        config: TrainConfig,
+        directory: Path,
+        resumed: bool,
+        warn,
+        finished_steps: int = 0,
+        settings: Mapping | None = None,
+    ):
         """`resumed`: the run goes on, there as here, after so many steps. `warn(text)` is told of trackers that fail.
+        `settings` are shown with the run: else the config's.
 
         Raises UsageError for one that cannot start.
         """
@@ -98,7 +107,8 @@ class Trackers:
             if getattr(config, name) != SETTINGS[name].default and not set(readers) & set(tracker_names(config)):
                 warn(f"{name} does nothing here: it is for log_to {' or '.join(readers)}")
         for name in tracker_names(config):
-            run = TrackerContext(config, redacted(config.settings()), directory, resumed, warn, finished_steps)
+            shown = redacted(config.settings() if settings is None else dict(settings))
+            run = TrackerContext(config, shown, directory, resumed, warn, finished_steps)
             try:
                 self.trackers.append(registry.load(registry.TRACKERS[name])(run))
             except Exception as error:  # whatever it is: what was asked for is not in effect

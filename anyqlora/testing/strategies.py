@@ -96,7 +96,12 @@ def contract_run(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
     )
     runtime = Runtime.of(
-        strategy=strategy, backend="cpu", precision="fp32", **({"strategy_opt": text} if text else {}), **settings
+        loss="sum",
+        strategy=strategy,
+        backend="cpu",
+        precision="fp32",
+        **({"strategy_opt": text} if text else {}),
+        **settings,
     )
     model = tiny_model()
     plain = getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0)

@@ -28,6 +28,7 @@ class Strategy:
 
     name = "single"
     plugin_cls = None  # the dataclass of its options, a plugins.StrategyPlugin; None: it has none
+    owns_optimizer = False  # whether an engine of its own updates with one optimizer and no more
     keeps_whole = True  # whether every process holds the whole model, so that what is read may stay where it is
 
     def __init__(self, plan, options=None):
@@ -244,6 +245,11 @@ class Strategy:
     def unwrap(self) -> nn.Module:
         """The model that is trained, without what a strategy has put around it: what evaluates and generates."""
         return self.model
+
+    def release(self) -> None:
+        """Let go of the model and the optimizer: others may be prepared."""
+        self.model = self.optimizer = None
+        self.trainable, self.clipped = {}, None
 
     def teardown(self) -> None:
         """After the last step: let go of what `setup` has made."""

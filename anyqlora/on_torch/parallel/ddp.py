@@ -109,3 +109,7 @@ class Ddp(MultiProcessStrategy):
     def zero_grad(self) -> None:
         super().zero_grad()
         self.is_summed = False
+
+    def release(self) -> None:
+        super().release()
+        self.wrapped, self.is_whole = None, False

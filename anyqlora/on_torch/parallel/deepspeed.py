@@ -49,6 +49,7 @@ class DeepSpeed(MultiProcessStrategy):
 
     name = "deepspeed"
     plugin_cls = DeepSpeedOptions
+    owns_optimizer = True
 
     @classmethod
     def unavailable_reason(cls, env: dict) -> str | None:
@@ -133,6 +134,7 @@ class DeepSpeed(MultiProcessStrategy):
             self.optimizer = self.zero.optimizer
             self._make_skippable()
         self.limit: float | None = None
+        self.factor = 1.0  # by which the step's gradients are multiplied, where the engine has them
         self._watch_first_gradients()
         self._assert_sharded()
         return Prepared(self.engine, self.optimizer)
@@ -220,6 +222,12 @@ class DeepSpeed(MultiProcessStrategy):
         self.limit = max_grad_norm  # DeepSpeed measures and cuts in its step
         return None
 
+    def multiply(self, factor: float) -> None:
+        if self.stage == 0:
+            super().multiply(factor)
+        else:
+            self.factor *= factor
+
     def step(self, *, max_grad_norm: float | None, skip: bool = False) -> StepResult:
         for watch in self.watches:
             watch.remove()
@@ -229,7 +237,8 @@ class DeepSpeed(MultiProcessStrategy):
         scale = self.scaler.get_scale()
         self.zero.clip_grad = max_grad_norm or self.limit or 0.0
         self.limit = None
-        self.zero.loss_scaler.cur_scale = scale  # only now: our loss has it already
+        self.zero.loss_scaler.cur_scale = scale / self.factor  # only now: our loss has it already
+        self.factor = 1.0
         self.skipping = skip
         self.engine.step()
         self.zero.loss_scaler.cur_scale = 1.0
@@ -347,3 +356,8 @@ class DeepSpeed(MultiProcessStrategy):
 
     def unwrap(self) -> nn.Module:
         return self.inner
+
+    def release(self) -> None:
+        super().release()
+        self.engine.destroy()
+        self.engine = self.zero = self.inner = None

@@ -1,21 +1,17 @@
-"""What `Runtime.prepare` gives back beside the model: an optimizer and a scheduler that act at boundaries, a loader of
-this process's rows."""
+"""What `Runtime.prepare` gives back beside the model: optimizers and schedulers that act at boundaries."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, MutableMapping
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from anyqlora.core.errors import NotSupported, UsageError
-from anyqlora.data.packing import shuffled
 
 
 def rebuilt(optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> Callable[[list[nn.Parameter]], Optimizer]:
@@ -53,6 +49,54 @@ def rebuilt(optimizer: Optimizer, trainable: dict[str, nn.Parameter]) -> Callabl
     return make
 
 
+class SeveralOptimizers:
+    """Optimizers over different parameters of one model, as one: a strategy updates with those that are `at_work`."""
+
+    def __init__(self, optimizers: list[Optimizer]):
+        self.optimizers = self.at_work = optimizers
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> MutableMapping:
+        return _States(self.optimizers)
+
+    def step(self) -> None:
+        for one in self.at_work:
+            one.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.at_work:
+            one.zero_grad(set_to_none=set_to_none)
+
+
+class _States(MutableMapping):
+    """{parameter: its state}, each kept by the optimizer that updates it."""
+
+    def __init__(self, optimizers: list[Optimizer]):
+        self.optimizers = optimizers
+        self.owners = {p: one for one in optimizers for group in one.param_groups for p in group["params"]}
+
+    def __getitem__(self, p):
+        if p not in self.owners[p].state:
+            raise KeyError(p)
+        return self.owners[p].state[p]
+
+    def __setitem__(self, p, state) -> None:
+        self.owners[p].state[p] = state
+
+    def __delitem__(self, p) -> None:
+        del self.owners[p].state[p]
+
+    def __iter__(self):
+        return (p for one in self.optimizers for p in one.state)
+
+    def __len__(self) -> int:
+        return sum(len(one.state) for one in self.optimizers)
+
+
 class PreparedOptimizer:
     """An optimizer whose `step` updates, and whose `zero_grad` clears, at boundaries only."""
 
@@ -64,18 +108,25 @@ class PreparedOptimizer:
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> dict:
+    def state(self) -> MutableMapping:
         return self.optimizer.state
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self.runtime.skipped
 
     def step(self, closure=None) -> None:
         """At a boundary: the update, with the clipping that was asked for before; gradients are cleared with it."""
         if closure is not None:
             raise NotSupported("an optimizer with a closure: a strategy owns the backward pass")
         if self.runtime.sync_gradients:
-            self.runtime.optimizer_step_and_zero_grad()
+            self.runtime.step_optimizer(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left to do: a step clears what it has used, and off a boundary gradients stay."""
+        """Drop the gradients of a step that is complete and was not taken. A step clears what it has used, and within
+        one gradients stay.
+        """
+        self.runtime.drop_gradients(self.optimizer)
 
     def state_dict(self) -> dict:
         return self.optimizer.state_dict()
@@ -88,13 +139,18 @@ class PreparedScheduler:
         self.runtime, self.scheduler = runtime, scheduler
         scheduler.optimizer = optimizer
 
-    def step(self) -> None:
+    def step(self, *args) -> None:
         if self.runtime.sync_gradients and not self.runtime.skipped:
+            for _ in range(self.runtime.schedule_steps):
+                self._step(*args)
+
+    def _step(self, *args) -> None:
+        if getattr(self.scheduler, "total_steps", math.inf) > self.scheduler.last_epoch:
             with warnings.catch_warnings():
                 # torch's reminder of the order of calls looks at the optimizer that the scheduler was made for. Here
                 # another one has stepped.
                 warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
-                self.scheduler.step()
+                self.scheduler.step(*args)
 
     def get_last_lr(self) -> list[float]:
         return self.scheduler.get_last_lr()
@@ -110,89 +166,3 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state)
         for group, lr in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
-
-
-class ShardedLoader:
-    """The part of a DataLoader's rows that this process sees, on its device.
-
-    A round is one batch of the loader's own size for each process; in the last one rows are dealt evenly, and a process
-    that gets none has a batch of no rows, so that all take as many rounds and each row comes once. A shuffled loader is
-    shuffled by the run's seed and the epoch, the same everywhere.
-    """
-
-    def __init__(self, runtime, loader: DataLoader):
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or loader.batch_size is None:
-            raise NotSupported(
-                "a DataLoader that is not over rows by number (an IterableDataset, or a batch_sampler of its own)",
-                cure="a DataLoader over a list of rows, with a batch_size",
-            )
-        self.runtime, self.loader, self.epoch, self.at_end = runtime, loader, 0, False
-        self.rank, self.size = runtime.strategy.data_rank, runtime.strategy.data_size
-
-    def __len__(self) -> int:
-        rows, round_ = len(self.loader.sampler), self.loader.batch_size * self.size
-        return rows // round_ if self.loader.drop_last else -(-rows // round_)
-
-    def __iter__(self) -> Iterator:
-        own = self._own()
-        last_full = sum(1 for rows in own if rows)
-        batches = iter(
-            DataLoader(
-                self.loader.dataset,
-                batch_sampler=own[:last_full],
-                num_workers=self.loader.num_workers,
-                collate_fn=self.loader.collate_fn,
-                pin_memory=self.loader.pin_memory,
-                worker_init_fn=self.loader.worker_init_fn,
-            )
-        )
-        self.epoch += 1
-        for number, rows in enumerate(own, 1):
-            self.at_end = number == len(own)
-            yield self._placed(next(batches) if rows else _empty(self.loader.collate_fn([self.loader.dataset[0]])))
-        self.at_end = False
-
-    def _own(self) -> list[list[int]]:
-        sampler, batch = self.loader.sampler, self.loader.batch_size
-        if isinstance(sampler, RandomSampler):
-            order = shuffled(len(self.loader.dataset), self.runtime.plan.config.seed, self.epoch)[: len(sampler)]
-        else:
-            order = np.array(list(sampler), np.int64)
-        rounds = [
-            order[start : start + batch * self.size]
-            for start in range(0, len(self) * batch * self.size, batch * self.size)
-        ]
-        return [np.array_split(rows, self.size)[self.rank].tolist() for rows in rounds]
-
-    def _placed(self, batch):
-        if torch.is_tensor(batch):
-            return batch.to(self.runtime.device)
-        if isinstance(batch, dict):
-            return {key: self._placed(value) for key, value in batch.items()}
-        if isinstance(batch, (list, tuple)):
-            parts = [self._placed(value) for value in batch]
-            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-        return batch
-
-    def state_dict(self) -> dict:
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.epoch = state["epoch"]
-
-
-def _empty(batch):
-    """The batch without its rows."""
-    if torch.is_tensor(batch):
-        return batch[:0]
-    if isinstance(batch, dict):
-        return {key: _empty(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_empty(value) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return (
-            type(batch)(_empty(value) for value in batch)
-            if any(torch.is_tensor(v) or isinstance(v, (dict, list, tuple)) for v in batch)
-            else type(batch)()
-        )
-    return batch

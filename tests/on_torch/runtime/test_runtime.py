@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from anyqlora.core.errors import NotSupported, UsageError
+from anyqlora.core.errors import UsageError
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.testing import world
 from tests.support.paths import ROOT
@@ -74,7 +74,7 @@ def test_whoever_formed_the_group_leaves_it(strategy, is_member):
 
 def accelerate_style(settings):
     """A loop as it is written for Accelerate: accumulate, backward, clip, step, zero_grad, scheduler."""
-    runtime = Runtime.of(backend="cpu", precision="fp32", gradient_accumulation_steps=2, **settings)
+    runtime = Runtime.of(loss="sum", backend="cpu", precision="fp32", gradient_accumulation_steps=2, **settings)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -152,7 +152,7 @@ def by_hand(first_column):
 
 
 def alone():
-    return Runtime.of(backend="cpu", precision="fp32", strategy="single")
+    return Runtime.of("sum", backend="cpu", precision="fp32", strategy="single")
 
 
 def test_objects_come_back_in_their_order_and_one_comes_alone():
@@ -186,7 +186,7 @@ def test_a_rebuilt_optimizer_keeps_its_kind_groups_and_options():
     [
         (lambda m: (), "0 models"),
         (lambda m: (m, torch.nn.Linear(1, 1)), "2 models"),
-        (lambda m: (m, 3), "int cannot be prepared"),
+        (lambda m: (m, *two_optimizers(m, m)), "two optimizers update the same parameter"),
         (
             lambda m: (m, torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1)),
             "parameters that the model does not train",
@@ -206,13 +206,20 @@ def stepped(model):
     return optimizer
 
 
-def test_a_stream_of_rows_is_refused():
-    class Rows(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(range(3))
+def two_optimizers(first, second):
+    return [torch.optim.SGD(module.parameters(), lr=1.0) for module in (first, second)]
 
-    with pytest.raises(NotSupported, match="IterableDataset"):
-        alone().prepare(torch.nn.Linear(1, 1), DataLoader(Rows(), batch_size=1))
+
+def test_what_is_not_known_comes_back_in_its_place():
+    """As step 5 of the guide to custom backends has it."""
+    model, metric, loss = torch.nn.Linear(1, 1), object(), torch.nn.MSELoss()
+    loaders = [DataLoader([1.0, 2.0]), DataLoader([3.0])]
+    back = alone().prepare(None, metric, loaders[0], model, "text", loaders[1], 3, loss)
+    assert [back[place] for place in (0, 1, 4, 6, 7)] == [None, metric, "text", 3, loss] and back[3] is model
+    assert [list(back[place]) for place in (2, 5)] == [
+        [torch.tensor([1.0]), torch.tensor([2.0])],
+        [torch.tensor([3.0])],
+    ]
 
 
 def test_an_announced_boundary_is_not_taken_back():
