@@ -96,12 +96,22 @@ LOADERS = {
     "a batch sampler": lambda: DataLoader(Rows(), batch_sampler=BatchSampler(SequentialSampler(Rows()), 5, True)),
     "a batch sampler of one's own": lambda: DataLoader(Rows(), batch_sampler=ByLength()),
     "rows alone": lambda: DataLoader(Rows(), batch_size=None),
-    "two workers": lambda: DataLoader(Rows(), batch_size=4, shuffle=True, num_workers=2, generator=seeded()),
+    "two workers": lambda: DataLoader(
+        Rows(), batch_size=4, shuffle=True, num_workers=2, multiprocessing_context="fork", generator=seeded()
+    ),
     "workers that stay": lambda: DataLoader(
-        Rows(), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True, prefetch_factor=4
+        Rows(),
+        batch_size=3,
+        shuffle=True,
+        num_workers=1,
+        persistent_workers=True,
+        prefetch_factor=4,
+        multiprocessing_context="fork",
     ),
     "a stream": lambda: DataLoader(Stream(), batch_size=4),
-    "a stream of two workers": lambda: DataLoader(Stream(), batch_size=4, num_workers=2),
+    "a stream of two workers": lambda: DataLoader(
+        Stream(), batch_size=4, num_workers=2, multiprocessing_context="fork"
+    ),
     "a stream of rows alone": lambda: DataLoader(Stream(), batch_size=None),
     "a stream without a seed": lambda: DataLoader(Unseeded(), batch_size=4),
 }
