@@ -217,17 +217,18 @@ class Collectives:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def reduce(self, tensor, reduction: str = "sum", scale: float = 1.0):
-        """The sum, or the mean, of the processes' tensors, times `scale`; all have it."""
+        """The sum, or the mean, of the processes' tensors; all have it."""
         if reduction not in ("sum", "mean", "none"):
             raise UsageError(f"reduce: {reduction!r} is neither sum nor mean")
-        return _each(lambda one: self._reduce(one, reduction, scale), tensor)
+        if scale != 1.0:
+            raise UsageError("reduce: scale is of XLA devices, which are none of ours", cure="multiply what comes back")
+        return _each(lambda one: self._reduce(one, reduction), tensor)
 
-    def _reduce(self, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+    def _reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         tensor = tensor.detach().to(self.device, copy=True)
         if self.num_processes > 1 and reduction != "none":
             dist.all_reduce(tensor)
-        tensor = tensor / self.num_processes if reduction == "mean" else tensor
-        return tensor if scale == 1.0 else tensor * scale
+        return tensor / self.num_processes if reduction == "mean" else tensor
 
     def pad_across_processes(self, tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False):
         """The tensor, as long along `dim` as the longest of the processes', filled with `pad_index`."""

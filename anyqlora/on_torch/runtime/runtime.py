@@ -477,8 +477,8 @@ class _Given:
         if len(models) != 1:
             raise UsageError(
                 f"prepare: {len(models)} models, not one",
-                cure="one model, and optimizers, schedulers and DataLoaders that go with it; prepare_data_loader(loader) "
-                "for a loader alone",
+                cure="one model, and optimizers, schedulers and DataLoaders that go with it; for a loader alone "
+                "prepare_data_loader(loader)",
             )
         self.model = models[0]
         self.optimizers = self.all("optimizer")
