@@ -133,6 +133,9 @@ class DeepSpeed(MultiProcessStrategy):
             self.zero = self.engine.optimizer
             self.optimizer = self.zero.optimizer
             self._make_skippable()
+        self._guard("backward", "runtime.backward(loss, is_final_micro_batch=...)")
+        self._guard("set_gradient_accumulation_boundary", "runtime.set_gradient_accumulation_boundary(is_boundary)")
+        self._guard("step", "runtime.optimizer_step_and_zero_grad(optimizer, model, max_grad_norm=...)")
         self.limit: float | None = None
         self.factor = 1.0  # by which the step's gradients are multiplied, where the engine has them
         self._watch_first_gradients()
@@ -195,6 +198,17 @@ class DeepSpeed(MultiProcessStrategy):
         self.optimizer.register_step_pre_hook(before)
         self.optimizer.register_step_post_hook(after)
 
+    def _guard(self, name: str, instead: str) -> None:
+        """A loop that calls the engine itself would leave out what is done around it: the boundary, sums, scales."""
+
+        def refuse(*inputs, **named):
+            raise UsageError(f"deepspeed: the engine's own {name} is called by the strategy", cure=instead)
+
+        setattr(self.engine, name, refuse)
+
+    def _call_engine(self, name: str, *inputs, **named) -> None:
+        getattr(type(self.engine), name)(self.engine, *inputs, **named)
+
     def _watch_first_gradients(self) -> None:
         """ZeRO leaves no gradient where others look for it; the first step's are seen as they come."""
         self.seen: dict[str, list[bool]] = {name: [False, False] for name in self.trainable}
@@ -211,7 +225,7 @@ class DeepSpeed(MultiProcessStrategy):
 
     def accumulate(self, scaled: torch.Tensor, is_final: bool) -> None:
         loss = scaled if self.stage == 0 else scaled * self.world_size
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self._call_engine("backward", loss, scale_wrt_gas=False)
 
     def sum_gradients(self) -> None:
         self.sum_flat(self.trainable.values())
@@ -240,7 +254,7 @@ class DeepSpeed(MultiProcessStrategy):
         self.zero.loss_scaler.cur_scale = scale / self.factor  # only now: our loss has it already
         self.factor = 1.0
         self.skipping = skip
-        self.engine.step()
+        self._call_engine("step")
         self.zero.loss_scaler.cur_scale = 1.0
         norm = float(self.engine.get_global_grad_norm())
         overflowed = bool(self.zero.overflow)
@@ -248,7 +262,7 @@ class DeepSpeed(MultiProcessStrategy):
         return StepResult(norm, skip or overflowed, scale)
 
     def update(self) -> None:
-        self.engine.step()
+        self._call_engine("step")
 
     def zero_grad(self) -> None:
         if self.stage >= 2:

@@ -325,3 +325,31 @@ def test_gradients_that_an_optimizer_left_are_named():
     second.zero_grad()
     runtime.backward(model(torch.ones(1, 3)).mean())
     first.step(), second.step()
+
+
+def conditional(settings):
+    """The demand's "before" code, which asks for DeepSpeed and calls its engine."""
+    runtime = Runtime.of(backend="cpu", precision="fp32", **settings)
+    model = network()
+    model, _ = runtime.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    x, y = rows().tensors
+    assert runtime.distributed_type == "DEEPSPEED"
+    errors = []
+    for act in (
+        lambda: model.set_gradient_accumulation_boundary(False),
+        lambda: model.backward(F.cross_entropy(model(x), y)),
+        model.step,
+    ):
+        try:
+            act()
+        except UsageError as error:
+            errors.append(f"{error}, {error.cure}")
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_engines_own_verbs_say_what_to_write_instead(stage):
+    boundary, backward, step = world(2, conditional, STRATEGIES[f"zero {stage}"])[0]
+    assert "runtime.set_gradient_accumulation_boundary(is_boundary)" in boundary
+    assert "runtime.backward(loss, is_final_micro_batch=...)" in backward
+    assert "runtime.optimizer_step_and_zero_grad(" in step
