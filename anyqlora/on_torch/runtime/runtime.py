@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import dataclasses
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -102,6 +105,7 @@ class Runtime(Collectives, Saving, Logging):
             config = config.with_(world_size=1)
         runtime = cls(BackendManager(config.backend).plan(config), loss)
         runtime.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        atexit.register(_say_unstepped, weakref.ref(runtime))
         return runtime
 
     def end_training(self) -> None:
@@ -497,6 +501,12 @@ class _Given:
         return next((name for name, kind in kinds.items() if isinstance(one, kind)), "other")
 
 
+def _say_unstepped(runtime: weakref.ref[Runtime]) -> None:
+    """At the end of a script without `end_training`."""
+    if (one := runtime()) is not None and one._unstepped and one.is_main_process:
+        print(f"error: {NOT_STEPPED}\n  where: {one._unstepped}\n  cure: {STEP}", file=sys.stderr)
+
+
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
@@ -520,7 +530,8 @@ def _of_accelerator(settings: dict) -> dict:
             elif value is not None:
                 settings[ours] = ",".join(value) if isinstance(value, (list, tuple)) else str(value)
     for name in [name for name in settings if name.endswith(("_plugin", "_plugins", "_handlers", "_config"))]:
-        if settings[name] is None:
+        value = settings[name]
+        if value is None or (dataclasses.is_dataclass(value) and value == type(value)()):  # as if it were left out
             del settings[name]
         elif not name.startswith(("fsdp_config", "strategy")):
             raise UsageError(f"{name}: an object of Accelerate's", where="Runtime.of", cure=GIVEN_BY_PLUGIN)

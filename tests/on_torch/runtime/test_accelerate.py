@@ -1,6 +1,8 @@
 """Accelerate's verbs mean what Accelerate means: the same loop with an Accelerator and with a Runtime."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_torch.runtime import Runtime
 from anyqlora.testing import world
+from tests.support.paths import ROOT
 
 OPTIMIZERS = {"SGD": {"lr": 0.5, "momentum": 0.9}, "AdamW": {"lr": 0.02}}
 ACCUMULATED = 4
@@ -199,6 +202,16 @@ def test_a_boundary_that_no_step_follows_is_an_error(loop):
     with pytest.raises(UsageError, match="no step was taken") as error:
         loop(runtime, model)
     assert "optimizer_step_and_zero_grad" in error.value.cure
+
+
+def test_a_script_that_ends_so_is_told():
+    code = (
+        "import torch; from anyqlora import Runtime; runtime = Runtime.of(cpu=True, strategy='single'); "
+        "model = runtime.prepare(torch.nn.Linear(1, 1)); "
+        "runtime.backward(model(torch.ones(1, 1)).mean(), is_final_micro_batch=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "no step was taken" in done.stderr and "cure: runtime.optimizer_step_and_zero_grad" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["end_training", "save_state", "get_state_dict", "free_memory"])
