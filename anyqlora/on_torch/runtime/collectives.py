@@ -246,7 +246,7 @@ class Collectives:
         return torch.cat([filling, tensor] if pad_first else [tensor, filling], dim)
 
 
-def _each(act: Callable, value):
+def _each(act: Callable, value) -> Any:
     """`act` on each tensor of lists, tuples and dicts."""
     if torch.is_tensor(value):
         return act(value)
