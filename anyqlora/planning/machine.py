@@ -32,6 +32,8 @@ MLX_BUILDS = (
 # virtual machine).
 LOOKS = 4
 FEATURES_VARIABLE = "ANYQLORA_CPU_FEATURES"
+# AVX2_VNNI is another instruction set than AVX512-VNNI, which is the one that is asked for here
+ONEDNN_WITHOUT_VNNI = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE")
 CPU_FEATURES = {  # instruction sets that matter here, by Linux's names, and what a processor with them has as well
     "avx2": (),
     "avx512f": ("avx2",),
@@ -82,6 +84,7 @@ class Machine:
     memory_available: int
     cpu_features: tuple[str, ...] = ()  # that may be used
     cpu_limit: str = ""  # what ANYQLORA_CPU_FEATURES allows; "": all
+    onednn_limit: str = ""  # VARIABLE=VALUE that takes VNNI from oneDNN, torch's products on a CPU; "": it has it
     threads: int = 0  # that OMP_NUM_THREADS allows; 0: it says nothing
     processes: int = 0  # of this run, that a launcher has started here; 0: it says nothing
     torch: Mapping = field(
@@ -131,6 +134,7 @@ def observe() -> Machine:
         "memory_available": memory_available,
         "cpu_features": cpu_features(),
         "cpu_limit": os.environ.get(FEATURES_VARIABLE, ""),
+        "onednn_limit": onednn_limit(),
         "threads": _stated_threads(),
         "processes": local_size(),
         "mlx": _mlx(),
@@ -455,6 +459,18 @@ def cpu_features(flags: Iterable[str] | None = None, environ: Mapping[str, str] 
     allowed = {name for one in stated if one != "none" for name in (one, *CPU_FEATURES[one])}
     as_amx = AMX & allowed if {*CPU_FEATURES["amx_bf16"]} <= features else set()
     return tuple(sorted(features & allowed | as_amx))
+
+
+def onednn_limit(environ: Mapping[str, str] = os.environ) -> str:
+    """VARIABLE=VALUE of the environment that keeps oneDNN from VNNI, without which its sums of int8 products overflow.
+
+    oneDNN reads the first that is not empty, in any case of letters, and takes a value that it does not know for none
+    (its developer guide, "CPU Dispatcher Control").
+    """
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        if value := environ.get(variable, ""):
+            return f"{variable}={value}" if value.upper() in ONEDNN_WITHOUT_VNNI else ""
+    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -188,11 +188,13 @@ def _cpu(capabilities, machine):
     elif "amx_bf16" in machine.cpu_features:
         lacks["fused head"] = "this processor has AMX, by which the framework's products are several times as fast"
     products = capabilities.products
+    lacking = ""
     if not {"avx512_vnni", "amx_int8"} & set(machine.cpu_features):
-        lacks |= dict.fromkeys(
-            (f"{kind} products" for kind in capabilities.products if kind != "full"),
-            f"this processor has neither AVX512-VNNI nor AMX{allowed}",
-        )
+        lacking = f"this processor has neither AVX512-VNNI nor AMX{allowed}"
+    elif machine.onednn_limit:
+        lacking = f"{machine.onednn_limit} keeps the framework's products from AVX512-VNNI"
+    if lacking:
+        lacks |= dict.fromkeys((f"{kind} products" for kind in products if kind != "full"), lacking)
         products = ("full",)
     return _narrowed(
         capabilities,

@@ -28,6 +28,7 @@ def newcomer(tmp_path_factory):
     return documents.newcomer(tmp_path_factory.mktemp("newcomer"))
 
 
+@pytest.mark.distributed
 def test_the_commands_in_their_order(newcomer, monkeypatch, capfd):
     """One after the other, as a newcomer runs them; runs end after two steps. `doctor` alone has a test of its own."""
     monkeypatch.chdir(newcomer)

@@ -69,11 +69,16 @@ def forbidden(tree: ast.AST):
                 yield node.lineno, f"Loader={text}"
 
 
+# Runtime.save is torch.save on the first process, for loops of people's own; nothing of the product reads what it wrote
+ASKED_FOR = {("anyqlora/on_torch/runtime/state.py", "torch.save")}
+
+
 def test_the_source_runs_nothing_that_it_reads():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
         for path in PRODUCT
         for line, what in forbidden(ast.parse(path.read_text(encoding="utf-8")))
+        if (str(path.relative_to(ROOT)), what) not in ASKED_FOR
     ]
     assert found == []
 

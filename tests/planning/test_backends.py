@@ -261,6 +261,9 @@ def test_products_in_8_bits_want_a_processor_for_them():
         assert "AVX512-VNNI" in BackendManager("cpu", machine=without(nothing, cpu_features=())).report.why(
             f"{kind} products"
         )
+    limited = without(nothing, cpu_features=("avx512_vnni",), onednn_limit="ONEDNN_MAX_CPU_ISA=AVX2")
+    report = BackendManager("cpu", machine=limited).report
+    assert report.products == ("full",) and "ONEDNN_MAX_CPU_ISA=AVX2" in report.why("int8 products")
     for machine, products in (("h200", ("full", "fp8")), ("a100", ("full",)), ("t4", ("full",))):
         assert BackendManager("cuda", machine=MACHINES[machine]).report.products == products
     assert "(8.0) does not multiply float8" in BackendManager("cuda", machine=MACHINES["a100"]).report.why(

@@ -1,12 +1,14 @@
 """What the processor has, and how ANYQLORA_CPU_FEATURES lowers it."""
 
+import subprocess
+import sys
 from itertools import chain, combinations
 
 import pytest
 
 from anyqlora.config.resolve import resolve
 from anyqlora.core.errors import UsageError
-from anyqlora.planning.machine import AMX, CPU_FEATURES, FEATURES_VARIABLE, cpu_features, cpu_flags
+from anyqlora.planning.machine import AMX, CPU_FEATURES, FEATURES_VARIABLE, cpu_features, cpu_flags, onednn_limit
 
 ZEN_3 = {"avx2", "fma"}
 ZEN_4 = {"avx2", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni"}
@@ -69,3 +71,32 @@ def test_this_processor_is_what_the_system_says(monkeypatch):
 
 def test_it_is_no_setting_of_a_run():
     assert resolve({}, environ={FEATURES_VARIABLE: "avx2"}) == resolve({}, environ={})
+
+
+LARGEST_CODES = """
+import torch
+codes = torch.full((40, 256), 127, dtype=torch.int8)
+print(bool((torch._int_mm(codes, codes[:32].T.contiguous()) == 127 * 127 * 256).all()))
+"""
+
+
+@pytest.mark.distributed  # programs of their own, since oneDNN reads its variables once
+@pytest.mark.skipif("avx512_vnni" not in cpu_features(environ={}), reason="no AVX512-VNNI is here")
+@pytest.mark.parametrize(
+    ("environ", "limit"),
+    [
+        ({"ONEDNN_MAX_CPU_ISA": "avx2"}, "ONEDNN_MAX_CPU_ISA=avx2"),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "DNNL_MAX_CPU_ISA": "ALL"}, "ONEDNN_MAX_CPU_ISA=AVX512_CORE"),
+        ({"ONEDNN_MAX_CPU_ISA": "", "DNNL_MAX_CPU_ISA": "AVX2_VNNI"}, "DNNL_MAX_CPU_ISA=AVX2_VNNI"),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "DNNL_MAX_CPU_ISA": "AVX2"}, ""),
+        ({"ONEDNN_MAX_CPU_ISA": "no such name"}, ""),
+        ({}, ""),
+    ],
+)
+def test_sums_of_int8_overflow_exactly_where_onednn_is_limited(environ, limit, monkeypatch):
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environ.items():
+        monkeypatch.setenv(variable, value)
+    seen = subprocess.run([sys.executable, "-c", LARGEST_CODES], capture_output=True, text=True, check=True).stdout
+    assert onednn_limit() == limit and seen.strip() == str(not limit)

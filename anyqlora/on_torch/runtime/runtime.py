@@ -55,7 +55,7 @@ class Runtime(Collectives, Saving, Logging):
     def __init__(self, plan, loss: str = "sum"):
         if loss not in ("mean", "sum"):
             raise UsageError(f"loss: {loss!r} is neither mean nor sum", where="Runtime")
-        self.plan, self.loss = plan, loss
+        self.plan, self.reduction = plan, loss
         self.strategy = registry.strategy_class(plan.strategy)(
             plan, strategy_options.strategy_options(plan.config, plan.strategy)
         )
@@ -247,7 +247,7 @@ class Runtime(Collectives, Saving, Logging):
         """Of a prepared scheduler at each step of its optimizer. Accelerate's loops count them on the loader as it was
         before `prepare`, which is as many times longer as there are processes.
         """
-        return self.strategy.data_size if self.loss == "mean" and self.step_scheduler_with_optimizer else 1
+        return self.strategy.data_size if self.reduction == "mean" and self.step_scheduler_with_optimizer else 1
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables=(), even_batches: bool | None = None) -> Iterator[None]:
@@ -322,7 +322,7 @@ class Runtime(Collectives, Saving, Logging):
         self._is_new = False
         given = self._given[self._micro_batches - 1] if self._micro_batches <= len(self._given) else None
         weight = given.weight(self.strategy.data_rank) if given else 1.0
-        if weight != 1.0 and (weight == 0.0 or self.loss == "mean"):
+        if weight != 1.0 and (weight == 0.0 or self.reduction == "mean"):
             loss = loss * weight
         self.strategy.backward(loss, is_final_micro_batch=self.sync_gradients)
         if self.sync_gradients:
@@ -364,7 +364,7 @@ class Runtime(Collectives, Saving, Logging):
     def _divide(self) -> None:
         """Make the gradients those of a mean: once for each step, of the micro-batches that there were."""
         if (
-            self.loss == "mean"
+            self.reduction == "mean"
             and not self._is_divided
             and (parts := self._micro_batches * self.strategy.data_size) > 1
         ):

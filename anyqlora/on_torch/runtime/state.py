@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
+import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 from anyqlora.core.errors import UsageError
@@ -57,7 +58,8 @@ class Saving:
             files = {LEARNED: _bytes(learned), MOMENTS: _bytes(moments), LOOP: to_json(loop)}
             drawn = {f"{rank}|{name}": value for rank, each in enumerate(numbers) for name, value in each.items()}
             files[RANDOM] = _bytes(drawn)
-            files |= {_registered(number): _saved(one) for number, one in enumerate(self._checkpointed)}
+            for number, one in enumerate(self._checkpointed):
+                files |= _saved(number, one)
             write_directory(Path(output_dir), files, FileSystem(), manifest={})
         self.wait_for_everyone()
 
@@ -94,7 +96,7 @@ class Saving:
         for one, state in zip(self._prepared, loop["prepared"], strict=True):
             one.load_state_dict(state)
         for number, one in enumerate(self._checkpointed):
-            one.load_state_dict(_loaded(directory / _registered(number), one))
+            one.load_state_dict(_loaded(directory, number, one))
         if {int(name.partition("|")[0]) for name in drawn} == set(range(self.num_processes)):
             mine = f"{self.process_index}|"
             _draw_on({name.removeprefix(mine): value for name, value in drawn.items() if name.startswith(mine)})
@@ -136,47 +138,83 @@ class Saving:
         self.wait_for_everyone()
 
     def save(self, obj, f: str | Path, safe_serialization: bool = False) -> None:
-        """torch.save, by the first process."""
+        """torch.save by the first process, or with `safe_serialization` a dict of tensors as safetensors."""
         if self.is_main_process:
-            torch.save(obj, f)
+            save_file(obj, f) if safe_serialization else torch.save(obj, f)
 
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> list:
-    return tensors_to_bytes({name: tensor.contiguous().numpy() for name, tensor in tensors.items()})
+    narrow = {name: "BF16" for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16}  # numpy has none
+    bits = {name: tensor.view(torch.int16) if name in narrow else tensor for name, tensor in tensors.items()}
+    return tensors_to_bytes({name: tensor.contiguous().numpy() for name, tensor in bits.items()}, dtypes=narrow)
 
 
 def _registered(number: int) -> str:
-    return f"registered-{number}.pt"
+    return f"registered-{number}"
 
 
-def _saved(one) -> list[bytes]:
-    """Its state as torch writes it, if torch would read it again without running code."""
-    content = io.BytesIO()
-    torch.save(one.state_dict(), content)
+def _saved(number: int, one) -> dict[str, list]:
+    """{file name: content} of an object's state: JSON, and safetensors where it holds tensors."""
+    tensors: dict[str, torch.Tensor] = {}
     try:
-        torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-    except Exception as error:
+        state = _to_plain(one.state_dict(), tensors)
+    except TypeError as error:
         raise UsageError(
             f"register_for_checkpointing: the state of {type(one).__name__} is more than tensors, numbers, text, lists "
-            f"and dicts: {str(error).splitlines()[0]}",
+            f"and dicts: {error}",
             cure="a state_dict of those",
         ) from None
-    return [content.getvalue()]
+    files = {f"{_registered(number)}.json": to_json(state)}
+    return files | ({f"{_registered(number)}.safetensors": [save(tensors)]} if tensors else {})
 
 
-def _loaded(path: Path, one) -> Any:
+def _loaded(directory: Path, number: int, one) -> Any:
+    path = directory / f"{_registered(number)}.json"
+    tensors = path.with_suffix(".safetensors")
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        return _from_plain(json.loads(path.read_bytes()), load_file(tensors) if tensors.exists() else {})
     except FileNotFoundError:
         raise UsageError(
             f"the state has nothing for {type(one).__name__}",
-            where=str(path.parent),
+            where=str(directory),
             cure="register the objects that were registered when it was written",
         ) from None
-    except Exception as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"cannot be read: {str(error).splitlines()[0]}", where=str(path), cure="a directory that save_state wrote"
+            f"cannot be read: {error}", where=str(path), cure="a directory that save_state wrote"
         ) from None
+
+
+def _to_plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON can hold it: [kind, content] for what is no number, text or None. Tensors go to `tensors`.
+
+    Raises TypeError, which names the type, for anything else.
+    """
+    if type(value) is float and not math.isfinite(value):
+        return ["float", repr(value)]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors[str(len(tensors))] = value.detach().cpu().clone()
+        return ["tensor", str(len(tensors) - 1)]
+    if isinstance(value, Mapping):
+        return ["dict", [[_to_plain(key, tensors), _to_plain(each, tensors)] for key, each in value.items()]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_to_plain(each, tensors) for each in value]]
+    raise TypeError(type(value).__name__)
+
+
+def _from_plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "float":
+        return float(content)
+    if kind == "dict":
+        return {_from_plain(key, tensors): _from_plain(each, tensors) for key, each in content}
+    return {"list": list, "tuple": tuple}[kind](_from_plain(each, tensors) for each in content)
 
 
 def _random_numbers() -> dict[str, torch.Tensor]:

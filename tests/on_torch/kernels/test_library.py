@@ -141,7 +141,7 @@ FEW = {"elementwise.c", "kernels.h", "bf16.h"}
 @needs_compiler
 def test_the_library_is_made_once_and_by_whoever_needs_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # Nothing is run of it here: a few kernels are enough, without optimisation.
+    # Nothing is run of it here: a few kernels are enough, hardly optimised.
     monkeypatch.setattr(native_kernels, "SOURCES", [s for s in native_kernels.SOURCES if s.name in FEW])
     monkeypatch.setenv(native_kernels.FLAGS_VARIABLE, "-O1")
     first = library.build_library()

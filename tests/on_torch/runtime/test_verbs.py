@@ -177,6 +177,30 @@ def test_a_loop_that_was_broken_off_goes_on_to_the_same_bits(strategy, tmp_path)
         np.testing.assert_array_equal(again[0][key], value)
 
 
+def test_a_registered_state_comes_back_as_it_was(tmp_path):
+    state = {
+        1: [1.5, float("inf"), -float("inf"), None, True, "text"],
+        "pair": (torch.tensor(3, dtype=torch.int64), {"narrow": torch.tensor([0.1, -2.0]).bfloat16()}),
+        "none": {},
+    }
+    runtime = Runtime.of(backend="cpu", precision="fp32", strategy="single")
+    runtime.prepare(torch.nn.Linear(2, 1).bfloat16())
+    written, read = Counter(state), Counter({})
+    runtime.register_for_checkpointing(written)
+    runtime.save_state(tmp_path / "state")
+    runtime._checkpointed = [read]
+    runtime.load_state(tmp_path / "state")
+    assert repr(read.state) == repr(state)
+
+
+def test_save_is_torch_save_or_safetensors(tmp_path):
+    runtime = Runtime.of(backend="cpu", precision="fp32", strategy="single")
+    runtime.save({"rate": 0.5}, tmp_path / "any.pt")
+    runtime.save({"a": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
+    assert torch.load(tmp_path / "any.pt") == {"rate": 0.5}
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], torch.ones(2))
+
+
 def test_what_could_run_code_is_not_registered(tmp_path):
     runtime = Runtime.of(backend="cpu", precision="fp32", strategy="single")
     runtime.prepare(torch.nn.Linear(1, 1))
