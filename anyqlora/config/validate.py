@@ -51,8 +51,8 @@ def validate(config: TrainConfig) -> TrainConfig:
         registry.strategy(config.strategy, where("strategy"))
         strategy_options.strategy_options(config)
     for name in settings_with("only"):
-        value, reason = SETTINGS[name].metadata["only"]
-        if is_explicit(config, name) and getattr(config, name) != value:
+        values, reason = SETTINGS[name].metadata["only"]
+        if is_explicit(config, name) and getattr(config, name) not in values:
             raise NotSupported(f"{name}: {reason}", where=where(name), cure=f"leave out {name}")
     for need, (other, is_met, why) in NEEDS.items():
         for name in settings_with("needs", need):

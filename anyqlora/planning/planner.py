@@ -235,7 +235,7 @@ class PlanBuilder:
     """A config on its way to a plan, and the ledger of what changed."""
 
     def __init__(self, config: TrainConfig):
-        self.config, self.adjustments, self.warnings, self.memory_unknown = config, [], [], ""
+        self.config, self.adjustments, self.warnings, self.memory_unknown = config, [], [*config.notes], ""
 
     def choose(self, name: str, value) -> None:
         """Resolve an auto (what already has this value keeps its source)."""
