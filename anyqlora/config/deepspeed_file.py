@@ -76,6 +76,8 @@ def zero(stated: Stated) -> dict:
         device = part.get("device", "none") if isinstance(part, Mapping) else part
         if device not in (None, "none", "cpu", AUTO):
             raise NotSupported(f"{name} to {device!r}", where=where, cure='"device": "cpu"')
+        if isinstance(part, Mapping) and part.get("ratio", 1) != 1:
+            raise NotSupported(f"{name}: ratio {part['ratio']}: all of it or nothing", where=where, cure='"ratio": 1')
         options[name] = device == "cpu"
     return {**options, "zero_options": {key: value for key, value in rest.items() if value != AUTO}}
 
@@ -149,7 +151,7 @@ def _fp16(section: Mapping, where: str, notes: list[str]) -> Iterator[tuple[str,
 
 def _torch_autocast(section: Mapping, where: str, notes: list[str]) -> Iterator[tuple[str, object]]:
     if section.get("enabled", False) is True:
-        half = "fp16" if "float16" == str(section.get("dtype", "")).removeprefix("torch.") else "bf16"
+        half = "bf16" if "bfloat16" in str(section.get("dtype", "bfloat16")) else "fp16"
         yield "precision", f"{half}_autocast"
 
 

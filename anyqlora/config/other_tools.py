@@ -86,7 +86,6 @@ _RESHARD = OtherName(
 )
 _WRAP = _only(
     "transformer_based_wrap",
-    "llamarecipes",
     refused="each block of the model is sharded by itself, and there is no other way",
     cure="TRANSFORMER_BASED_WRAP, or leave it out",
 )
@@ -185,7 +184,7 @@ ACCELERATE: dict[str, OtherName] = {
     "deepspeed_moe_layer_cls_names": _only(
         "none", refused="DeepSpeed's experts are not offered", cure="--strategy ddp"
     ),
-    # ------------------------------------------------------------------------------- its Megatron-LM, and its own meshes
+    # ------------------------------------------------------------------------------ its Megatron-LM, and its own meshes
     "tp_degree": _TENSOR,
     "tp_size": _TENSOR,
     "megatron_lm_tp_degree": _TENSOR,
@@ -213,7 +212,9 @@ ACCELERATE |= {
     "command_file": _only(refused=_NO_TPU),
 }
 
-FSDP_QLORA: dict[str, OtherName] = {"wrapping_policy": _WRAP}
+FSDP_QLORA: dict[str, OtherName] = {
+    "wrapping_policy": _only("llamarecipes", refused=_WRAP.refused, cure="llamarecipes, or leave it out")
+}
 
 NAMES = {**ACCELERATE, **FSDP_QLORA}
 

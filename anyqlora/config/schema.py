@@ -848,6 +848,11 @@ class TrainConfig:
     def is_demo(self) -> bool:
         return self.model_name == "demo"
 
+    @property
+    def dataset_is_default(self) -> bool:
+        """Whether nobody has named a data set."""
+        return self.sources.get("dataset") == "default"
+
     def asked(self, name: str) -> bool:
         """Whether somebody stated this setting, rather than its default."""
         return self.sources.get(name, "default") not in ("default", "preset", "plan")

@@ -68,6 +68,12 @@ class StrategyOptions:
 
         Raises UsageError for what does not fit `config`.
         """
+        if deepspeed_file.is_deepspeeds(values):
+            raise UsageError(
+                f"a DeepSpeed configuration is for strategy deepspeed, and strategy is {config.strategy}",
+                where=next(iter(values.values()))[1],
+                cure="--strategy deepspeed, or leave out strategy",
+            )
         for name, (_, where) in values.items():
             cls.known(name, where)
         return {name: value for name, (value, _) in values.items()}
@@ -170,7 +176,7 @@ class DeepSpeedOptions(StrategyOptions):
         """Our own options, or a DeepSpeed configuration as it is: what DeepSpeed decides is taken, what we decide must
         agree.
         """
-        if not deepspeed_file.is_deepspeeds(values):
+        if not deepspeed_file.is_deepspeeds(values):  # our own options
             return super().from_file(values, config)
         keys = {setting: key for key, setting in deepspeed_file.NUMBERS.items()}
         for name, (value, where) in deepspeed_file.settings(values).items():
@@ -204,6 +210,15 @@ def options_class(strategy: str) -> type[StrategyOptions] | None:
         return getattr(registry.strategy_class(strategy), "plugin_cls", None)
     options = registry.STRATEGIES[strategy].options
     return registry.load(options) if options else None
+
+
+def strategy_of(options: str) -> str | None:
+    """The first of our strategies that has an option of "name=value,..."; None where none has."""
+    for name in (name for name in parse_pairs(options) if "." not in name):
+        for strategy, row in registry.STRATEGIES.items():
+            if row.options and name in registry.load(row.options).__dataclass_fields__:
+                return strategy
+    return None
 
 
 def strategy_options(config, strategy: str | None = None) -> StrategyOptions | None:

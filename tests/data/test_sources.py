@@ -445,7 +445,9 @@ def test_hub_data_sets_through_the_hubs_own_client(asked, name, path, rows, prom
 
 def test_an_unknown_hub_id_is_refused_with_both_reasons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(errors.UsageError, match="nobody/nothing: no such path, and not read from the hub"):
+    with pytest.raises(
+        errors.UsageError, match="nobody/nothing cannot be read: it is not on this machine whole, and --offline"
+    ):
         dataset.load_data(settings("nobody/nothing", offline=True), byte_level())
 
 
