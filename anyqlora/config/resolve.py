@@ -10,6 +10,7 @@ from pathlib import Path
 
 from anyqlora.config import deepspeed_file, other_tools, strategy_options
 from anyqlora.config.facets import SECTIONS
+from anyqlora.config.layer import Layer
 from anyqlora.config.schema import (
     ALIASES,
     AUTO,
@@ -21,9 +22,9 @@ from anyqlora.config.schema import (
     is_switch,
     parse_value,
     settings_with,
-    state,
     value_types,
 )
+from anyqlora.config.settings_file import from_file
 from anyqlora.config.validate import overridden, validate
 from anyqlora.core.errors import UsageError
 
@@ -54,7 +55,7 @@ def canonical_argv(argv: list[str]) -> list[str]:
 
     Raises UsageError for an unknown or abbreviated flag, for a flag given twice, and for a flag without a value.
     """
-    layer, position = {}, 0
+    layer, position = Layer(), 0
     while position < len(argv):
         word = argv[position]
         position += 1
@@ -74,7 +75,7 @@ def canonical_argv(argv: list[str]) -> list[str]:
             value = argv[position]
             position += 1
         for name, stated in canonical_settings(flag, value, where).items():
-            state(layer, name, stated, where, flag)
+            layer.state(name, stated, where, flag)
     return [f"--{name.replace('_', '-')}={_as_text(value)}" for name, (value, _) in layer.items()]
 
 
@@ -125,7 +126,7 @@ def flag_type(name: str) -> str:
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     """{setting: (value, where)} of FSDP_BACKEND and ANYQLORA_<SETTING>."""
-    settings = {}
+    settings = Layer()
     if environ.get(BACKEND_VARIABLE):
         settings["backend"] = (environ[BACKEND_VARIABLE], BACKEND_VARIABLE)
     names = {**SETTINGS, **ALIASES, **SPLIT_ALIASES, **other_tools.NAMES}
@@ -140,7 +141,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
                 )
             if settings.get(name, ("", ""))[1] == BACKEND_VARIABLE:  # which gives way
                 del settings[name]
-            state(settings, name, value, variable, variable.removeprefix(ENV_PREFIX).lower())
+            settings.state(name, value, variable, variable.removeprefix(ENV_PREFIX).lower())
     if strategy_settings:
         own = settings.get("strategy_opt", ("", ""))[0]
         settings["strategy_opt"] = (
@@ -148,104 +149,6 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
             ", ".join(strategy_settings),
         )
     return settings
-
-
-def from_file(path: str | Path, notes: list[str] | None = None) -> dict[str, tuple[object, str]]:
-    """{setting: (value, "file:line")} of a YAML file: a map of settings, Accelerate's, or a DeepSpeed configuration.
-
-    What another tool's file says and changes nothing here goes to `notes`. Raises UsageError for what is no such file.
-    """
-    tree = _map_of_settings(path)
-    if tree is None:
-        return {}
-    keys = {str(key.value): isinstance(node, yaml_nodes().MappingNode) for key, node in tree.value}
-    if deepspeed_file.is_deepspeeds(keys):
-        return {"strategy_config": (str(path), f"{path}:1")}
-    settings: dict[str, tuple[object, str]] = {}
-    _read_map(path, tree, "", settings, [] if notes is None else notes, is_theirs=other_tools.is_accelerates(keys))
-    return settings
-
-
-def yaml_nodes():
-    """PyYAML, which commands without a file do without."""
-    import yaml
-
-    return yaml
-
-
-def _map_of_settings(path: str | Path):
-    """The file's map, as PyYAML's node; None where the file is empty. Raises UsageError for what is no map."""
-    yaml = yaml_nodes()
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-    except UnicodeDecodeError as error:
-        line = Path(path).read_bytes()[: error.start].count(b"\n") + 1
-        raise UsageError(f"not UTF-8: {error.reason}", where=f"{path}:{line}", cure="save it as UTF-8") from None
-    except OSError as error:
-        raise UsageError(
-            f"cannot be read: {error.strerror or error}",
-            where=str(path),
-            cure="a YAML file of settings, such as those in configs/",
-        ) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise UsageError(
-            f"not YAML: {getattr(error, 'problem', None) or error}",
-            where=where,
-            cure="write one `name: value` per line",
-        ) from None
-    if tree is not None and (not isinstance(tree, yaml.MappingNode) or tree.tag != "tag:yaml.org,2002:map"):
-        raise UsageError("not a map of settings", where=f"{path}:1", cure="write one `name: value` per line")
-    return tree
-
-
-def _read_map(path, tree, prefix: str, settings: dict, notes: list[str], *, is_theirs: bool) -> None:
-    """Put what a map states into `settings`. `prefix`: what its names begin with, where they leave it out;
-    `is_theirs`: it is Accelerate's, in which a name without a value, or with the value auto, states nothing.
-
-    Raises UsageError naming the line.
-    """
-    yaml = yaml_nodes()
-    for key, node in tree.value:
-        where, name = f"{path}:{key.start_mark.line + 1}", str(key.value)
-        if isinstance(node, yaml.MappingNode) and name in other_tools.SECTIONS:
-            _read_map(path, node, other_tools.SECTIONS[name], settings, notes, is_theirs=True)
-            continue
-        if prefix and not name.startswith(prefix):
-            name = prefix + name
-        value = _plain_value(name, node, where)
-        if is_theirs and (value == AUTO or (value in (None, []) and name not in SETTINGS)):
-            continue
-        for setting, stated in canonical_settings(name, value, where, notes).items():
-            if SETTINGS[setting].metadata["cli_only"]:
-                raise UsageError(
-                    f"{setting} can only be given on the command line",
-                    where=where,
-                    cure=f"take the line out; --{setting} {value}",
-                )
-            state(settings, setting, stated, where, name)
-
-
-def _plain_value(name: str, node, where: str) -> object:
-    """The text, or the texts, of a value; None where there is none. Raises UsageError for a map, and for tags."""
-    yaml = yaml_nodes()
-    about = SETTINGS[ALIASES.get(name, name)].metadata["help"] if ALIASES.get(name, name) in SETTINGS else "one value"
-    if isinstance(node, yaml.MappingNode):
-        if not (SETTINGS.keys() & {ALIASES.get(name, name)} or other_tools.find(name)):
-            canonical_settings(name, None, where)  # which says that it is unknown
-        raise UsageError(f"{name} is not a map", where=where, cure=f"{name} is: {about}")
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    standard = all(part.tag.startswith("tag:yaml.org,2002:") and "python" not in part.tag for part in [node, *items])
-    if not standard or not all(isinstance(item, yaml.ScalarNode) for item in items):
-        raise UsageError(
-            f"{name}: plain values only",
-            where=where,
-            cure="a number, a text, true or false, or a list of them, without tags",
-        )
-    values = [None if item.tag.endswith(":null") else item.value for item in items]
-    return values if isinstance(node, yaml.SequenceNode) else values[0]
 
 
 def configs_directory() -> Path:
@@ -257,10 +160,10 @@ def configs_directory() -> Path:
 
 def _given(stated: Mapping[str, object], origin: str) -> dict[str, tuple[object, str]]:
     """{setting: (value, where)} of flags or code. Raises UsageError for one that is unknown or stated by two names."""
-    settings = {}
+    settings = Layer()
     for key, raw in stated.items():
         for name, value in canonical_settings(key, raw, origin).items() if raw is not None else ():
-            state(settings, name, value, f"{origin}: --{key}" if origin == "command line" else origin, key)
+            settings.state(name, value, f"{origin}: --{key}" if origin == "command line" else origin, key)
     return settings
 
 
@@ -286,11 +189,17 @@ def _with_strategy_file(layers: list[dict], notes: list[str]) -> list[dict]:
 
 
 def _joined(lower: str, higher: str) -> str:
-    """The options of two layers: what the higher one says of an option holds."""
-    return ",".join(
-        f"{name}={value}"
-        for name, value in {**strategy_options.parse_pairs(lower), **strategy_options.parse_pairs(higher)}.items()
-    )
+    """The options of two layers: what the higher one says of an option holds, with or without its strategy's name."""
+    above = strategy_options.parse_pairs(higher)
+    plain = {name.rpartition(".")[2] for name in above}
+    below = strategy_options.parse_pairs(lower)
+    kept = {name: value for name, value in below.items() if name not in above and not _is_said(name, above, plain)}
+    return ",".join(f"{name}={value}" for name, value in {**kept, **above}.items())
+
+
+def _is_said(name: str, above: Mapping[str, str], plain: set[str]) -> bool:
+    """Whether options of a higher layer say this one: by its own name, or without the strategy's."""
+    return name.rpartition(".")[2] in above or ("." not in name and name in plain)
 
 
 def resolve(

@@ -969,24 +969,6 @@ def is_switch(name: str) -> bool:
     return other.is_switch if other else plain in SETTINGS and bool in value_types(plain)
 
 
-def state(layer: dict, name: str, value: object, where: str, by: str) -> None:
-    """Put {name: (value, where)} into a layer of settings; `by` is the name that it was stated as.
-
-    Options of a strategy join others'. What is stated twice is refused, unless another name says the same again.
-    Raises UsageError.
-    """
-    if name in layer and name == "strategy_opt":
-        layer[name] = (f"{layer[name][0]},{value}", f"{layer[name][1]}, {where}")
-        return
-    if name in layer:
-        is_same = by != name and parse_value(name, layer[name][0], where) == parse_value(name, value, where)
-        if not is_same:
-            raise UsageError(
-                f"{name} is stated twice; first at {layer[name][1]}", where=where, cure="take one of them out"
-            )
-    layer.setdefault(name, (value, where))
-
-
 def current_names(stored: Mapping[str, object]) -> dict[str, object]:
     """What a run wrote of itself (identity.json, the manifest of a checkpoint), by the names that settings have now."""
     return {ALIASES.get(name, name): value for name, value in stored.items()}
