@@ -71,7 +71,7 @@ def _read_map(path, tree, prefix: str, settings: Layer, notes: list[str], *, is_
         if isinstance(node, yaml.MappingNode) and name in other_tools.SECTIONS:
             _read_map(path, node, other_tools.SECTIONS[name], settings, notes, is_theirs=True)
             continue
-        if prefix and not name.startswith(prefix):
+        if not name.startswith(prefix) and (_is_known(prefix + name) or not _is_known(name)):
             name = prefix + name
         value = _plain_value(name, node, where)
         if is_theirs and (value == AUTO or (value in (None, []) and name not in SETTINGS)):
@@ -86,14 +86,19 @@ def _read_map(path, tree, prefix: str, settings: Layer, notes: list[str], *, is_
             settings.state(setting, stated, where, name)
 
 
+def _is_known(name: str) -> bool:
+    return name in SETTINGS or name in ALIASES or other_tools.find(name) is not None
+
+
 def _plain_value(name: str, node, where: str) -> object:
     """The text, or the texts, of a value; None where there is none. Raises UsageError for a map, and for tags."""
     import yaml
 
-    about = SETTINGS[ALIASES.get(name, name)].metadata["help"] if ALIASES.get(name, name) in SETTINGS else "one value"
     if isinstance(node, yaml.MappingNode):
-        if not (SETTINGS.keys() & {ALIASES.get(name, name)} or other_tools.find(name)):
+        if not _is_known(name):
             canonical_settings(name, None, where)  # which says that it is unknown
+        setting = SETTINGS.get(ALIASES.get(name, name))
+        about = setting.metadata["help"] if setting else "one value"
         raise UsageError(f"{name} is not a map", where=where, cure=f"{name} is: {about}")
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     standard = all(part.tag.startswith("tag:yaml.org,2002:") and "python" not in part.tag for part in [node, *items])
