@@ -164,8 +164,7 @@ class BackendManager:
     def _known_name(self, asked: str) -> str:
         """The name as it is spelled here, which may be asked for in any case."""
         names = [AUTO, *self.names()]
-        name = next((known for known in names if known == asked), asked.lower())
-        name = next((known for known in names if known.lower() == name.lower()), name)
+        name = next((known for known in names if known.lower() == asked.lower()), asked.lower())
         if name not in names:
             raise BackendUnavailable(
                 f"unknown backend {asked!r}{registry.nearest(name, names)}",

@@ -751,7 +751,7 @@ def test_what_the_plan_decides(plain):
     assert planned("h200", world_size=1, strategy="single").world_size == 1
     assert planned("h200", world_size=1, strategy="fsdp", use_cpu_offload=True).config.use_cpu_offload
     with pytest.raises(UsageError, match="keeps all weights on the device"):
-        planned("h200", world_size=1, use_cpu_offload=True)
+        planned("h200", world_size=1, strategy="ddp", use_cpu_offload=True)
 
 
 @pytest.mark.distributed

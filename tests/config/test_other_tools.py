@@ -263,6 +263,13 @@ def test_accelerates_file_is_read_as_it_is(as_, tmp_path):
     assert [note.split(": ")[1].split()[0] for note in config.notes] == ["fsdp_state_dict_type", "fsdp_use_orig_params"]
     assert all(note in plan(config).warnings for note in config.notes)
     assert settings(**{as_: file, "num_processes": 3, "cpu_offload": False}).world_size == 3
+    own = tmp_path / "run.yaml"
+    own.write_text("precision: fp32\nlora_rank: 4\n")
+    if as_ in ("strategy_config", "fsdp_config"):  # below what names it, above the file that does not
+        both = settings(config=str(own), **{as_: file})
+        assert (both.precision, both.lora_rank) == ("bf16", 4)
+        own.write_text(f"precision: fp32\n{as_}: {file}\n")
+        assert settings(config=str(own)).precision == "fp32"
 
 
 def test_accelerates_deepspeed_section_is_ours(tmp_path):
