@@ -82,7 +82,7 @@ def plan(config: TrainConfig | None = None, /, **settings: object) -> RunPlan:
     from anyqlora.planning.backends import BackendManager
 
     config = _config(config, settings)
-    return BackendManager(config.backend).plan(config)
+    return BackendManager(config.backend, where=config.sources.get("backend", "")).plan(config)
 
 
 def load_finetuned(run: str | PathLike[str] = "", /, **settings: object) -> FineTunedModel:

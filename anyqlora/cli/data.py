@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
     settings = resolve.resolve(given)
     for spec, held_out in ((settings.dataset, False), (settings.eval_dataset, True)):
         for name, _ in sources.weighted(spec) if spec else ():
-            sources.files(
-                name, held_out=held_out, offline=settings.offline
-            )  # one that is not there is told before anything is imported
+            is_default = not held_out and settings.dataset_is_default
+            # one that is not there is told before anything is imported
+            sources.files(name, held_out=held_out, offline=settings.offline, is_default=is_default)
     chat_template.requested_template(settings)
     tokens = tokenizer.load_tokenizer(
         settings.model_name, settings.trust_remote_code, settings.revision, settings.offline

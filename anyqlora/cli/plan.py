@@ -17,5 +17,6 @@ def main(argv: list[str]) -> int:
     config = resolve(arguments.settings(argv))
     from anyqlora.planning.backends import BackendManager
 
-    print(*BackendManager(config.backend, verbose=config.verbose).plan(config).explain(), sep="\n")
+    manager = BackendManager(config.backend, config.verbose, where=config.sources.get("backend", ""))
+    print(*manager.plan(config).explain(), sep="\n")
     return 0

@@ -53,7 +53,7 @@ def setting(
     needs: tuple[str, ...] = (),
     supersedes: tuple[str, ...] = (),
     decided_with: str = "",
-    only: tuple[object, str] | None = None,
+    only: tuple[tuple, str] | None = None,
     per_backend: bool = False,
     several: bool = False,
     each_process: bool = False,
@@ -67,9 +67,9 @@ def setting(
 
     needs: keys of validate.NEEDS; without them it does nothing, and is refused. supersedes: settings that no longer
     count in lower layers (file, environment) where this one is stated. decided_with: the setting that it is one
-    decision with. only: (its one value, or None where it cannot be stated; why). per_backend: a way of computing the
-    same, which another backend has of its own: auto there. several: says how several processes work together.
-    each_process: need not be equal on all processes. trackers: those that read it.
+    decision with. only: (the values that can be had, none where it cannot be stated; why). per_backend: a way of
+    computing the same, which another backend has of its own: auto there. several: says how several processes work
+    together. each_process: need not be equal on all processes. trackers: those that read it.
     """
     metadata = {
         "help": help,

@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from anyqlora.config import strategy_options
+from anyqlora.config import deepspeed_file, other_tools, strategy_options
 from anyqlora.config.facets import SECTIONS
+from anyqlora.config.layer import Layer
 from anyqlora.config.schema import (
     ALIASES,
     AUTO,
@@ -18,10 +19,12 @@ from anyqlora.config.schema import (
     TrainConfig,
     canonical_name,
     canonical_settings,
+    is_switch,
     parse_value,
     settings_with,
     value_types,
 )
+from anyqlora.config.settings_file import from_file
 from anyqlora.config.validate import overridden, validate
 from anyqlora.core.errors import UsageError
 
@@ -42,7 +45,7 @@ __all__ = [
     "canonical_argv",
 ]
 
-ENV_PREFIX = "ANYQLORA_"
+ENV_PREFIX, BACKEND_VARIABLE = "ANYQLORA_", "FSDP_BACKEND"
 OF_THE_MACHINE = ("ANYQLORA_CPU_FEATURES", "ANYQLORA_KERNEL_CFLAGS")  # variables that are no settings of a run
 FIRST_RUN = "first.yaml"
 
@@ -52,7 +55,7 @@ def canonical_argv(argv: list[str]) -> list[str]:
 
     Raises UsageError for an unknown or abbreviated flag, for a flag given twice, and for a flag without a value.
     """
-    out, seen, position = [], {}, 0
+    layer, position = Layer(), 0
     while position < len(argv):
         word = argv[position]
         position += 1
@@ -61,29 +64,19 @@ def canonical_argv(argv: list[str]) -> list[str]:
                 f"unexpected argument {word!r}", where="command line", cure="settings are given as --name value"
             )
         flag, equals, value = word[2:].partition("=")
-        names = canonical_settings(flag, "", f"command line: --{flag}")
-        for name in names:
-            if name in seen:
-                raise UsageError(
-                    f"--{flag}: {name} was already given as --{seen[name]}", where="command line", cure="give it once"
-                )
-            seen[name] = flag
-        if not equals:
-            if position == len(argv) or argv[position].startswith("--"):
-                name = next(iter(names))
-                if bool not in value_types(name):
-                    raise UsageError(
-                        f"--{flag} needs a value",
-                        where="command line",
-                        cure=f"--{flag} VALUE: {SETTINGS[name].metadata['help']}",
-                    )
-                value = "true"
-            else:
-                value = argv[position]
-                position += 1
-        for name, stated in canonical_settings(flag, value, f"command line: --{flag}").items():
-            out.append(f"--{name.replace('_', '-')}={_as_text(stated)}")
-    return out
+        where = f"command line: --{flag}"
+        if not equals and (position == len(argv) or argv[position].startswith("--")):
+            if not is_switch(flag):
+                shown = other_tools.find(flag.replace("-", "_")) is None and canonical_settings(flag, "", where)
+                about = "" if not shown else f": {SETTINGS[next(iter(shown))].metadata['help']}"
+                raise UsageError(f"--{flag} needs a value", where="command line", cure=f"--{flag} VALUE{about}")
+            value = "true"
+        elif not equals:
+            value = argv[position]
+            position += 1
+        for name, stated in canonical_settings(flag, value, where).items():
+            layer.state(name, stated, where, flag)
+    return [f"--{name.replace('_', '-')}={_as_text(value)}" for name, (value, _) in layer.items()]
 
 
 def add_flags(function: Callable) -> Callable:
@@ -133,10 +126,10 @@ def flag_type(name: str) -> str:
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     """{setting: (value, where)} of FSDP_BACKEND and ANYQLORA_<SETTING>."""
-    settings = {}
-    if environ.get("FSDP_BACKEND"):
-        settings["backend"] = (environ["FSDP_BACKEND"], "FSDP_BACKEND")
-    names = {**SETTINGS, **ALIASES, **SPLIT_ALIASES}
+    settings = Layer()
+    if environ.get(BACKEND_VARIABLE):
+        settings["backend"] = (environ[BACKEND_VARIABLE], BACKEND_VARIABLE)
+    names = {**SETTINGS, **ALIASES, **SPLIT_ALIASES, **other_tools.NAMES}
     strategy_settings = strategy_options.options_from_environment(environ, ENV_PREFIX, names)
     for variable, raw in sorted(environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in (*strategy_settings, *OF_THE_MACHINE):
@@ -146,77 +139,15 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
                 raise UsageError(
                     f"{name} can only be given on the command line", where=variable, cure=f"--{name} {raw}"
                 )
-            if name in settings and settings[name][1].startswith(ENV_PREFIX):  # FSDP_BACKEND gives way
-                raise UsageError(f"{settings[name][1]} states {name} already", where=variable, cure="unset one of them")
-            settings[name] = (value, variable)
+            if settings.get(name, ("", ""))[1] == BACKEND_VARIABLE:  # which gives way
+                del settings[name]
+            settings.state(name, value, variable, variable.removeprefix(ENV_PREFIX).lower())
     if strategy_settings:
         own = settings.get("strategy_opt", ("", ""))[0]
         settings["strategy_opt"] = (
             ",".join(filter(None, [own, *strategy_settings.values()])),
             ", ".join(strategy_settings),
         )
-    return settings
-
-
-def from_file(path: str | Path) -> dict[str, tuple[object, str]]:
-    """{setting: (value, "file:line")} of a YAML file. Raises UsageError for what is no flat map of known settings."""
-    import yaml
-
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-    except UnicodeDecodeError as error:
-        line = Path(path).read_bytes()[: error.start].count(b"\n") + 1
-        raise UsageError(f"not UTF-8: {error.reason}", where=f"{path}:{line}", cure="save it as UTF-8") from None
-    except OSError as error:
-        raise UsageError(
-            f"cannot be read: {error.strerror or error}",
-            where=str(path),
-            cure="a YAML file of settings, such as those in configs/",
-        ) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise UsageError(
-            f"not YAML: {getattr(error, 'problem', None) or error}",
-            where=where,
-            cure="write one `name: value` per line",
-        ) from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, yaml.MappingNode) or tree.tag != "tag:yaml.org,2002:map":
-        raise UsageError("not a map of settings", where=f"{path}:1", cure="write one `name: value` per line")
-    settings = {}
-    for key, node in tree.value:
-        where = f"{path}:{key.start_mark.line + 1}"
-        names = canonical_settings(str(key.value), None, where)
-        for name in names:
-            if name in settings:
-                raise UsageError(
-                    f"{name} is stated twice; first at {settings[name][1]}", where=where, cure="take one of them out"
-                )
-        name = next(iter(names))
-        if SETTINGS[name].metadata["cli_only"]:
-            raise UsageError(
-                f"{name} can only be given on the command line",
-                where=where,
-                cure=f"take the line out; --{name} {node.value}",
-            )
-        if isinstance(node, yaml.MappingNode):
-            raise UsageError(f"{name} is not a map", where=where, cure=f"{name} is: {SETTINGS[name].metadata['help']}")
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        standard = all(
-            part.tag.startswith("tag:yaml.org,2002:") and "python" not in part.tag for part in [node, *items]
-        )
-        if not standard or not all(isinstance(item, yaml.ScalarNode) for item in items):
-            raise UsageError(
-                f"{name}: plain values only",
-                where=where,
-                cure="a number, a text, true or false, or a list of them, without tags",
-            )
-        values = [None if item.tag.endswith(":null") else item.value for item in items]
-        stated = canonical_settings(str(key.value), values if isinstance(node, yaml.SequenceNode) else values[0], where)
-        settings |= {name: (value, where) for name, value in stated.items()}
     return settings
 
 
@@ -229,13 +160,46 @@ def configs_directory() -> Path:
 
 def _given(stated: Mapping[str, object], origin: str) -> dict[str, tuple[object, str]]:
     """{setting: (value, where)} of flags or code. Raises UsageError for one that is unknown or stated by two names."""
-    settings = {}
+    settings = Layer()
     for key, raw in stated.items():
         for name, value in canonical_settings(key, raw, origin).items() if raw is not None else ():
-            if name in settings:
-                raise UsageError(f"{key}: {name} is stated twice", where=origin, cure="give it once")
-            settings[name] = (value, f"{origin}: --{key}" if origin == "command line" else origin)
+            settings.state(name, value, f"{origin}: --{key}" if origin == "command line" else origin, key)
     return settings
+
+
+def _with_strategy_file(layers: list[dict], notes: list[str]) -> list[dict]:
+    """The layers, and below that which names Accelerate's file or a DeepSpeed configuration as strategy_config, what
+    that file says.
+    """
+    for number, layer in enumerate(layers):
+        path, where = layer.get("strategy_config", ("", ""))
+        if not path:
+            continue
+        stated = strategy_options.options_from_file(str(path))
+        keys = {key: isinstance(value, Mapping) for key, (value, _) in stated.items()}
+        if deepspeed_file.is_deepspeeds(keys):
+            named = {"strategy": ("deepspeed", where), **deepspeed_file.settings(stated, notes)}
+            return [*layers[: number + 1], named, *layers[number + 1 :]]
+        if other_tools.is_accelerates(keys):
+            kept = {name: value for name, value in layer.items() if name != "strategy_config"}
+            rest = [from_file(str(path), notes), *layers[number + 1 :]]
+            return [*layers[:number], kept, *_with_strategy_file(rest, notes)]
+        break
+    return layers
+
+
+def _joined(lower: str, higher: str) -> str:
+    """The options of two layers: what the higher one says of an option holds, with or without its strategy's name."""
+    above = strategy_options.parse_pairs(higher)
+    plain = {name.rpartition(".")[2] for name in above}
+    below = strategy_options.parse_pairs(lower)
+    kept = {name: value for name, value in below.items() if name not in above and not _is_said(name, above, plain)}
+    return ",".join(f"{name}={value}" for name, value in {**kept, **above}.items())
+
+
+def _is_said(name: str, above: Mapping[str, str], plain: set[str]) -> bool:
+    """Whether options of a higher layer say this one: by its own name, or without the strategy's."""
+    return name.rpartition(".")[2] in above or ("." not in name and name in plain)
 
 
 def resolve(
@@ -247,9 +211,9 @@ def resolve(
     """
     given = _given(given or {}, origin)
     environment = from_environment(os.environ if environ is None else environ)
-    config_file = (given.get("config") or environment.get("config") or ("", ""))[0]
-    file = from_file(str(config_file)) if config_file else {}
-    layers = [given, environment, file]
+    config_file, notes = (given.get("config") or environment.get("config") or ("", ""))[0], []
+    file = from_file(str(config_file), notes) if config_file else {}
+    layers = _with_strategy_file([given, environment, file], notes)
     if not any(name in layer for layer in layers for name in ("model_name", "dataset")):
         layers.append(from_file(configs_directory() / FIRST_RUN))
     values, sources = {}, {}
@@ -257,11 +221,17 @@ def resolve(
         stated = {name: parse_value(name, raw, where) for name, (raw, where) in layer.items()}
         for name in overridden(stated):
             values.pop(name, None)
+        if "strategy_opt" in stated and "strategy_opt" in values:
+            stated["strategy_opt"] = _joined(values["strategy_opt"], stated["strategy_opt"])
         values |= stated
         sources |= {name: where for name, (_, where) in layer.items()}
     if "dataset" not in values and "model_name" in values:
         values["dataset"], sources["dataset"] = "alpaca_sample", "default"
-    config = TrainConfig(**values, sources={name: sources[name] if name in values else "default" for name in SETTINGS})
+    config = TrainConfig(
+        **values,
+        sources={name: sources[name] if name in values else "default" for name in SETTINGS},
+        notes=tuple(notes),
+    )
     if config.init_adapter:
         from anyqlora.config.init_adapter import apply_init_adapter
 

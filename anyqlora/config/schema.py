@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Any
 
+from anyqlora.config import other_tools
 from anyqlora.config.facets import AUTO, SWITCH, setting
 from anyqlora.core import registry
-from anyqlora.core.errors import UsageError
+from anyqlora.core.entry_points import entry_point_targets
+from anyqlora.core.errors import NotSupported, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,7 +396,14 @@ class TrainConfig:
     run_name: str = setting(
         "", "directory of this run inside output_dir", section="output", on_resume="free", each_process=True
     )
-    config: str = setting("", "YAML file of settings", section="output", on_resume="free", cli_only=True)
+    config: str = setting(
+        "",
+        "YAML file of settings; or Accelerate's own, or a DeepSpeed configuration",
+        section="output",
+        on_resume="free",
+        aliases=("config_file",),
+        cli_only=True,
+    )
     log_to: str = setting(
         AUTO,
         "what is shown: auto (panel on a terminal, else lines), stdout, tqdm, none; and who is told: wandb, "
@@ -435,9 +444,7 @@ class TrainConfig:
     backend: str = setting(
         AUTO, "cuda, rocm, xpu, mps, mlx, cpu, or a plugin's name", section="where", on_resume="recorded"
     )
-    strategy: str = setting(
-        AUTO, "how processes share the work", section="where", on_resume="recorded", aliases=("distributed_type",)
-    )
+    strategy: str = setting(AUTO, "how processes share the work", section="where", on_resume="recorded")
     world_size: int = setting(
         -1, "processes; -1: one for each device", section="where", on_resume="recorded", aliases=("num_processes",)
     )
@@ -446,10 +453,10 @@ class TrainConfig:
     )
     strategy_config: str = setting(
         "",
-        "file of the strategy's options",
+        "file of the strategy's options: YAML or JSON, a DeepSpeed configuration, or Accelerate's file",
         section="where",
         on_resume="free",
-        aliases=("deepspeed", "fsdp_config"),
+        aliases=("deepspeed", "deepspeed_config", "deepspeed_config_file", "fsdp_config"),
         several=True,
     )
     sharding_strategy: str = setting(
@@ -539,13 +546,23 @@ class TrainConfig:
         section="memory",
         on_resume="planned",
         choices=SWITCH,
-        aliases=("gradient_checkpointing",),
+        aliases=("gradient_checkpointing", "activation_checkpointing", "fsdp_activation_checkpointing"),
     )
     use_cpu_offload: bool | str = setting(
-        AUTO, "keep frozen weights in host memory", section="memory", on_resume="free", choices=SWITCH, several=True
+        AUTO,
+        "keep frozen weights in host memory",
+        section="memory",
+        on_resume="free",
+        choices=SWITCH,
+        aliases=("cpu_offload", "fsdp_offload_params"),
+        several=True,
     )
     use_activation_cpu_offload: bool = setting(
-        False, "keep saved activations in host memory", section="memory", on_resume="free"
+        False,
+        "keep saved activations in host memory",
+        section="memory",
+        on_resume="free",
+        aliases=("fsdp_activation_checkpointing_offload",),
     )
     quantized_cache: bool | str = setting(
         AUTO,
@@ -581,7 +598,7 @@ class TrainConfig:
         "largest gradient norm; 0 clips nothing",
         section="optimizer",
         on_resume="identity",
-        aliases=("grad_norm",),
+        aliases=("grad_norm", "gradient_clipping"),
         low=0,
         needs=("clipping",),
     )
@@ -724,7 +741,7 @@ class TrainConfig:
         "processor threads of the arithmetic; auto: OMP_NUM_THREADS, or each core where layers are wide",
         section="expert",
         on_resume="planned",
-        aliases=("threads",),
+        aliases=("threads", "num_cpu_threads_per_process"),
         low=1,
         per_backend=True,
     )
@@ -734,14 +751,14 @@ class TrainConfig:
         section="expert",
         on_resume="free",
         aliases=("cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading"),
-        only=(True, "weights are always streamed; there is no other way of loading"),
+        only=((True,), "weights are always streamed; there is no other way of loading"),
     )
     loading_workers: int = setting(
         -1,
         "tensors loaded and quantized at a time; -1: one",
         section="expert",
         on_resume="free",
-        only=(1, "weights are streamed one tensor at a time, so that memory stays small"),
+        only=((-1, 1), "weights are streamed one tensor at a time, so that memory stays small"),
     )
     hqq_group_size: int = setting(
         64,
@@ -749,14 +766,14 @@ class TrainConfig:
         section="expert",
         on_resume="free",
         low=1,
-        only=(None, "HQQ quantization is not built yet"),
+        only=((), "HQQ quantization is not built yet"),
     )
     llama_pro_path: str = setting(
         "",
         "directory of a block-expanded model",
         section="expert",
         on_resume="free",
-        only=(None, "block expansion (llama_pro) is not built yet"),
+        only=(("",), "block expansion (llama_pro) is not built yet"),
     )
 
     # ------------------------------------------------------------------------------------------------------ profiling
@@ -825,10 +842,16 @@ class TrainConfig:
     )
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)  # what a file says and changes nothing here
 
     @property
     def is_demo(self) -> bool:
         return self.model_name == "demo"
+
+    @property
+    def dataset_is_default(self) -> bool:
+        """Whether nobody has named a data set."""
+        return self.sources.get("dataset") == "default"
 
     def asked(self, name: str) -> bool:
         """Whether somebody stated this setting, rather than its default."""
@@ -857,6 +880,22 @@ _VALUE_ALIASES = {  # what others call it
         "no": "fp32",
         "bfloat16": "bf16",
         "float16": "fp16_autocast",
+        "mp_fp16_autocast": "fp16_autocast",
+        "mp_bf16_autocast": "bf16_autocast",
+        "mp_bf16_buffers_autocast": "bf16_buffers_autocast",
+    },
+    "train_type": {"hf_qlora": "qlora"},
+    "lora_target_modules": {"none": "default"},
+    "sharding_strategy": {
+        "1": "full_shard",
+        "2": "shard_grad_op",
+        "3": "ddp",
+        "4": "hybrid_full_shard",
+        "5": "hybrid_shard_grad_op",
+        "no_shard": "ddp",
+        "hybrid_shard": "hybrid_full_shard",
+        "hybrid_shard_zero2": "hybrid_shard_grad_op",
+        "_hybrid_shard_zero2": "hybrid_shard_grad_op",
     },
     "optimizer": {
         "adamw_torch": "adamw",
@@ -902,17 +941,32 @@ def canonical_name(name: str, where: str) -> str:
     plain = ALIASES.get(plain, plain)
     if plain not in SETTINGS:
         raise UsageError(
-            f"unknown setting {name!r}{registry.nearest(plain, [*SETTINGS, *ALIASES])}",
+            f"unknown setting {name!r}{registry.nearest(plain, [*SETTINGS, *ALIASES, *other_tools.NAMES])}",
             where=where,
             cure="python train.py --help lists the settings",
         )
     return plain
 
 
-def canonical_settings(name: str, value: object, where: str) -> dict[str, object]:
-    """{setting: value} of what is stated as `name`: one, or those of a name in SPLIT_ALIASES. Raises UsageError."""
-    split = SPLIT_ALIASES.get(name.replace("-", "_"))
-    return split(value) if split else {canonical_name(name, where): value}
+def canonical_settings(name: str, value: object, where: str, notes: list[str] | None = None) -> dict[str, object]:
+    """{setting: value} of what is stated as `name`: one, or those of a name in SPLIT_ALIASES or another tool's.
+
+    `notes` are those of a file: see OtherName.settings. Raises UsageError.
+    """
+    plain = name.replace("-", "_")
+    if plain in SPLIT_ALIASES:
+        return SPLIT_ALIASES[plain](value)
+    if plain not in SETTINGS and plain not in ALIASES and (other := other_tools.find(plain)):
+        return other.settings(plain, value, where, notes)
+    return {canonical_name(name, where): value}
+
+
+def is_switch(name: str) -> bool:
+    """Whether `name` alone, without a value, means true."""
+    plain = name.replace("-", "_")
+    plain = ALIASES.get(plain, plain)
+    other = None if plain in SETTINGS else other_tools.find(plain)
+    return other.is_switch if other else plain in SETTINGS and bool in value_types(plain)
 
 
 def current_names(stored: Mapping[str, object]) -> dict[str, object]:
@@ -934,7 +988,7 @@ def parse_value(name: str, raw: object, where: str) -> Any:
         refuse("a value")
     if bool in kinds and text.lower() in _BOOLEANS and not (str in kinds and text in choices):
         value = _BOOLEANS[text.lower()]
-    elif kinds & {int, float} and not (str in kinds and text == AUTO):
+    elif kinds & {int, float} and not (str in kinds and text.lower() == AUTO):
         try:
             number = float(text) if not isinstance(raw, bool) else math.nan
         except ValueError:
@@ -946,9 +1000,11 @@ def parse_value(name: str, raw: object, where: str) -> Any:
         if wanted := _out_of_range(value, metadata):
             refuse(wanted)
     elif str in kinds:
-        value = _VALUE_ALIASES.get(name, {}).get(text.lower(), text)
+        value = known_value(name, text)
     else:
         refuse("true or false")
+    if why := other_tools.REFUSED_VALUES.get((name, text.lower())):
+        raise NotSupported(f"{name} {text}: {why[0]}", where=where, cure=why[1])
     known = choices if value in choices else (*choices, *registry.installed(name))
     if choices and value not in known and not registry.is_module_object(name, value):
         shown = [str(c).lower() if isinstance(c, bool) else str(c) for c in known]
@@ -958,6 +1014,23 @@ def parse_value(name: str, raw: object, where: str) -> Any:
             cure="one of: " + ", ".join(shown),
         )
     return value
+
+
+def known_value(name: str, text: str) -> str:
+    """The text of a setting as it is spelled here, which may be written in any case, or as other tools have it."""
+    choices = [*SETTINGS[name].metadata["choices"]]
+    if name == "strategy":
+        choices = [AUTO, *registry.STRATEGIES, *registry.installed(name)]
+    if name == "backend":
+        choices = [*entry_point_targets("backends")]
+    if text in choices:
+        return text
+    word = _VALUE_ALIASES.get(name, {}).get(text.lower(), text.lower())
+    if name == "backend" or (not choices and word in _VALUE_ALIASES.get(name, {}).values()):
+        choices.append(word)  # the built-in ones' names are in lower case
+    if str in value_types(name) and SETTINGS[name].default == AUTO:
+        choices.append(AUTO)
+    return next((choice for choice in choices if isinstance(choice, str) and choice.lower() == word), text)
 
 
 def _out_of_range(value: float, metadata: Mapping) -> str:

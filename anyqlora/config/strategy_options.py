@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
+from anyqlora.config import deepspeed_file
+from anyqlora.config.schema import known_value, parse_value
 from anyqlora.core import registry
 from anyqlora.core.entry_points import entry_point_targets
-from anyqlora.core.errors import NotSupported, UsageError
+from anyqlora.core.errors import UsageError
 
+REFINED = ("deepspeed_zero_stage", "use_cpu_offload")  # settings that a file of options gives way to
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -65,6 +68,12 @@ class StrategyOptions:
 
         Raises UsageError for what does not fit `config`.
         """
+        if deepspeed_file.is_deepspeeds(values):
+            raise UsageError(
+                f"a DeepSpeed configuration is for strategy deepspeed, and strategy is {config.strategy}",
+                where=next(iter(values.values()))[1],
+                cure="--strategy deepspeed, or leave out strategy",
+            )
         for name, (_, where) in values.items():
             cls.known(name, where)
         return {name: value for name, (value, _) in values.items()}
@@ -99,7 +108,8 @@ def parse_option(f, raw: object, where: str, kind: type) -> object:
             refuse("a map, which only a file can state")
         value = dict(raw or {})
     else:
-        value = text
+        value = known_value(metadata["setting"], text) if metadata.get("setting") else text
+        value = next((choice for choice in metadata.get("choices", ()) if choice == value.lower()), value)
     if metadata.get("choices") and value not in metadata["choices"]:
         refuse(
             "one of " + ", ".join(map(str, metadata["choices"])) + registry.nearest(text, map(str, metadata["choices"]))
@@ -149,20 +159,6 @@ class DeepSpeedOptions(StrategyOptions):
     offload_param: bool = option(False, "shards of weights in host memory (stage 3)", setting="use_cpu_offload")
     zero_options: dict = option(None, "further entries of zero_optimization, from a file")
 
-    OURS: typing.ClassVar = {  # keys of a DeepSpeed file -> the setting of ours that says it
-        "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "train_micro_batch_size_per_gpu": "batch_size",
-        "gradient_clipping": "max_grad_norm",
-    }
-    ELSEWHERE: typing.ClassVar = {
-        "optimizer": "--optimizer",
-        "scheduler": "--lr_scheduler",
-        "fp16": "--precision fp16",
-        "bf16": "--precision bf16",
-        "torch_autocast": "--precision",
-        "zero_allow_untested_optimizer": "",
-    }
-
     def __post_init__(self):
         super().__post_init__()
         if self.offload_param and self.zero_stage != 3:
@@ -180,46 +176,21 @@ class DeepSpeedOptions(StrategyOptions):
         """Our own options, or a DeepSpeed configuration as it is: what DeepSpeed decides is taken, what we decide must
         agree.
         """
-        if "zero_optimization" not in values:
+        if not deepspeed_file.is_deepspeeds(values):  # our own options
             return super().from_file(values, config)
-        stated = dict(values)
-        options = cls._zero(*stated.pop("zero_optimization"))
-        for key, setting in cls.OURS.items():
-            value, where = stated.pop(key, ("auto", ""))
-            ours = config.clip_norm if setting == "max_grad_norm" else getattr(config, setting)
-            if value != "auto" and ours != "auto" and float(typing.cast(float, value)) != float(ours or 0):
+        keys = {setting: key for key, setting in deepspeed_file.NUMBERS.items()}
+        for name, (value, where) in deepspeed_file.settings(values).items():
+            ours = config.clip_norm or 0 if name == "max_grad_norm" else getattr(config, name)
+            is_its_own = config.sources.get(name) in (where, "plan") or name in REFINED
+            if not is_its_own and ours != "auto" and ours != parse_value(name, value, where):
+                key = keys.get(name, name)
                 raise UsageError(
-                    f"{key} {value} contradicts {setting} {ours}",
+                    f"{key} {value} contradicts {name} {ours}",
                     where=where,
-                    cure=f'"{key}": "auto", or --{setting} {value}',
+                    cure=f'"{key}": "auto", or --{name} {value}',
                 )
-        for key, cure in cls.ELSEWHERE.items():
-            value, where = stated.pop(key, (None, ""))
-            if (
-                value
-                and value != "auto"
-                and not (isinstance(value, Mapping) and value.get("enabled") in (False, "auto"))
-                and cure
-            ):
-                raise UsageError(f"{key} is not taken from this file", where=where, cure=f"take it out; {cure}")
-        for harmless in ("train_batch_size", "steps_per_print", "wall_clock_breakdown"):
-            stated.pop(harmless, None)
-        for key, (_, where) in stated.items():
-            raise NotSupported(f"{key} of a DeepSpeed configuration is not built", where=where, cure="take it out")
-        return options
-
-    @classmethod
-    def _zero(cls, zero: object, where: str) -> dict:
-        if not isinstance(zero, Mapping):
-            raise UsageError("zero_optimization is not a map", where=where)
-        rest = dict(zero)
-        options = {"zero_stage": rest.pop("stage", 0)}
-        for key, name in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_param")):
-            device = (rest.pop(key, None) or {}).get("device", "none")
-            if device not in ("none", "cpu"):
-                raise NotSupported(f"{key} to {device!r}", where=where, cure='"device": "cpu"')
-            options[name] = device == "cpu"
-        return {**options, "zero_options": {key: value for key, value in rest.items() if value != "auto"}}
+        deepspeed_file.check_rows(values, config.world_size)
+        return deepspeed_file.zero(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +210,15 @@ def options_class(strategy: str) -> type[StrategyOptions] | None:
         return getattr(registry.strategy_class(strategy), "plugin_cls", None)
     options = registry.STRATEGIES[strategy].options
     return registry.load(options) if options else None
+
+
+def strategy_of(options: str) -> str | None:
+    """The first of our strategies that has an option of "name=value,..."; None where none has."""
+    for name in (name for name in parse_pairs(options) if "." not in name):
+        for strategy, row in registry.STRATEGIES.items():
+            if row.options and name in registry.load(row.options).__dataclass_fields__:
+                return strategy
+    return None
 
 
 def strategy_options(config, strategy: str | None = None) -> StrategyOptions | None:

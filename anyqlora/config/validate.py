@@ -47,16 +47,20 @@ def validate(config: TrainConfig) -> TrainConfig:
         )
     config = _preset(config, contradiction)
     quantizer, adapter = registry.quantizer(config.quantizer), registry.adapter(config.adapter)
+    if (config.strategy, config.sharding_strategy) == ("fsdp", "ddp"):  # FSDP's NO_SHARD: copies, as of ddp
+        where_from = {**config.sources, "strategy": config.sources.get("sharding_strategy", "")}
+        config = config.with_(strategy="ddp", sources=where_from)
     if config.strategy != AUTO:
         registry.strategy(config.strategy, where("strategy"))
         strategy_options.strategy_options(config)
     for name in settings_with("only"):
-        value, reason = SETTINGS[name].metadata["only"]
-        if is_explicit(config, name) and getattr(config, name) != value:
+        values, reason = SETTINGS[name].metadata["only"]
+        if is_explicit(config, name) and getattr(config, name) not in values:
             raise NotSupported(f"{name}: {reason}", where=where(name), cure=f"leave out {name}")
     for need, (other, is_met, why) in NEEDS.items():
         for name in settings_with("needs", need):
-            if is_explicit(config, name) and not is_met(config):
+            is_idle = need in IDLE_AS_DEFAULT and getattr(config, name) == SETTINGS[name].default
+            if is_explicit(config, name) and not is_idle and not is_met(config):
                 contradiction(name, other, why)
     if adapter.trains_base and quantizer.is_quantized:
         contradiction(
@@ -206,9 +210,10 @@ NEEDS = {  # what settings need -> (the setting that decides it, whether it is t
     "built_in_rows": (
         "dataset",
         lambda c: any(name in c.dataset for name in ("alpaca_sample", "dummy")),
-        "only alpaca_sample and dummy are cut",
+        "only alpaca_sample and dummy are cut; --dataset alpaca_sample, or --max_steps for other rows",
     ),
 }  # beside these, evaluation_set and profile, which `validate` and `_seen` look at
+IDLE_AS_DEFAULT = ("processes", "synchronization", "built_in_rows")  # commands of fsdp_qlora state such defaults
 
 
 def is_explicit(config: TrainConfig, name: str) -> bool:
@@ -254,7 +259,13 @@ def _preset(config: TrainConfig, contradiction) -> TrainConfig:
         sources["fused_lora"] = "preset"
     quantizer = chosen["quantizer"]
     if bits != AUTO and quantizer.bits != bits:
-        contradiction("bits", "quantizer", f"{config.quantizer} has {quantizer.bits} bits")
+        other = "train_type" if sources["quantizer"] == "preset" else "quantizer"
+        contradiction(
+            "bits",
+            other,
+            f"its weights have {quantizer.bits} bits",
+            f"leave out bits, or --train_type qlora --bits {bits}",
+        )
     return config.with_(bits=quantizer.bits, sources=sources)
 
 

@@ -58,7 +58,13 @@ def read_examples(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) 
     part = LoadedSource(spec)
     for number, (name, weight) in enumerate(sources.weighted(spec, config.sources.get("dataset", "")) if spec else ()):
         part.weights.append(weight)
-        for source in sources.read(name, held_out=held_out, samples=config.dataset_samples, offline=config.offline):
+        for source in sources.read(
+            name,
+            held_out=held_out,
+            samples=config.dataset_samples,
+            offline=config.offline,
+            is_default=not held_out and config.dataset_is_default,
+        ):
             examples, counts = _examples(config, source, tokenizer)
             part.examples += [(example, number) for example in examples]
             part.bad += source.bad

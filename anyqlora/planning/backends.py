@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from anyqlora.config.resolve import from_environment
-from anyqlora.config.schema import TrainConfig
+from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.entry_points import entry_point_targets
 from anyqlora.core.errors import NotSupported, UsageError
@@ -47,6 +48,9 @@ __all__ = [
     "get_device",
     "observe",
 ]
+
+
+MOST_ROWS = 1 << 20  # of a micro-batch that anybody asks about
 
 
 # --------------------------------------------------------------------- probes: (row, machine) -> Found, no side effects
@@ -96,8 +100,8 @@ class MemoryInfo(dict):
 
 
 class BackendManager:
-    """One backend of one machine: `backend` names it (auto: the first usable), `machine` and `table` stand for others
-    in tests.
+    """One backend of one machine: `backend` names it in any case (auto: the first usable), `machine` and `table` stand
+    for others in tests; `where` is what stated the name: a flag, a variable, a line of a file.
 
     Raises BackendUnavailable (a ValueError) for a name that is unknown or absent, NotBuilt for one whose loop is not
     built.
@@ -109,13 +113,13 @@ class BackendManager:
         verbose: bool = False,
         machine: Machine | None = None,
         table: Mapping[str, Capabilities] | None = None,
+        where: str = "",
     ):
-        self.verbose, self._is_live = verbose, machine is None
+        self.verbose, self._is_live, self._where = verbose, machine is None, where
         self._specs, self._found = built_in(CAPABILITIES if table is None else table), {}
-        if backend != "auto":
-            self._check_name(str(backend))  # before torch is imported: a typing error is answered at once
+        asked = self._known_name(str(backend))  # before torch is imported: a typing error is answered at once
         self.machine = machine or observe()
-        name = self._detected() if backend == "auto" else self._checked(str(backend))
+        name = self._detected() if asked == AUTO else self._checked(asked)
         self.backend = Backend(name) if name in list(Backend) else name
         self.report, spec = self.probe(name), self.spec(name)
         self.capabilities, self.device = spec.capabilities, self.report.device or spec.device
@@ -125,7 +129,8 @@ class BackendManager:
     @classmethod
     def from_env(cls, verbose: bool = False) -> BackendManager:
         """The backend that FSDP_BACKEND (or ANYQLORA_BACKEND) names; auto without it."""
-        return cls(str(from_environment(os.environ).get("backend", ("auto", ""))[0]), verbose)
+        backend, where = from_environment(os.environ).get("backend", (AUTO, ""))
+        return cls(str(backend), verbose, where=where)
 
     def names(self) -> list[str]:
         """Every backend there is: built in, in the order in which auto tries them, then third parties'."""
@@ -156,20 +161,33 @@ class BackendManager:
                 return name
         raise BackendUnavailable("no backend is available on this system" + self._reasons())
 
-    def _check_name(self, name: str) -> None:
-        names = self.names()
+    def _known_name(self, asked: str) -> str:
+        """The name as it is spelled here, which may be asked for in any case."""
+        names = [AUTO, *self.names()]
+        name = next((known for known in names if known.lower() == asked.lower()), asked.lower())
         if name not in names:
             raise BackendUnavailable(
-                f"unknown backend {name!r}{registry.nearest(name, names)}", cure="one of: auto, " + ", ".join(names)
+                f"unknown backend {asked!r}{registry.nearest(name, names)}",
+                where=self._where,
+                cure="one of: " + ", ".join(names) + self._unset(),
             )
-        if self.no_loop(name):
-            raise NotSupported(f"backend {name!r}: {self.no_loop(name)}", cure="--backend auto")
+        if name != AUTO and self.no_loop(name):
+            raise NotSupported(
+                f"backend {name!r}: {self.no_loop(name)}", where=self._where, cure="--backend auto" + self._unset()
+            )
+        return name
+
+    def _unset(self) -> str:
+        """How a name that a variable states is taken back; "" where none does."""
+        return f"; or unset {self._where}, which names it" if self._where.isupper() else ""
 
     def _checked(self, name: str) -> str:
         if not self.probe(name).available:
             available = ", ".join(self.available()) or "none"
             raise BackendUnavailable(
-                f"Backend {name!r} is not available on this system. Available: {available}" + self._reasons()
+                f"Backend {name!r} is not available on this system. Available: {available}" + self._reasons(),
+                where=self._where,
+                cure=f"--backend auto, or one of: {available}" + self._unset(),
             )
         return name
 
@@ -253,22 +271,39 @@ class BackendManager:
         total, available = host_memory()
         return MemoryInfo(rss=psutil.Process().memory_info().rss, total=total, available=available)
 
-    def validate_model_size(self, billions: float) -> bool:
-        """Whether QLoRA of a model of so many billion parameters is predicted to fit: one row of 2048 tokens,
-        checkpointing.
-        """
-        return self._fits(billions, 1, 2048)
+    def validate_model_size(self, billions: float, sequence_length: int = 2048) -> bool:
+        """Whether QLoRA of a model of so many billion parameters is predicted to fit: one row, checkpointing."""
+        return self._fits(billions, 1, sequence_length)
 
     def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
-        """The largest power of two of rows that is predicted to fit, at least 1: fewer for larger models and longer
-        rows.
+        """The most rows that are predicted to fit, as `validate_model_size` predicts it of one.
+
+        1, with a warning that says so, where not even one is.
         """
-        rows = 1
-        while rows < 1024 and self._fits(model_size_b, 2 * rows, sequence_length):
-            rows *= 2
-        return rows
+        if not self.validate_model_size(model_size_b, sequence_length):
+            free = self.report.memory_free
+            needed = format_bytes(self._needed(model_size_b, 1, sequence_length))
+            warnings.warn(
+                f"QLoRA of a model of {model_size_b:g} billion parameters is not predicted to fit on {self.backend}: "
+                f"one row of {sequence_length} tokens needs {needed}, and "
+                f"{'the free memory is not known' if free is None else f'{format_bytes(free)} are free'}; "
+                "a smaller model, shorter rows, or several devices with --strategy fsdp",
+                stacklevel=2,
+            )
+            return 1
+        few, many = 1, 2
+        while many <= MOST_ROWS and self._fits(model_size_b, many, sequence_length):
+            few, many = many, 2 * many
+        while many - few > 1:
+            middle = (few + many) // 2
+            few, many = (middle, many) if self._fits(model_size_b, middle, sequence_length) else (few, middle)
+        return few
 
     def _fits(self, billions: float, rows: int, length: int) -> bool:
+        return self._needed(billions, rows, length) <= HEADROOM * (self.report.memory_free or 0)
+
+    def _needed(self, billions: float, rows: int, length: int) -> int:
+        """Predicted bytes of QLoRA with checkpointing, in the form that this machine has."""
         preset = registry.TRAIN_TYPES["qlora"]
         has_it = preset.quantizer in self.report.quantizers
         quantizer = preset.quantizer if has_it else self.report.wider(preset.quantizer) or registry.UNQUANTIZED
@@ -281,9 +316,7 @@ class BackendManager:
             context_length=length,
             use_gradient_checkpointing=True,
         )
-        return memory.estimate(architectures.llama_of(billions), config).total <= HEADROOM * (
-            self.report.memory_free or 0
-        )
+        return memory.estimate(architectures.llama_of(billions), config).total
 
     def plan(self, config: TrainConfig) -> RunPlan:
         """What a run of `config` will do here. Pure: reads nothing but the model's config.json; prints nothing."""

@@ -4,6 +4,7 @@ dequantized.
 
 from __future__ import annotations
 
+from anyqlora.config import strategy_options
 from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.terminal import format_bytes
@@ -24,13 +25,17 @@ def global_batch(config: TrainConfig) -> int:
     return parts * int(config.batch_size)
 
 
-def implied_strategy(config) -> str | None:
-    """The strategy that a stated option of one asks for."""
+def implied_strategy(config: TrainConfig) -> tuple[str, str] | None:
+    """(strategy, the setting that says so) that a stated option of one asks for."""
     if config.asked("sharding_strategy"):
-        return "ddp" if config.sharding_strategy == "ddp" else "fsdp"
+        return "ddp" if config.sharding_strategy == "ddp" else "fsdp", "sharding_strategy"
     if config.asked("deepspeed_zero_stage") and config.deepspeed_zero_stage >= 0:
-        return "deepspeed"
-    return "ddp" if config.find_unused_parameters else None
+        return "deepspeed", "deepspeed_zero_stage"
+    if config.find_unused_parameters:
+        return "ddp", "find_unused_parameters"
+    if strategy := strategy_options.strategy_of(config.strategy_opt):
+        return strategy, "strategy_opt"
+    return ("fsdp", "use_cpu_offload") if config.use_cpu_offload is True else None
 
 
 def plan_sharding(draft, shapes, free: int) -> None:

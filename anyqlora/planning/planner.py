@@ -235,7 +235,7 @@ class PlanBuilder:
     """A config on its way to a plan, and the ledger of what changed."""
 
     def __init__(self, config: TrainConfig):
-        self.config, self.adjustments, self.warnings, self.memory_unknown = config, [], [], ""
+        self.config, self.adjustments, self.warnings, self.memory_unknown = config, [], [*config.notes], ""
 
     def choose(self, name: str, value) -> None:
         """Resolve an auto (what already has this value keeps its source)."""
@@ -378,7 +378,15 @@ def _processes(draft, backend, capabilities, report) -> None:
         )
         raise UsageError(f"world_size {size}: {why}", where=config.sources.get("world_size", ""), cure="--world_size 1")
     if config.strategy == AUTO:
-        draft.choose("strategy", fitting.implied_strategy(config) or ("single" if size == 1 else several[0]))
+        strategy, setting = fitting.implied_strategy(config) or ("single" if size == 1 else several[0], "")
+        if setting and strategy not in capabilities.strategies:
+            raise UsageError(
+                f"{setting} {_format_value(getattr(config, setting))} asks for strategy {strategy}, which backend "
+                f"{str(backend)!r} does not have",
+                where=config.sources.get(setting, ""),
+                cure=f"leave out {setting}; strategies here: {', '.join(capabilities.strategies)}",
+            )
+        draft.choose("strategy", strategy)
     chosen = draft.config.strategy
     is_built_in = chosen in registry.STRATEGIES
     if chosen not in capabilities.strategies and (

@@ -141,7 +141,14 @@ def launch(config: TrainConfig, plan, name: str) -> dict:
         with tempfile.TemporaryDirectory(prefix="anyqlora-") as folder:
             processes = LocalLauncher(Path(folder))
             (processes.folder / "config.json").write_text(
-                json.dumps({"settings": config.settings(), "sources": dict(config.sources), "name": name})
+                json.dumps(
+                    {
+                        "settings": config.settings(),
+                        "sources": dict(config.sources),
+                        "notes": config.notes,
+                        "name": name,
+                    }
+                )
             )
             watch_processes(processes, config)
             if config.resume == "never":

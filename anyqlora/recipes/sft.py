@@ -39,7 +39,7 @@ def train(config: TrainConfig, name: str = "") -> dict:
     context = ProcessContext.here(config)
     config = context.apply_to(config)
     with directory.locate_run(config, name) if context.is_first else directory.unknown_run_directory() as run_directory:
-        manager = BackendManager(config.backend, verbose=config.verbose)
+        manager = BackendManager(config.backend, config.verbose, where=config.sources.get("backend", ""))
         plan = manager.plan(config)
         plan = manager.plan(run_directory.keep_planned(config, plan))  # a run that goes on keeps what it chose
         if plan.world_size == context.size:

@@ -31,7 +31,8 @@ def main(folder: Path) -> None:
         from anyqlora.recipes.sft import train  # in here, where signals that come while it is imported are answered
 
         payload = json.loads((folder / "config.json").read_bytes())
-        result = train(TrainConfig(**payload["settings"], sources=payload["sources"]), payload["name"])
+        config = TrainConfig(**payload["settings"], sources=payload["sources"], notes=tuple(payload["notes"]))
+        result = train(config, payload["name"])
         if result:  # the first process has it
             (folder / "result.json").write_text(json.dumps(json_safe(result)))
 

@@ -397,7 +397,8 @@ def rows_identity(spec: str, config: TrainConfig, *, held_out: bool) -> str:
     """sha256 over the content and the weight of every source file, in order; where they lie does not matter."""
     parts = []
     for name, weight in sources.weighted(spec):
-        files = sources.files(name, held_out=held_out, offline=config.offline)
+        is_default = not held_out and config.dataset_is_default
+        files = sources.files(name, held_out=held_out, offline=config.offline, is_default=is_default)
         parts += [repr(weight), *(hashing.hash_files(files) if files else [name])]
     return hashing.hash_text(*parts)
 

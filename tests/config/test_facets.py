@@ -25,7 +25,7 @@ LISTS = {  # what looks like a list of settings, and is none: file -> why
 
 
 def test_every_setting_states_its_section_and_what_it_means_to_a_run_that_goes_on():
-    assert {f.name for f in dataclasses.fields(TrainConfig)} - {"sources"} == {*SETTINGS}
+    assert {f.name for f in dataclasses.fields(TrainConfig)} - {"sources", "notes"} == {*SETTINGS}
     for name, f in SETTINGS.items():
         about = f.metadata
         assert about["section"] in SECTIONS and about["on_resume"] in ON_RESUME, name

@@ -443,9 +443,25 @@ def test_hub_data_sets_through_the_hubs_own_client(asked, name, path, rows, prom
         assert prompt is None or shown == prompt
 
 
+@pytest.mark.parametrize("name", [None, "alpaca_sample", "guanaco"])
+def test_a_built_in_set_that_cannot_be_had_is_named_and_the_default_as_such(name, tmp_path, monkeypatch):
+    """The cache is empty and nothing may be fetched."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    stated = {"model_name": "demo", "offline": True, **({"dataset": name} if name else {})}
+    with pytest.raises(errors.UsageError, match="it is not on this machine whole, and --offline true") as refused:
+        dataset.load_data(resolve.resolve(stated, environ={}), byte_level())
+    is_default = "the default data set, which is taken where nobody names one" in refused.value.message
+    assert is_default is (name is None) and ("--dataset FILE" in refused.value.cure) is (name is None)
+    assert refused.value.message.startswith(f"{name or 'alpaca_sample'} (the hub's ")
+    assert "Error" not in refused.value.message and "http" not in str(refused.value)
+
+
 def test_an_unknown_hub_id_is_refused_with_both_reasons(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(errors.UsageError, match="nobody/nothing: no such path, and not read from the hub"):
+    with pytest.raises(
+        errors.UsageError, match="nobody/nothing cannot be read: it is not on this machine whole, and --offline"
+    ):
         dataset.load_data(settings("nobody/nothing", offline=True), byte_level())
 
 

@@ -259,7 +259,7 @@ def test_peft_and_mlx_lm_have_the_names_that_are_theirs():
     theirs = {"LoraConfig": {f.name for f in dataclasses.fields(peft.LoraConfig)}}
     theirs["TrainingArguments"] = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
     page = documents.page("coming-from.md").text
-    lora = page[page.index("`LoraConfig` and") : page.index("## axolotl")]
+    lora = page[page.index("`LoraConfig` and") : page.index("## Accelerate")]
     assert {
         n for n in re.findall(r"^\| `(\w+)", lora, re.MULTILINE) if not n.startswith(("load_in", "bnb_"))
     } <= theirs["LoraConfig"]

@@ -8,6 +8,7 @@ import mmap
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import bitsandbytes
@@ -287,6 +288,32 @@ def test_unknown_backend_lists_the_known():
         BackendManager("cudaa")
 
 
+@pytest.mark.parametrize("asked", ["CUDA", "Cuda", "cuda", Backend.CUDA])
+def test_backends_are_named_in_any_case(asked):
+    assert BackendManager(asked, machine=MACHINES["a100"]).backend is Backend.CUDA
+    config = resolve({"model_name": "demo", "dataset": "demo", "backend": str(asked)}, environ={})
+    assert BackendManager(config.backend, machine=MACHINES["a100"]).plan(config).backend == "cuda"
+    assert BackendManager("AUTO", machine=MACHINES["a100"]).backend is Backend.CUDA
+
+
+@pytest.mark.parametrize("variable", ["FSDP_BACKEND", "ANYQLORA_BACKEND"])
+@pytest.mark.parametrize("asked, why", [("CUDA", "Backend 'cuda' is not available"), ("cudda", "unknown backend")])
+def test_a_refusal_names_the_variable_that_asked_and_how_to_take_it_back(variable, asked, why, monkeypatch, capsys):
+    for other in ("FSDP_BACKEND", "ANYQLORA_BACKEND"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, asked)
+    with pytest.raises(BackendUnavailable, match=f"^{variable}: {why}") as refused:
+        BackendManager.from_env()
+    assert f"unset {variable}" in refused.value.cure
+    assert anyqlora(["plan", "--model_name", "demo", "--dataset", "demo"]) == 2
+    said = capsys.readouterr().err
+    assert f"{variable}: {why}" in said and f"unset {variable}" in said
+    assert anyqlora(["plan", "--model_name", "demo", "--dataset", "demo", "--backend", "Cpu"]) == 0
+    with pytest.raises(BackendUnavailable) as refused:
+        BackendManager(asked, where="command line: --backend", machine=MACHINES["nothing"])
+    assert "unset" not in refused.value.cure and refused.value.where == "command line: --backend"
+
+
 def test_backend_without_a_loop_is_refused_and_passed_over():
     table = {**CAPABILITIES, Backend.MLX: replace(CAPABILITIES[Backend.MLX], framework="jax")}
     with pytest.raises(NotSupported, match="no loop runs framework 'jax'"):
@@ -382,6 +409,53 @@ def test_memory_info_counts_bytes_and_prints_units():
     )
 
 
+def a100_with(gib: int, free: float = 0.97):
+    """An A100 with another memory."""
+    device = replace(MACHINES["a100"].cuda[0], memory_total=gib << 30, memory_free=int(gib * free * 2**30))
+    return BackendManager("cuda", machine=without(MACHINES["a100"], cuda=(device,)))
+
+
+def test_batch_size_grows_as_memory_does():
+    """By hand: what rows take beside the model is in proportion to them, so that rows are to the memory that is left;
+    one row more than the answer is not predicted to fit.
+    """
+    rows = {gib: a100_with(gib).get_optimal_batch_size(7) for gib in range(8, 160, 8)}
+    left = {gib: 0.9 * 0.97 * gib * 2**30 - (a100_with(gib)._needed(7, 2, 2048) - each()) for gib in rows}
+    assert all(abs(rows[gib] - (left[gib] / each() + 1)) <= 1 for gib in rows), rows
+    assert len({rows[gib] for gib in rows}) == len(rows) and any(n & (n - 1) for n in rows.values())
+    for gib, count in rows.items():
+        manager = a100_with(gib)
+        assert manager._fits(7, count, 2048) and not manager._fits(7, count + 1, 2048)
+
+
+def each() -> int:
+    """Bytes that a row more takes."""
+    manager = a100_with(80)
+    return manager._needed(7, 21, 2048) - manager._needed(7, 20, 2048)
+
+
+@pytest.mark.parametrize("length", [128, 2048, 32768])
+@pytest.mark.parametrize("gib", [4, 8, 24, 80])
+def test_a_batch_for_what_does_not_fit_says_so(gib, length):
+    """Reference: validate_model_size, of the same rows."""
+    manager = a100_with(gib)
+    for billions in (1, 3, 7, 13, 34, 70):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            rows = manager.get_optimal_batch_size(billions, length)
+        assert bool(said) is not manager.validate_model_size(billions, length), (gib, length, billions)
+        assert rows == 1 if said else rows >= 1
+        assert all(f"{billions} billion" in str(w.message) and "GiB are free" in str(w.message) for w in said)
+
+
+def test_a_batch_where_the_memory_is_unknown_says_so():
+    device = replace(MACHINES["a100"].cuda[0], memory_free=None)
+    manager = BackendManager("cuda", machine=without(MACHINES["a100"], cuda=(device,)))
+    with pytest.warns(UserWarning, match="the free memory is not known"):
+        assert manager.get_optimal_batch_size(7) == 1
+
+
+@pytest.mark.filterwarnings("ignore:QLoRA of a model")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_batch_size_is_monotone_and_never_zero(name):
     manager = BackendManager(machine=MACHINES[name])

@@ -512,7 +512,10 @@ def test_offload_where_there_is_no_other_memory():
     with pytest.raises(UsageError, match="host and device share one memory"):
         plan("m3", use_activation_cpu_offload=True, train_type="lora")
     with pytest.raises(UsageError, match="strategy single keeps all weights on the device"):
-        plan("a100", use_cpu_offload=True)
+        plan("a100", use_cpu_offload=True, strategy="single")
+    with pytest.raises(UsageError, match="use_cpu_offload true asks for strategy fsdp, which backend 'mlx'"):
+        plan("m3", use_cpu_offload=True)
+    assert plan("a100", use_cpu_offload=True).strategy == "fsdp"  # fsdp_qlora's flag, which meant FSDP's offload
     assert plan("a100", use_cpu_offload=True, strategy="fsdp").config.use_cpu_offload is True
 
 

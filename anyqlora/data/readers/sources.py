@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from anyqlora.core.errors import UsageError
+from anyqlora.core.redaction import redacted
 from anyqlora.data.readers import strict_json
 from anyqlora.data.readers.bad_rows import BadRow
 
@@ -106,7 +107,7 @@ def placed(spec: str, otherwise: Callable[[str], str]) -> str:
     return ",".join(f"{name}={weight!r}" for name, weight in weighted_names)
 
 
-def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | None:
+def root(name: str, *, held_out: bool = False, offline: bool = False, is_default: bool = False) -> Path | None:
     """The file or directory behind one source's name, downloaded if it is on the hub; None for dummy, which is
     generated.
 
@@ -120,22 +121,26 @@ def root(name: str, *, held_out: bool = False, offline: bool = False) -> Path | 
     if path.exists():
         return path
     if name in HUB or (_HUB_ID.fullmatch(name) and path.suffix.lower() not in READERS):
-        return download(HUB.get(name, name), offline)
+        return download(name, offline, is_default)
     raise UsageError(
         "no such file or directory", where=name, cure=f"a path, a hub id (owner/name) or one of: {', '.join(BUILT_IN)}"
     )
 
 
-def files(name: str, *, held_out: bool = False, offline: bool = False) -> list[Path]:
-    """The files that one source is read from, in order. `held_out` chooses the split of a directory."""
-    path = root(name, held_out=held_out, offline=offline)
+def files(name: str, *, held_out: bool = False, offline: bool = False, is_default: bool = False) -> list[Path]:
+    """The files that one source is read from, in order. `held_out` chooses the split of a directory; `is_default`:
+    nobody has named it.
+    """
+    path = root(name, held_out=held_out, offline=offline, is_default=is_default)
     if path is None:
         return []
     paths = split(path, held_out)[0] if path.is_dir() else [path]
     return paths[:1] if name == "alpaca_sample" else paths
 
 
-def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool = False) -> list[Source]:
+def read(
+    name: str, *, held_out: bool = False, samples: int = 512, offline: bool = False, is_default: bool = False
+) -> list[Source]:
     """The rows of one source, file by file.
 
     `held_out` chooses the split, `samples` the rows of alpaca_sample and dummy.
@@ -144,7 +149,7 @@ def read(name: str, *, held_out: bool = False, samples: int = 512, offline: bool
     """
     if name == "dummy":
         return [dummy(samples)]
-    sources = [file(path) for path in files(name, held_out=held_out, offline=offline)]
+    sources = [file(path) for path in files(name, held_out=held_out, offline=offline, is_default=is_default)]
     if name == "alpaca_sample":
         del sources[0].rows[samples:]
     path = root(name, held_out=held_out, offline=offline)
@@ -191,20 +196,31 @@ def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
     return chosen, [p for p in paths if p not in chosen]
 
 
-def download(repository: str, offline: bool) -> Path:
-    """The directory of a hub dataset's files of rows, from the cache where they are there."""
+def download(name: str, offline: bool, is_default: bool = False) -> Path:
+    """The directory of a hub dataset's files of rows, from the cache where they are there; `name` is built in, or the
+    hub's.
+
+    Raises UsageError saying why it cannot be had.
+    """
+    from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
-    wanted = [f"*{suffix}" for suffix in READERS]
+    repository, wanted = HUB.get(name, name), [f"*{suffix}" for suffix in READERS]
     try:
         return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=wanted, local_files_only=offline))
+    except hub.GatedRepoError:
+        why, cure = "its owner wants you to accept its terms", "accept them on its page, then `hf auth login`"
+    except hub.RepositoryNotFoundError:
+        why, cure = "it is neither a path here nor a data set on the hub, or it is private", "check the spelling"
     except Exception as error:  # the hub's client raises a dozen kinds, some of them httpx's own
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise UsageError(
-            f"no such path, and not read from the hub: {type(error).__name__}: {reason}",
-            where=repository,
-            cure="check the path or the hub id; offline, only what was downloaded before can be read",
-        ) from None
+        reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
+        why = "and --offline true fetches nothing" if offline else f"and the hub does not answer ({redacted(reason)})"
+        why, cure = f"it is not on this machine whole, {why}", "a path, or a run with a connection first"
+    called = f"{name} (the hub's {repository})" if name in HUB else name
+    if is_default:
+        called = f"{called}, the default data set, which is taken where nobody names one,"
+        cure = f"--dataset FILE with your own rows, --dataset dummy to try the machinery; or {cure}"
+    raise UsageError(f"{called} cannot be read: {why}", cure=cure)
 
 
 def file(path: str | Path) -> Source:
