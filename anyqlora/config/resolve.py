@@ -150,10 +150,10 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
                 raise UsageError(f"{settings[name][1]} states {name} already", where=variable, cure="unset one of them")
             settings[name] = (value, variable)
     if strategy_settings:
-        own = settings.get("strategy_opt", ("", ""))[0]
+        own, where = settings.get("strategy_opt", ("", ""))
         settings["strategy_opt"] = (
-            ",".join(filter(None, [own, *strategy_settings.values()])),
-            ", ".join(strategy_settings),
+            ",".join(filter(None, [str(own), *strategy_settings.values()])),
+            ", ".join(filter(None, [where, *strategy_settings])),
         )
     return settings
 
@@ -252,6 +252,7 @@ def resolve(
     layers = [given, environment, file]
     if not any(name in layer for layer in layers for name in ("model_name", "dataset")):
         layers.append(from_file(configs_directory() / FIRST_RUN))
+    layers, option_sources = strategy_options.merge_options(layers)
     values, sources = {}, {}
     for layer in reversed(layers):
         stated = {name: parse_value(name, raw, where) for name, (raw, where) in layer.items()}
@@ -261,7 +262,8 @@ def resolve(
         sources |= {name: where for name, (_, where) in layer.items()}
     if "dataset" not in values and "model_name" in values:
         values["dataset"], sources["dataset"] = "alpaca_sample", "default"
-    config = TrainConfig(**values, sources={name: sources[name] if name in values else "default" for name in SETTINGS})
+    stated = {name: sources[name] if name in values else "default" for name in SETTINGS}
+    config = TrainConfig(**values, sources=stated | option_sources)
     if config.init_adapter:
         from anyqlora.config.init_adapter import apply_init_adapter
 
