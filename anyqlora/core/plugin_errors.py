@@ -60,10 +60,10 @@ def place_of_class(cls: type) -> str:
 
 
 @contextlib.contextmanager
-def named_plugin_errors(plugins: Mapping[str, str]) -> Iterator[None]:
+def named_plugin_errors(plugins: Mapping[tuple[str, str], str]) -> Iterator[None]:
     """An error that comes out of another package's code is a RunError that names its line; ours stay what they are.
 
-    plugins: {"strategy 'mine'": "module:Object"} of what such packages bring to the run.
+    plugins: {(kind, name): "module:Object"} of what such packages bring to the run.
     """
     try:
         yield
@@ -71,8 +71,8 @@ def named_plugin_errors(plugins: Mapping[str, str]) -> Iterator[None]:
         error.where = error.where or next((at for target in plugins.values() if (at := _raised_by(error, target))), "")
         raise
     except Exception as error:
-        for what, target in plugins.items():
+        for (kind, name), target in plugins.items():
             if at := place(error, target):
                 cure = "mend it there, or run without it"
-                raise RunError(f"{what} raises {reason(error, target)}", where=at, cure=cure) from error
+                raise RunError(f"{kind} {name!r} raises {reason(error, target)}", where=at, cure=cure) from error
         raise

@@ -280,19 +280,19 @@ def installed(setting: str) -> tuple[str, ...]:
     return tuple(entry_point_targets(_GROUPS[setting])) if setting in _GROUPS else ()
 
 
-def plugins(plan: Any) -> dict[str, str]:
-    """{"strategy 'mine'": "module:Object"} of what other packages bring to a planned run."""
+def plugins(plan: Any) -> dict[tuple[str, str], str]:
+    """{(kind, name): "module:Object"} of what other packages bring to a planned run."""
     found = {}
-    for kind, name in (("strategy", plan.strategy), ("quantizer", plan.quantizer), ("adapter", plan.config.adapter)):
-        is_built_in = name in {"strategy": STRATEGIES, "quantizer": QUANTIZERS, "adapter": ADAPTERS}[kind]
-        target = "" if is_built_in else another_packages(kind, name, _GROUPS[kind], False)
-        if target and kind != "strategy":  # a row, which may stand beside what it names or not
-            row = _row(kind, name, {}, {"quantizer": QuantizerInfo, "adapter": AdapterInfo}[kind], "")
-            target = row.target(plan.framework) or target
-        if target:
-            found[f"{kind} {name!r}"] = target
+    if plan.strategy not in STRATEGIES:
+        found["strategy", plan.strategy] = strategy(plan.strategy).torch
+    for kind, name, table, find in (
+        ("quantizer", plan.quantizer, QUANTIZERS, quantizer),
+        ("adapter", plan.adapter, ADAPTERS, adapter),
+    ):
+        if name not in table:
+            found[kind, name] = find(name).target(plan.framework)
     if target := entry_point_targets("backends").get(str(plan.backend)):
-        found[f"backend {str(plan.backend)!r}"] = target
+        found["backend", str(plan.backend)] = target
     return found
 
 
