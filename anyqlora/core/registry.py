@@ -263,6 +263,7 @@ def lookup(kind: str, name: str, table: Mapping[str, Any], where: str = "") -> A
     others = {other: f"{other} (of {package})" for other, _, package in packages}
     refused = {known: row.refused for known, row in table.items() if isinstance(row, Info) and row.refused}
     cure = "one of: " + ", ".join([*(known for known in table if known not in refused), *others.values()])
+    cure += "; or module:Object of your own" * (kind in _GROUPS)
     if name not in table:
         raise UsageError(f"unknown {kind} {name!r}{nearest(name, [*table, *others])}", where=where, cure=cure)
     if name in refused:
