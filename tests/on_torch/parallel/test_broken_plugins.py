@@ -117,13 +117,8 @@ def run_directory(place):
     return place / "out" / "run"
 
 
-EARLY = {
-    "import": UsageError,
-    "__post_init__": UsageError,
-    "__init__": RunError,
-    "setup": RunError,
-    "prepare": RunError,
-}
+PLACES = ["import", "__post_init__", "__init__", "setup", "prepare", "accumulate", "step"]
+EARLY = {"import": UsageError, "__post_init__": UsageError}  # before the processes have begun to work
 
 
 @pytest.mark.distributed
