@@ -62,7 +62,6 @@ def work(run_directory: RunDirectory, plan, context: ProcessContext, config: Tra
 
     with named_plugin_errors(registry.plugins(plan)), handshake.join_processes(plan, context) as process_group:
         plan = handshake.agree_on_plan(process_group, run_directory, plan, config)
-        handshake.check_plugins(process_group, plan)
         select.announce_plan(plan, process_group)
         tokenizer_ = tokenizer.load_tokenizer(str(base_directory(plan.config)), plan.config.trust_remote_code)
         chat_template.set_template(tokenizer_, plan.config)

@@ -9,10 +9,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from anyqlora.config import strategy_options
 from anyqlora.config.schema import SETTINGS, TrainConfig, settings_with
 from anyqlora.core import registry
-from anyqlora.core.entry_points import imported
 from anyqlora.core.errors import UsageError
 from anyqlora.data.dataset import DataSplits
 from anyqlora.processes.environment import ProcessContext, free_port
@@ -57,28 +55,6 @@ def agree_on_plan(ranks: SingleProcess, run_dir: RunDirectory, plan, config: Tra
     return replace(plan, config=plan.config.with_(**ranks.broadcast(plan.config.settings())))
 
 
-def check_plugins(ranks: SingleProcess, plan) -> None:
-    """What other packages bring is there on every process, before any waits for another that has ended over it.
-
-    Raises UsageError when a process cannot import it, or its options refuse to be.
-    """
-    found = None
-    try:
-        for (kind, name), target in registry.plugins(plan).items():
-            imported(kind, name, target)
-            if kind == "strategy":
-                strategy_options.strategy_options(plan.config, name)
-    except UsageError as error:
-        if ranks.size == 1:
-            raise
-        found = {"why": error.message, "cure": error.cure, "where": error.where}
-    reasons = ranks.all_gather_object(found)
-    for rank, found in enumerate(reasons):
-        if found:
-            on_rank = "" if all(reasons) else f" on rank {rank}"
-            _refuse(ranks, found["why"] + on_rank, found["cure"], found["where"])
-
-
 def check_same_data(ranks: SingleProcess, rows: DataSplits) -> None:
     """Raises UsageError when a process has read other rows."""
     first, *others = ranks.all_gather_object(rows.identity)
@@ -87,8 +63,8 @@ def check_same_data(ranks: SingleProcess, rows: DataSplits) -> None:
             _refuse(ranks, f"rank {rank} has read other rows than rank 0", "the same files on every machine")
 
 
-def _refuse(ranks: SingleProcess, why: str, cure: str, where: str = "between processes") -> None:
+def _refuse(ranks: SingleProcess, why: str, cure: str) -> None:
     """All processes end; the first one says why."""
     if ranks.is_first:
-        raise UsageError(why, where=where, cure=cure)
+        raise UsageError(why, where="between processes", cure=cure)
     sys.exit(UsageError.exit_code)

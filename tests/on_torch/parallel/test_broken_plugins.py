@@ -4,16 +4,19 @@ disk is whole.
 
 import json
 import os
+import sys
 import time
 
 import pytest
 
 from anyqlora.core.errors import PeerLost, RunError, UsageError
 from anyqlora.runs.checkpoints import Checkpoints
+from tests.support import runs
 from tests.support.launched import Launched
 
 SOURCE = """
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,3 +187,39 @@ def test_a_plugin_that_cannot_be_imported_at_all_is_refused_before_processes_sta
             assert run.end() == UsageError.exit_code
             assert f"{broken}:{RAISED}" in run.said() and "Traceback" not in run.said()
             assert not (tmp_path / fault / "run").exists()
+
+
+ROWS = """
+from anyqlora.extend import AdapterInfo, QuantizerInfo
+from anyqlora.on_torch.adapters.lora import Lora
+from anyqlora.on_torch.quantizers.none import Unquantized
+
+
+class Quantizer(Unquantized):
+    def quantize_into(self, module, weight):
+        return {}["a key"]
+
+
+class Adapter(Lora):
+    def init_weights(self, name, module):
+        return {}["a key"]
+
+
+QUANTIZER = QuantizerInfo("broken", bits=16, torch="broken_rows:Quantizer", strategies=("single",))
+ADAPTER = AdapterInfo("broken", torch="broken_rows:Adapter")
+"""
+KEY_ERRORS = [number for number, line in enumerate(ROWS.splitlines(), 1) if "a key" in line]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [("quantizer", KEY_ERRORS[0]), ("adapter", KEY_ERRORS[1])], ids=["quantizer", "adapter"]
+)
+def test_a_quantizer_or_an_adapter_that_raises_is_named_too(kind, line, tmp_path, monkeypatch):
+    (tmp_path / "broken_rows.py").write_text(ROWS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_rows", raising=False)
+    axes = {"quantizer": "none", "adapter": "lora", kind: f"broken_rows:{kind.upper()}"}
+    with pytest.raises(RunError, match="raises KeyError: 'a key'") as raised:
+        runs.run(tmp_path, model_name="demo", dataset="demo", eval_dataset="", max_steps=1, log_to="none", **axes)
+    assert raised.value.where == f"{tmp_path / 'broken_rows.py'}:{line}" and raised.value.exit_code == 1
+    assert f"{kind} 'broken_rows:{kind.upper()}'" in raised.value.message
