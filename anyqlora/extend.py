@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anyqlora.config.schema import TrainConfig
     from anyqlora.config.strategy_options import StrategyOptions, option
     from anyqlora.core.descriptors import AdapterInfo, QuantizerInfo
+    from anyqlora.core.errors import UsageError
     from anyqlora.on_torch.adapters.base import Adapter, ObservingAdapter
     from anyqlora.on_torch.parallel.base import Prepared, Strategy
     from anyqlora.on_torch.parallel.group import MultiProcessStrategy, ShardedStrategy
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "anyqlora.config.schema": ["TrainConfig"],
     "anyqlora.core.descriptors": ["AdapterInfo", "QuantizerInfo"],
+    "anyqlora.core.errors": ["UsageError"],
     "anyqlora.config.strategy_options": ["StrategyOptions", "option"],
     "anyqlora.on_torch.adapters.base": ["Adapter", "ObservingAdapter"],
     "anyqlora.on_torch.parallel.base": ["Prepared", "Strategy"],
@@ -79,12 +81,37 @@ __all__ = [
     "Strategy",
     "StrategyOptions",
     "TrainConfig",
+    "UsageError",
     "dequant_matmul",
     "option",
 ]
 
 
+_PAGE = "docs/writing-a-strategy.md"
+_OF_ACCELERATE = {  # names that Accelerate's guide to a custom backend edits, and what to write instead
+    "Accelerator": (
+        "Accelerator is anyqlora.Runtime here, and is not edited: Runtime.of(strategy='module:Class', "
+        f"strategy_opt=plugin) calls the prepare, backward and step of your Strategy ({_PAGE})"
+    ),
+    "AcceleratorState": (
+        "there is no AcceleratorState to edit: --strategy module:Class or ANYQLORA_STRATEGY=module:Class chooses a "
+        f"strategy, and its plugin_cls is the class of its options ({_PAGE})"
+    ),
+    "DistributedType": (
+        "there is no DistributedType to add to: a strategy is named module:Class, or by an entry point of the group "
+        f"anyqlora.strategies ({_PAGE})"
+    ),
+    "ClusterConfig": (
+        "there is no ClusterConfig to add flags to: every field of the class that plugin_cls names is an option, "
+        f"--strategy_opt NAME=VALUE ({_PAGE})"
+    ),
+}
+_OF_ACCELERATE |= {"PartialState": _OF_ACCELERATE["AcceleratorState"], "BaseConfig": _OF_ACCELERATE["ClusterConfig"]}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _OF_ACCELERATE:  # an ImportError, since `from ... import` has words of its own for an AttributeError
+        raise ImportError(_OF_ACCELERATE[name], name=name)
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)

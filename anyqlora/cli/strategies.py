@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 
 from anyqlora.config import strategy_options
+from anyqlora.config.option_values import choices_of, hints_of, kind_name, option_fields
 from anyqlora.core import registry
 from anyqlora.core.entry_points import entry_points_of
 from anyqlora.core.errors import RunError, UsageError
@@ -36,23 +36,21 @@ def shown(name: str) -> Iterator[str]:
     row = registry.strategy(name)
     yield f"{name}: {row.torch or row.mlx}"
     cls = strategy_options.options_class(name)
-    if cls is None or not fields(cls):
+    if cls is None or not option_fields(cls):
         yield "no options"
         return
-    kinds = typing.get_type_hints(cls)
-    for f in fields(cls):
-        about = f.metadata
-        default = f.default if f.default is not MISSING else ""
-        choices = f" [{'|'.join(map(str, about['choices']))}]" if about.get("choices") else ""
+    hints = hints_of(cls)
+    for f in option_fields(cls).values():
+        about, values = f.metadata, choices_of(f, hints[f.name])
+        default = "" if f.default is MISSING else f.default
+        shown_default = str(default).lower() if isinstance(default, bool) or default is None else str(default)
+        choices = f" [{'|'.join(map(str, values))}]" if values else ""
         setting = f"; --{about['setting']} says the same" if about.get("setting") else ""
-        yield (
-            f"  {f.name} ({kinds[f.name].__name__}, "
-            f"{str(default).lower() if isinstance(default, bool) else default}){choices}: "
-            f"{about.get('help', '')}{setting}"
-        )
+        shown_help = f": {about['help']}" if about.get("help") else ""
+        yield f"  {f.name} ({kind_name(hints[f.name])}, {shown_default}){choices}{shown_help}{setting}"
     yield (
         f"as --strategy_opt NAME=VALUE,..., in a --strategy_config FILE, or as "
-        f"ANYQLORA_{name.upper().replace('-', '_')}_NAME in the environment"
+        f"{strategy_options.variable_of(name, 'NAME')} in the environment"
     )
 
 

@@ -143,10 +143,10 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]
                 del settings[name]
             settings.state(name, value, variable, variable.removeprefix(ENV_PREFIX).lower())
     if strategy_settings:
-        own = settings.get("strategy_opt", ("", ""))[0]
+        own, where = settings.get("strategy_opt", ("", ""))
         settings["strategy_opt"] = (
-            ",".join(filter(None, [own, *strategy_settings.values()])),
-            ", ".join(strategy_settings),
+            ",".join(filter(None, [str(own), *strategy_settings.values()])),
+            ", ".join(filter(None, [where, *strategy_settings])),
         )
     return settings
 
@@ -188,20 +188,6 @@ def _with_strategy_file(layers: list[dict], notes: list[str]) -> list[dict]:
     return layers
 
 
-def _joined(lower: str, higher: str) -> str:
-    """The options of two layers: what the higher one says of an option holds, with or without its strategy's name."""
-    above = strategy_options.parse_pairs(higher)
-    plain = {name.rpartition(".")[2] for name in above}
-    below = strategy_options.parse_pairs(lower)
-    kept = {name: value for name, value in below.items() if name not in above and not _is_said(name, above, plain)}
-    return ",".join(f"{name}={value}" for name, value in {**kept, **above}.items())
-
-
-def _is_said(name: str, above: Mapping[str, str], plain: set[str]) -> bool:
-    """Whether options of a higher layer say this one: by its own name, or without the strategy's."""
-    return name.rpartition(".")[2] in above or ("." not in name and name in plain)
-
-
 def resolve(
     given: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, origin: str = "command line"
 ) -> TrainConfig:
@@ -216,22 +202,18 @@ def resolve(
     layers = _with_strategy_file([given, environment, file], notes)
     if not any(name in layer for layer in layers for name in ("model_name", "dataset")):
         layers.append(from_file(configs_directory() / FIRST_RUN))
+    layers, option_sources = strategy_options.merge_options(layers)
     values, sources = {}, {}
     for layer in reversed(layers):
         stated = {name: parse_value(name, raw, where) for name, (raw, where) in layer.items()}
         for name in overridden(stated):
             values.pop(name, None)
-        if "strategy_opt" in stated and "strategy_opt" in values:
-            stated["strategy_opt"] = _joined(values["strategy_opt"], stated["strategy_opt"])
         values |= stated
         sources |= {name: where for name, (_, where) in layer.items()}
     if "dataset" not in values and "model_name" in values:
         values["dataset"], sources["dataset"] = "alpaca_sample", "default"
-    config = TrainConfig(
-        **values,
-        sources={name: sources[name] if name in values else "default" for name in SETTINGS},
-        notes=tuple(notes),
-    )
+    stated = {name: sources[name] if name in values else "default" for name in SETTINGS}
+    config = TrainConfig(**values, sources=stated | option_sources, notes=tuple(notes))
     if config.init_adapter:
         from anyqlora.config.init_adapter import apply_init_adapter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -943,9 +944,19 @@ def canonical_name(name: str, where: str) -> str:
         raise UsageError(
             f"unknown setting {name!r}{registry.nearest(plain, [*SETTINGS, *ALIASES, *other_tools.NAMES])}",
             where=where,
-            cure="python train.py --help lists the settings",
+            cure=next(
+                (cure for end, cure in _OF_ACCELERATES_GUIDE.items() if re.fullmatch(end, plain)),
+                "python train.py --help lists the settings",
+            ),
         )
     return plain
+
+
+_OF_ACCELERATES_GUIDE = {  # what its guide to a custom backend adds for each: a strategy has no setting of its own here
+    r"\w+_plugin": "strategy='module:Class', and its options as strategy_opt=plugin",
+    r"use_\w+": "python train.py --help lists the settings; a strategy of your own is --strategy module:Class",
+    r"\w+_config_file": "--strategy_config FILE, or --strategy_opt config_file=FILE where the strategy reads it itself",
+}
 
 
 def canonical_settings(name: str, value: object, where: str, notes: list[str] | None = None) -> dict[str, object]:

@@ -5,20 +5,22 @@ order.
 from __future__ import annotations
 
 import json
-import math
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import NoReturn
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from anyqlora.config import deepspeed_file
-from anyqlora.config.schema import known_value, parse_value
+from anyqlora.config.option_values import hints_of, option_fields, parse_option
+from anyqlora.config.options_class import check_known, check_options_class, options_from_dict, options_to_dict
+from anyqlora.config.schema import parse_value
 from anyqlora.core import registry
 from anyqlora.core.entry_points import entry_point_targets
 from anyqlora.core.errors import UsageError
 
 REFINED = ("deepspeed_zero_stage", "use_cpu_offload")  # settings that a file of options gives way to
-_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+ANY = "*"  # before an option: of whatever strategy there is
+PREFIX = "ANYQLORA_"
 
 
 def option(default, help: str, *, choices=(), low=None, setting: str = ""):
@@ -34,12 +36,10 @@ class StrategyOptions:
     """
 
     def __post_init__(self):
+        hints = hints_of(type(self))
         for f in fields(self):
-            object.__setattr__(
-                self,
-                f.name,
-                parse_option(f, getattr(self, f.name), type(self).__name__, typing.get_type_hints(type(self))[f.name]),
-            )
+            value = parse_option(f, getattr(self, f.name), type(self).__name__, hints[f.name])
+            object.__setattr__(self, f.name, value)
 
     def to_dict(self) -> dict:
         """JSON-able; `from_dict` makes the same again."""
@@ -48,19 +48,7 @@ class StrategyOptions:
     @classmethod
     def from_dict(cls, values: Mapping, where: str = "") -> StrategyOptions:
         """Raises UsageError for a name that is no option."""
-        for name in values:
-            cls.known(name, where)
-        return cls(**values)
-
-    @classmethod
-    def known(cls, name: str, where: str = "") -> None:
-        names = [f.name for f in fields(cls)]
-        if name not in names:
-            raise UsageError(
-                f"unknown option {name!r} of {cls.__name__}{registry.nearest(name, names)}",
-                where=where,
-                cure=f"one of: {', '.join(names) or 'none, it has no options'}",
-            )
+        return options_from_dict(cls, values, where)
 
     @classmethod
     def from_file(cls, values: Mapping[str, tuple[object, str]], config) -> dict:
@@ -74,47 +62,14 @@ class StrategyOptions:
                 where=next(iter(values.values()))[1],
                 cure="--strategy deepspeed, or leave out strategy",
             )
-        for name, (_, where) in values.items():
-            cls.known(name, where)
-        return {name: value for name, (value, _) in values.items()}
+        return stated_in_file(cls, values)
 
 
-def parse_option(f, raw: object, where: str, kind: type) -> object:
-    """`raw` (text, or a value) as the type of field `f`. Raises UsageError saying what fits."""
-    metadata = f.metadata
-    text = str(raw).lower() if isinstance(raw, bool) else str(raw).strip()  # a file's true is true in any case
-
-    def refuse(expected: str) -> NoReturn:
-        raise UsageError(
-            f"{f.name}: {raw!r} is not {expected}", where=where, cure=f"{f.name} is: {metadata.get('help', kind)}"
-        )
-
-    if kind is bool:
-        value = _BOOLEANS.get(text.lower())
-        if value is None:
-            refuse("true or false")
-    elif kind in (int, float):
-        try:
-            value = float(text) if not isinstance(raw, bool) else math.nan
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or (kind is int and value != int(value)):
-            refuse("a whole number" if kind is int else "a number")
-        value = kind(value)
-        if metadata.get("low") is not None and value < metadata["low"]:
-            refuse(f"at least {metadata['low']}")
-    elif kind is dict:
-        if raw is not None and not isinstance(raw, Mapping):
-            refuse("a map, which only a file can state")
-        value = dict(raw or {})
-    else:
-        value = known_value(metadata["setting"], text) if metadata.get("setting") else text
-        value = next((choice for choice in metadata.get("choices", ()) if choice == value.lower()), value)
-    if metadata.get("choices") and value not in metadata["choices"]:
-        refuse(
-            "one of " + ", ".join(map(str, metadata["choices"])) + registry.nearest(text, map(str, metadata["choices"]))
-        )
-    return value
+def stated_in_file(cls: type, values: Mapping[str, tuple[object, str]]) -> dict:
+    """{option: value} of what a file states. Raises UsageError for a name that is no option."""
+    for name, (_, where) in values.items():
+        check_known(cls, name, where)
+    return {name: value for name, (value, _) in values.items()}
 
 
 # ---------------------------------------------------------------------------------------------------- the built-in ones
@@ -201,30 +156,25 @@ class AccelerateOptions(DdpOptions):
 # ----------------------------------------------------------------------------------------------------------- where from
 
 
-def options_class(strategy: str) -> type[StrategyOptions] | None:
+def options_class(strategy: str) -> type | None:
     """The dataclass of a strategy's options; None: it has none.
 
-    A third party's is asked of its class, which imports it.
+    A third party's is asked of its class, which imports it. Raises UsageError where that is no dataclass.
     """
-    if strategy not in registry.STRATEGIES:
-        return getattr(registry.strategy_class(strategy), "plugin_cls", None)
-    options = registry.STRATEGIES[strategy].options
-    return registry.load(options) if options else None
+    if strategy in registry.STRATEGIES:
+        options = registry.STRATEGIES[strategy].options
+        return registry.load(options) if options else None
+    cls = getattr(registry.strategy_class(strategy), "plugin_cls", None)
+    if cls is not None:
+        check_options_class(cls, strategy)
+    return cls
 
 
-def strategy_of(options: str) -> str | None:
-    """The first of our strategies that has an option of "name=value,..."; None where none has."""
-    for name in (name for name in parse_pairs(options) if "." not in name):
-        for strategy, row in registry.STRATEGIES.items():
-            if row.options and name in registry.load(row.options).__dataclass_fields__:
-                return strategy
-    return None
+def strategy_options(config, strategy: str | None = None) -> Any:
+    """The options of the configuration's strategy, of its options class; None where it has none.
 
-
-def strategy_options(config, strategy: str | None = None) -> StrategyOptions | None:
-    """The options of the configuration's strategy.
-
-    Raises UsageError for one that it does not have, and for a bad value.
+    Raises UsageError for one that it does not have, and for a bad value, with the flag, variable or file that states
+    it.
     """
     name = strategy or config.strategy
     cls = options_class(name)
@@ -233,36 +183,55 @@ def strategy_options(config, strategy: str | None = None) -> StrategyOptions | N
     if cls is None:
         for key in ("strategy_opt", "strategy_config"):
             if getattr(config, key) and any(
-                "." not in option for option in (stated if key == "strategy_opt" else ["file"])
+                option.rpartition(".")[0] in ("", ANY) for option in (stated if key == "strategy_opt" else ["file"])
             ):
                 raise UsageError(f"{key}: strategy {name} has no options", where=where[key], cure=f"leave out {key}")
         return None
-    values = cls.from_file(options_from_file(config.strategy_config), config) if config.strategy_config else {}
-    qualified = {key.partition(".")[2]: value for key, value in stated.items() if key.startswith(f"{name}.")}
-    plain = {key: value for key, value in stated.items() if "." not in key}
-    implied = {
-        f.name: getattr(config, f.metadata["setting"])
-        for f in fields(cls)
-        if f.metadata.get("setting") and config.asked(f.metadata["setting"])
-    }
-    implied = {key: value for key, value in implied.items() if value != "auto"}
-    for key in plain.keys() & implied.keys():
-        if str(plain[key]).lower() != str(implied[key]).lower():
-            raise UsageError(
-                f"strategy_opt {key}={plain[key]} contradicts {cls.__dataclass_fields__[key].metadata['setting']} "
-                f"{implied[key]}",
-                where=where["strategy_opt"],
-                cure="one of them",
-            )
-    layers = {**values, **qualified, **implied, **plain}
     try:
-        return cls.from_dict(layers)
+        layers = _layers(cls, name, config, stated)
+        values = {option: value for option, (value, _) in layers.items()}
+        return options_from_dict(cls, values, {option: where for option, (_, where) in layers.items()})
     except UsageError as error:
-        raise UsageError(
-            f"strategy {name}: {error.message}",
-            where=where["strategy_opt"] if stated else where["strategy_config"],
-            cure=error.cure,
-        ) from None
+        raise UsageError(f"strategy {name}: {error.message}", where=error.where, cure=error.cure) from error
+
+
+def _layers(cls: type, name: str, config, stated: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    """{option: (value, where)}: the file of options, then variables, then settings that say the same, then options that
+    are given.
+    """
+    read = options_from_file(config.strategy_config) if config.strategy_config else {}
+    from_file = getattr(cls, "from_file", None)  # which a plain dataclass has not
+    values = (from_file(read, config) if from_file else stated_in_file(cls, read)) if read else {}
+    by_file = config.sources.get("strategy_config", "")
+    spelled = {option.lower(): option for option in option_fields(cls)}  # variables know no case
+
+    def given(qualifier: str) -> dict[str, tuple[object, str]]:
+        keys = {key: key.rpartition(".")[2] for key in stated if key.rpartition(".")[0] == qualifier}
+        return {
+            spelled.get(option.lower(), option) if qualifier else option: (stated[key], _source(config, key))
+            for key, option in keys.items()
+        }
+
+    settings = {option: f.metadata.get("setting", "") for option, f in option_fields(cls).items()}
+    implied = {
+        option: (getattr(config, setting), config.sources.get(setting, ""))
+        for option, setting in settings.items()
+        if setting and config.asked(setting) and getattr(config, setting) != "auto"
+    }
+    plain = given("")
+    for option in plain.keys() & implied.keys():
+        (value, where), (other, _) = plain[option], implied[option]
+        if str(value).lower() != str(other).lower():
+            raise UsageError(
+                f"strategy_opt {option}={value} contradicts {settings[option]} {other}", where=where, cure="one of them"
+            )
+    file = {option: (value, read[option][1] if option in read else by_file) for option, value in values.items()}
+    return {**file, **given(ANY), **given(name), **implied, **plain}
+
+
+def _source(config, key: str) -> str:
+    """Where an option of strategy_opt is stated."""
+    return config.sources.get(f"strategy_opt.{key}") or config.sources.get("strategy_opt", "")
 
 
 def parse_pairs(text: str, where: str = "") -> dict[str, str]:
@@ -280,16 +249,83 @@ def parse_pairs(text: str, where: str = "") -> dict[str, str]:
     return pairs
 
 
+def variable_of(strategy: str, option: str) -> str:
+    """The environment variable of an option: that of a registered strategy bears its name. One that is given as
+    module:Class has no name for a variable, and shares one with all: ANYQLORA_STRATEGY_OPT_<OPTION>.
+    """
+    of = "strategy_opt" if ":" in strategy or strategy == ANY else strategy
+    return f"{PREFIX}{re.sub(r'[^A-Za-z0-9]', '_', of)}_{option}".upper()
+
+
 def options_from_environment(environ: Mapping[str, str], prefix: str, settings: Mapping) -> dict[str, str]:
-    """{"strategy.option": value} of ANYQLORA_<STRATEGY>_<OPTION>; what is a setting of train.py is left to it."""
+    """{variable: "strategy.option=value"} of ANYQLORA_<STRATEGY>_<OPTION>, and "*.option=value" of
+    ANYQLORA_STRATEGY_OPT_<OPTION>, which is that of any strategy; what is a setting of train.py is left to it.
+    """
     names = sorted([*registry.STRATEGIES, *entry_point_targets("strategies")], key=len, reverse=True)
     options = {}
     for variable, value in sorted(environ.items()):
-        rest = variable.removeprefix(prefix).lower()
-        strategy = next((name for name in names if rest.startswith(f"{name.lower().replace('-', '_')}_")), None)
-        if variable.startswith(prefix) and strategy and rest not in settings:
-            options[variable] = f"{strategy}.{rest[len(strategy) + 1 :]}={value}"
+        starts = ((name, variable_of(name, "")) for name in [ANY, *names])
+        strategy, start = next(((name, start) for name, start in starts if variable.startswith(start)), ("", ""))
+        if strategy and variable.removeprefix(prefix).lower() not in settings:
+            options[variable] = f"{strategy}.{variable.removeprefix(start).lower()}={value}"
     return options
+
+
+Layer = dict[str, tuple[object, str]]  # {setting: (value, where)}
+
+
+def merge_options(layers: Sequence[Layer]) -> tuple[list[Layer], dict[str, str]]:
+    """The same layers, the highest first, with the options of all in the first that has some: a lower layer's option
+    stays where no higher one states it. And {"strategy_opt.OPTION": where it is stated}.
+    """
+    merged: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    for layer in layers:
+        raw, where = layer.get("strategy_opt", ("", ""))
+        above = set(merged)
+        for key, value in _pairs(raw, where).items():
+            qualifier, _, option = key.rpartition(".")
+            if above & {option, f"{ANY}.{option}", key}:
+                continue
+            if not qualifier and any(other.endswith(f".{option}") for other in above):
+                key = f"{ANY}.{option}"  # below a variable of one strategy, and above nothing
+            merged[key] = value
+            sources[f"strategy_opt.{key}"] = _variable_in(where, qualifier, option)
+    first = next((number for number, layer in enumerate(layers) if "strategy_opt" in layer), None)
+    if first is None:
+        return list(layers), {}
+    text = ",".join(f"{key}={value}" for key, value in merged.items())
+    where = ", ".join(dict.fromkeys(sources.values())) or layers[first]["strategy_opt"][1]
+    rest = [{name: said for name, said in layer.items() if name != "strategy_opt"} for layer in layers]
+    rest[first]["strategy_opt"] = (text, where)
+    return rest, sources
+
+
+def _pairs(raw: object, where: str) -> dict[str, str]:
+    """{name: value} of what is stated as strategy_opt: text, a map, or an object of the options class itself."""
+    if raw is None or isinstance(raw, str):
+        return parse_pairs(raw or "", where)
+    if isinstance(raw, (list, tuple)):
+        return parse_pairs(",".join(map(str, raw)), where)
+    if is_dataclass(raw) and not isinstance(raw, type):
+        raw = {name: value for name, value in options_to_dict(raw).items() if value is not None}
+    if not isinstance(raw, Mapping):
+        return parse_pairs(str(raw), where)
+    values = {str(name): str(value).lower() if isinstance(value, bool) else str(value) for name, value in raw.items()}
+    for name, value in values.items():
+        if "," in value or isinstance(raw[name], (Mapping, list, tuple, set)):
+            raise UsageError(
+                f"strategy_opt {name}: {value!r} is no single value without a comma",
+                where=where,
+                cure="state it in a file: strategy_config",
+            )
+    return values
+
+
+def _variable_in(where: str, qualifier: str, option: str) -> str:
+    """Of the variables that `where` names, that of the option; else `where` itself."""
+    variable = variable_of(qualifier or ANY, option)
+    return variable if variable in where.split(", ") else where
 
 
 def options_from_file(path: str) -> dict[str, tuple[object, str]]:
@@ -325,3 +361,12 @@ def options_from_file(path: str) -> dict[str, tuple[object, str]]:
             raise UsageError(f"{key.value} is stated twice", where=where, cure="take one of them out")
         options[key.value] = values[key.value], where
     return options
+
+
+def strategy_of(options: str) -> str | None:
+    """The first of our strategies that has an option of "name=value,..."; None where none has."""
+    for name in (name for name in parse_pairs(options) if "." not in name):
+        for strategy, row in registry.STRATEGIES.items():
+            if row.options and name in registry.load(row.options).__dataclass_fields__:
+                return strategy
+    return None

@@ -9,6 +9,7 @@ from typing import Any
 
 from anyqlora.core.descriptors import load
 from anyqlora.core.errors import UsageError
+from anyqlora.core.plugin_errors import described
 
 GROUPS = ("backends", "strategies", "quantizers", "adapters")
 
@@ -57,12 +58,12 @@ def another_packages(kind: str, name: str, group: str, is_built_in: bool, where:
 
 
 def imported(kind: str, name: str, target: str, where: str = "") -> Any:
-    """Another package's object. Raises UsageError where it cannot be imported, saying why."""
+    """Another package's object. Raises UsageError where it cannot be imported, saying why and in which line."""
     try:
         return load(target)
-    except Exception as error:  # somebody else's code: whatever is wrong with it is the finding
+    except (Exception, SystemExit) as error:  # somebody else's code: whatever is wrong with it is the finding
         raise UsageError(
-            f"{kind} {name!r} cannot be imported: {type(error).__name__}: {error}",
+            f"{kind} {name!r} cannot be imported: {described(error, target)}",
             where=where or target,
             cure=f"--{kind} module:Object, importable from here",
         ) from error

@@ -263,6 +263,7 @@ def lookup(kind: str, name: str, table: Mapping[str, Any], where: str = "") -> A
     others = {other: f"{other} (of {package})" for other, _, package in packages}
     refused = {known: row.refused for known, row in table.items() if isinstance(row, Info) and row.refused}
     cure = "one of: " + ", ".join([*(known for known in table if known not in refused), *others.values()])
+    cure += "; or module:Object of your own" * (kind in _GROUPS)
     if name not in table:
         raise UsageError(f"unknown {kind} {name!r}{nearest(name, [*table, *others])}", where=where, cure=cure)
     if name in refused:
@@ -278,6 +279,22 @@ _GROUPS = {"quantizer": "quantizers", "adapter": "adapters", "strategy": "strate
 def installed(setting: str) -> tuple[str, ...]:
     """The names that other packages register as values of a setting."""
     return tuple(entry_point_targets(_GROUPS[setting])) if setting in _GROUPS else ()
+
+
+def plugins(plan: Any) -> dict[tuple[str, str], str]:
+    """{(kind, name): "module:Object"} of what other packages bring to a planned run."""
+    found = {}
+    if plan.strategy not in STRATEGIES:
+        found["strategy", plan.strategy] = strategy(plan.strategy).torch
+    for kind, name, table, find in (
+        ("quantizer", plan.quantizer, QUANTIZERS, quantizer),
+        ("adapter", plan.adapter, ADAPTERS, adapter),
+    ):
+        if name not in table:
+            found[kind, name] = find(name).target(plan.framework)
+    if target := entry_point_targets("backends").get(str(plan.backend)):
+        found["backend", str(plan.backend)] = target
+    return found
 
 
 def is_module_object(setting: str, value: object) -> bool:

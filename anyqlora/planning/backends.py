@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core import registry
 from anyqlora.core.entry_points import entry_point_targets
 from anyqlora.core.errors import NotSupported, UsageError
+from anyqlora.core.plugin_errors import described, place, reason
 from anyqlora.core.terminal import format_bytes
 from anyqlora.models import architectures
 from anyqlora.planning import memory
@@ -70,11 +71,36 @@ def plugin(name: str) -> BackendSpec:
     target = entry_point_targets("backends")[name]
     try:
         spec = registry.load(target)
-    except Exception as error:  # somebody else's code: whatever is wrong with it is the finding
-        raise UsageError(f"backend plugin {name!r} cannot be imported: {error}", where=target) from error
+    except (Exception, SystemExit) as error:  # somebody else's code: whatever is wrong with it is the finding
+        why = described(error, target)
+        raise UsageError(f"backend plugin {name!r} cannot be imported: {why}", where=target) from error
     if not isinstance(spec, BackendSpec):
         raise UsageError(f"backend plugin {name!r} is {type(spec).__name__}, not a BackendSpec", where=target)
-    return spec
+    if not isinstance(spec.capabilities, Capabilities):
+        kind = type(spec.capabilities).__name__
+        raise UsageError(f"backend plugin {name!r}: its capabilities are {kind}, not Capabilities", where=target)
+    return replace(spec, probe=partial(_checked_report, name, target, spec.probe))
+
+
+def _checked_report(
+    name: str, target: str, probe: Callable[[Machine], BackendReport], machine: Machine
+) -> BackendReport:
+    """What another package's probe reports. Raises UsageError with its line where it raises, or reports nothing that
+    can be planned by.
+    """
+    try:
+        report = probe(machine)
+    except (Exception, SystemExit) as error:  # somebody else's code: whatever is wrong with it is the finding
+        raise UsageError(
+            f"the probe of backend plugin {name!r} raises {reason(error, target)}", where=place(error, target) or target
+        ) from error
+    if not isinstance(report, BackendReport):
+        kind = type(report).__name__
+        raise UsageError(f"the probe of backend plugin {name!r} gives {kind}, not a BackendReport", where=target)
+    empty = [cells for cells in ("dtypes", "quantizers", "optimizers") if not getattr(report, cells)]
+    if report.available and empty:
+        raise UsageError(f"the probe of backend plugin {name!r} reports no {' and no '.join(empty)}", where=target)
+    return report
 
 
 # ---------------------------------------------------------------------------------------------------------- the manager

@@ -53,13 +53,14 @@ def train(config: TrainConfig, name: str = "") -> dict:
 
 def work(run_directory: RunDirectory, plan, context: ProcessContext, config: TrainConfig) -> dict:
     """What each process of a run of `config`, planned so, does: meet the others, read the rows, and train."""
+    from anyqlora.core.plugin_errors import named_plugin_errors
     from anyqlora.data import chat_template, dataset, stream, tokenizer
     from anyqlora.models.hub import base_directory
     from anyqlora.reporting import select
     from anyqlora.training import handshake
     from anyqlora.training.session import TrainingSession
 
-    with handshake.join_processes(plan, context) as process_group:
+    with named_plugin_errors(registry.plugins(plan)), handshake.join_processes(plan, context) as process_group:
         plan = handshake.agree_on_plan(process_group, run_directory, plan, config)
         select.announce_plan(plan, process_group)
         tokenizer_ = tokenizer.load_tokenizer(str(base_directory(plan.config)), plan.config.trust_remote_code)

@@ -171,14 +171,29 @@ class RunDirectory:
     def hand_over(self) -> Iterator[None]:
         """Other processes take the directory now, and read what is in it themselves.
 
-        It goes when they have left it empty.
+        It goes when they have left it empty, and what they have left in it when one of them has explained why the run
+        ends before its first step: the first one may have been ended before it could clear up.
         """
         self.unlock()
+        was_empty = self.is_empty or not self.directory.exists()
         self.is_empty, self.restored = False, None
         try:
             yield
+        except SystemExit:
+            if was_empty and not self._has_steps():
+                shutil.rmtree(self.directory, ignore_errors=True)
+                self._remove_empty()
+            raise
         finally:
             self._remove_empty(self.directory)
+
+    def _has_steps(self) -> bool:
+        """Whether a step is recorded, or kept in a checkpoint."""
+        try:
+            lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            lines = []
+        return any('"event"' not in line for line in lines) or any(self.directory.glob("checkpoints/*"))
 
     def _remove_empty(self, *directories: Path) -> None:
         with contextlib.suppress(OSError):  # where something is in one

@@ -273,11 +273,13 @@ class StrategyContract:
 
     def test_options_go_to_a_dictionary_and_back(self) -> None:
         from anyqlora.config import strategy_options
+        from anyqlora.config.options_class import options_from_dict, options_to_dict
 
         cls = strategy_options.options_class(self.strategy)
         if cls is None:
             assert not self.options
             return
-        options = cls.from_dict(self.options)
-        assert cls.from_dict(options.to_dict()) == options
-        assert all(str(options.to_dict()[key]).lower() == str(value).lower() for key, value in self.options.items())
+        options = options_from_dict(cls, self.options)
+        stored = options_to_dict(options)
+        assert options_from_dict(cls, stored) == options
+        assert all(str(stored[key]).lower() == str(value).lower() for key, value in self.options.items())

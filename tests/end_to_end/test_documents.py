@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import textwrap
 from html.parser import HTMLParser
 
 import pytest
@@ -48,6 +49,12 @@ def named(document) -> str:
 def reader(tmp_path_factory):
     """The directory in which a reader stands."""
     return documents.newcomer(tmp_path_factory.mktemp("reader"))
+
+
+@pytest.fixture(autouse=True)
+def plugin_of_the_page(reader, monkeypatch):
+    """What stands in that directory can be imported, as by a command that is given there."""
+    monkeypatch.syspath_prepend(str(reader))
 
 
 def flags(words: list[str]) -> dict[str, str]:
@@ -115,7 +122,7 @@ def test_python_on_the_pages_is_python(document):
     """It can be parsed, and what it imports of this package is there."""
     for language, lines in document.blocks():
         if language == "python":
-            tree = ast.parse("\n".join(lines))
+            tree = ast.parse(textwrap.dedent("\n".join(lines)))
             for node in ast.walk(tree):
                 if isinstance(node, ast.ImportFrom) and node.module.startswith("anyqlora"):
                     exec(compile(ast.Module([node], []), named(document), "exec"), {})

@@ -682,3 +682,77 @@ def test_broken_plugin_is_named_and_harms_nobody(tmp_path, monkeypatch, capsys):
     assert "not a BackendSpec" in out
     assert anyqlora(["plan", "--backend", "broken"]) == 2
     assert "cannot be imported" in capsys.readouterr().err
+
+
+FAULTY = """
+import sys
+
+from anyqlora.extend import BackendReport, BackendSpec, Capabilities, Machine
+
+ROW = Capabilities("torch", "cpu", ("fp32",), ("none",), ("adamw",), notes="broken")
+WHOLE = {"dtypes": ("fp32",), "quantizers": ("none",), "optimizers": ("adamw",)}
+
+
+def read_driver(machine: Machine) -> int:
+    return machine.torch["no such key"]
+
+
+def spec(probe):
+    return BackendSpec("broken", ROW, probe, "cpu")
+
+
+RAISES = spec(read_driver)
+DEEPER = spec(lambda machine: BackendReport(True, **WHOLE, reasons=dict(int("many"))))
+EXITS = spec(lambda machine: sys.exit("no driver"))
+NOTHING = spec(lambda machine: None)
+EMPTY = spec(lambda machine: BackendReport(available=True, dtypes=("fp32",)))
+ROWLESS = BackendSpec("broken", {"dtypes": ["fp32"]}, read_driver, "cpu")
+"""
+LINE_OF_DRIVER = 1 + next(n for n, line in enumerate(FAULTY.splitlines()) if "no such key" in line)
+LINE_OF_EXIT = 1 + next(n for n, line in enumerate(FAULTY.splitlines()) if "sys.exit" in line)
+
+
+@pytest.mark.parametrize(
+    ("target", "line", "why"),
+    [
+        ("RAISES", LINE_OF_DRIVER, "the probe of backend plugin 'broken' raises KeyError: 'no such key'"),
+        ("DEEPER", LINE_OF_EXIT - 1, "raises ValueError: invalid literal for int"),
+        ("EXITS", LINE_OF_EXIT, "raises SystemExit: no driver"),
+        ("NOTHING", 0, "gives NoneType, not a BackendReport"),
+        ("EMPTY", 0, "reports no quantizers and no optimizers"),
+        ("ROWLESS", 0, "its capabilities are dict, not Capabilities"),
+    ],
+)
+def test_a_probe_that_raises_is_its_backends_absence(target, line, why, tmp_path, monkeypatch, capsys):
+    """With the plugin's own file and line; the others are listed as before, and `auto` takes the same one."""
+    expected = BackendManager().backend
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[anyqlora.backends]\nbroken = faulty_backend:{target}\n")
+    (tmp_path / "faulty_backend.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "faulty_backend", raising=False)
+    place = f"{tmp_path / 'faulty_backend.py'}:{line}" if line else f"faulty_backend:{target}"
+    assert anyqlora(["backends"]) == 0
+    out = capsys.readouterr().out
+    listed = next(line for line in out.splitlines() if line.startswith("broken"))
+    assert listed.startswith(f"broken no: {place}: ") and why in listed
+    assert "cpu   yes:" in out and out.endswith(f"auto takes {expected}\n")
+    assert "broken" not in BackendManager().available()
+    assert anyqlora(["plan", "--backend", "broken"]) == 2
+    err = capsys.readouterr().err
+    assert place in err and why in err and "Traceback" not in err
+
+
+def test_a_backend_that_raises_on_import_is_named_by_its_line(tmp_path, monkeypatch):
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[anyqlora.backends]\nbroken = half_a_backend:SPEC\nodd = no_python:SPEC\n")
+    (tmp_path / "half_a_backend.py").write_text("import json\nSPEC = json.loads('{')\n")
+    (tmp_path / "no_python.py").write_text("x = 1\ndef\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    manager = BackendManager()
+    assert f"({tmp_path / 'half_a_backend.py'}:2)" in manager.probe("broken").why("available")
+    assert f"({tmp_path / 'no_python.py'}:2)" in manager.probe("odd").why("available")

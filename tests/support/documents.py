@@ -16,7 +16,12 @@ from tests.support.paths import ROOT
 DOCS = ROOT / "docs"
 GENERATED = ("settings.md", "contributing.md")  # pages that docs/_site/hooks.py writes when the site is built
 # the steps of CONTRIBUTING.md are followed by a test of their own
-PLACEHOLDERS = {"--quantizer rowwise8": "--quantizer nf4", "--adapter gaussian": "--adapter lora", "RUN": "runs/NAME"}
+PLACEHOLDERS = {
+    "--quantizer rowwise8": "--quantizer nf4",
+    "--adapter gaussian": "--adapter lora",
+    "--backend mynpu": "--backend cpu",
+    "RUN": "runs/NAME",
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,22 @@ def page(name: str) -> Document:
     return read(DOCS / name)
 
 
+def files_of(name: str) -> dict[str, str]:
+    """{file name: content} of a page that makes files step by step: a section that begins with a file's name in code
+    starts it, and the blocks of Python up to the next one are its lines.
+    """
+    parts: dict[str, list[str]] = {}
+    current = ""
+    for section in re.split(r"^## ", page(name).text, flags=re.MULTILINE)[1:]:
+        starts = re.findall(r"^`([\w.]+\.(?:py|toml))`", section, re.MULTILINE)
+        current = starts[0] if starts else current
+        for language, lines in Document(DOCS / name, section).blocks():
+            if (language, Path(current).suffix) in (("python", ".py"), ("toml", ".toml")):
+                is_member = lines[0].startswith(" ")  # a method of the class above
+                parts.setdefault(current, []).append("\n" * (not is_member) + "\n".join(lines) + "\n")
+    return {file: "\n".join(blocks).lstrip("\n") for file, blocks in parts.items()}
+
+
 def site_hooks() -> dict:
     """The functions of docs/_site/hooks.py."""
     return runpy.run_path(str(DOCS / "_site" / "hooks.py"))
@@ -125,6 +146,7 @@ def newcomer(place: Path) -> Path:
     write(place / "my.jsonl", *rows)
     write(place / "other.jsonl", *rows[:3])
     write(place / "short.jsonl", *rows[:3])
+    (place / "my_backend.py").write_text(files_of("writing-a-strategy.md")["my_backend.py"], encoding="utf-8")
     (place / "configs").mkdir()
     for path in configs_directory().glob("*.yaml"):
         text = re.sub(

@@ -27,7 +27,7 @@ class Strategy:
     """
 
     name = "single"
-    plugin_cls = None  # the dataclass of its options, a plugins.StrategyPlugin; None: it has none
+    plugin_cls: type | None = None  # the dataclass of its options, a StrategyOptions mostly; None: it has none
     owns_optimizer = False  # whether an engine of its own updates with one optimizer and no more
     keeps_whole = True  # whether every process holds the whole model, so that what is read may stay where it is
 

@@ -3,6 +3,7 @@ wrong with them.
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -13,11 +14,12 @@ import torch.distributed as dist
 
 from anyqlora.cli import strategies
 from anyqlora.config import strategy_options
+from anyqlora.config.options_class import options_from_dict, options_to_dict
 from anyqlora.config.resolve import resolve
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.processes.environment import OF_TORCHRUN
-from tests.support import runs
+from tests.support import documents, runs
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "examples" / "strategy_plugin"
@@ -302,3 +304,268 @@ def test_every_strategy_of_the_table_is_refused_or_there():
                 registry.strategy(name)
         elif importlib.util.find_spec("mlx") or row.torch:
             assert registry.strategy_class(name).name == name
+
+
+# --------------------------------------------------------------------------------------- a plain dataclass as options
+
+GUIDES = documents.read(ROOT / "tests" / "support" / "guides" / "custom_backend_guide.md")
+PLAIN = """
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal, Optional, Union
+
+from anyqlora.extend import MultiProcessStrategy, StrategyOptions, option
+
+{guide}
+
+class Guide(MultiProcessStrategy):
+    plugin_cls = MyBackendPlugin
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+@dataclass(frozen=True)
+class Kinds:
+    number: int = 3
+    share: float = 0.5
+    name: str = "x"
+    maybe: Optional[int] = None
+    either: Union[int, str] = "auto"
+    level: Annotated[Literal[1, 2, "all"], "how much"] = 1
+    colour: Colour = Colour.RED
+    where: Path = Path("here")
+    items: list[int] = field(default_factory=list)
+    both: Literal["a", "b"] | None = None
+    mixedCase: bool = False
+    made: int = field(default=0, init=False)
+
+class OfKinds(MultiProcessStrategy):
+    plugin_cls = Kinds
+
+
+@dataclass(frozen=True)
+class Forgetful(StrategyOptions):
+    every: int = option(4, "steps", low=1)
+    mode: Literal["fast", "slow"] = "fast"
+
+    def __post_init__(self):
+        pass  # without super().__post_init__()
+
+class OfForgetful(MultiProcessStrategy):
+    plugin_cls = Forgetful
+
+
+class Plain:
+    every = 4
+
+class OfPlain(MultiProcessStrategy):
+    plugin_cls = Plain
+
+class OfObject(MultiProcessStrategy):
+    plugin_cls = Kinds()
+
+@dataclass
+class Required:
+    every: int
+
+class OfRequired(MultiProcessStrategy):
+    plugin_cls = Required
+
+@dataclass
+class Checked:
+    stage: int = 1
+    offload: bool = False
+    config_file: Optional[str] = None
+
+    def __post_init__(self):
+        if self.config_file:
+            for name, value in json.loads(Path(self.config_file).read_text()).items():
+                setattr(self, name, value)
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage {self.stage} is not known")
+        if self.offload and self.stage != 3:
+            raise ValueError(f"offload at stage {self.stage}")
+
+class OfChecked(MultiProcessStrategy):
+    plugin_cls = Checked
+"""
+
+
+@pytest.fixture
+def plain(tmp_path, monkeypatch):
+    """A module of options classes, the first of which is that of Accelerate's guide as it stands."""
+    guide = "\n".join(GUIDES.blocks()[0][1])
+    assert guide.startswith("@dataclass\nclass MyBackendPlugin:")
+    (tmp_path / "plain_options.py").write_text(PLAIN.replace("{guide}", guide))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plain_options", raising=False)
+    yield tmp_path
+    sys.modules.pop("plain_options", None)
+
+
+def of(name, environ=None, **given):
+    return options(environ, strategy=f"plain_options:{name}", **given)
+
+
+def test_the_guides_class_is_the_options(plain):
+    assert of("Guide").to_dict() == {"config_file": None, "sharding_strategy": "full", "offload_to_cpu": False}
+    found = of("Guide", strategy_opt="sharding_strategy=partial,offload_to_cpu=yes")
+    assert type(found).__name__ == "MyBackendPlugin"
+    assert (found.sharding_strategy, found.offload_to_cpu) == ("partial", True)
+    assert of("Guide", strategy_opt=found) == found, "an object of the class states the same options"
+    assert of("Guide", strategy_opt={"offload_to_cpu": True}).offload_to_cpu is True
+
+
+VARIABLE = "ANYQLORA_STRATEGY_OPT_"
+
+
+@pytest.mark.parametrize("by_class", [True, False], ids=["config_file", "strategy_config"])
+def test_flags_come_before_variables_before_the_file_of_a_plain_class(by_class, plain):
+    """Each option by itself: the guide's own __post_init__ puts the file's values above what it was given."""
+    file = plain / "mine.json"
+    file.write_text(json.dumps({"sharding_strategy": "partial", "offload_to_cpu": True}))
+    file = {"strategy_opt": f"config_file={file}"} if by_class else {"strategy_config": str(file)}
+
+    def two(environ, flags=""):
+        given = {**file, "strategy_opt": ",".join(filter(None, [file.get("strategy_opt", ""), flags]))}
+        found = of("Guide", environ, **given)
+        return found.sharding_strategy, found.offload_to_cpu
+
+    assert two({}) == ("partial", True)
+    assert two({f"{VARIABLE}OFFLOAD_TO_CPU": "false"}) == ("partial", False)
+    assert two({f"{VARIABLE}OFFLOAD_TO_CPU": "false"}, "sharding_strategy=full") == ("full", False)
+    both = {f"{VARIABLE}OFFLOAD_TO_CPU": "false", f"{VARIABLE}SHARDING_STRATEGY": "partial"}
+    assert two(both, "offload_to_cpu=true,sharding_strategy=full") == ("full", True)
+
+
+def test_a_settings_file_states_less_than_a_variable_and_more_than_nothing(plain):
+    """strategy_opt in a --config file, a variable and a flag, of three options: none takes the others away."""
+    config = plain / "run.yaml"
+    config.write_text("strategy_opt: number=1,share=0.1,name=file\n")
+    environ = {f"{VARIABLE}SHARE": "0.2", f"{VARIABLE}NAME": "variable"}
+    found = of("OfKinds", environ, config=str(config), strategy_opt="name=flag")
+    assert (found.number, found.share, found.name) == (1, 0.2, "flag")
+    config.write_text("strategy_opt: bucket_cap_mb=1,overlap=true\n")
+    environ = {"ANYQLORA_DDP_BUCKET_CAP_MB": "2", f"{VARIABLE}BUCKET_CAP_MB": "3"}
+    found = options(environ, strategy="ddp", config=str(config))
+    assert (found.bucket_cap_mb, found.overlap) == (2, "true"), "the strategy's own variable is the nearer one"
+    assert options({f"{VARIABLE}BUCKET_CAP_MB": "3"}, strategy="ddp", config=str(config)).bucket_cap_mb == 3
+
+
+def test_every_kind_of_field_is_read(plain):
+    import plain_options
+
+    stated = "number=4,share=2,name=true,maybe=5,either=7,level=all,colour=blue,where=a/b,both=b"
+    found = of("OfKinds", {f"{VARIABLE}MIXEDCASE": "on"}, strategy_opt=stated)
+    expected = plain_options.Kinds(
+        4, 2.0, "true", 5, 7, "all", plain_options.Colour.BLUE, Path("a/b"), [], "b", mixedCase=True
+    )
+    assert found == expected and type(found.share) is float
+    assert of("OfKinds", strategy_opt="maybe=none,either=some,level=2,both=null,colour=RED").level == 2
+    file = plain / "kinds.yaml"
+    file.write_text("items: [1, 2]\nlevel: 2\nmaybe: null\n")
+    assert of("OfKinds", strategy_config=str(file)).items == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "why"),
+    [
+        ("Guide", "sharding_strategy=bogus", "sharding_strategy: 'bogus' is not one of full, partial"),
+        ("Guide", "sharding_strategy=ful", "did you mean 'full'"),
+        ("Guide", "offload_to_cpu=maybe", "offload_to_cpu: 'maybe' is not true or false"),
+        ("Guide", "sharding=full", "unknown option 'sharding' of MyBackendPlugin"),
+        ("OfKinds", "level=3", "level: '3' is not one of 1, 2, all"),
+        ("OfKinds", "number=3.5", "number: '3.5' is not a whole number"),
+        ("OfKinds", "colour=green", "colour: 'green' is not one of RED, BLUE"),
+        ("OfKinds", "items=3", "items: '3' is not a list, which only a file can state"),
+        ("OfKinds", "made=3", "unknown option 'made' of Kinds"),
+        ("OfForgetful", "every=0", "every: '0' is not at least 1"),
+        ("OfForgetful", "mode=faster", "mode: 'faster' is not one of fast, slow"),
+        ("OfChecked", "stage=4", r"Checked\(stage=4\): ValueError: stage 4 is not known"),
+        ("OfChecked", "offload=true", "ValueError: offload at stage 1"),
+    ],
+)
+@pytest.mark.parametrize("source", ["flag", "variable", "file"])
+def test_a_bad_value_names_its_field_and_where_it_is_stated(name, stated, why, source, plain):
+    option, value = stated.split("=")
+    file = plain / "bad.yaml"
+    file.write_text(f"{option}: '{value}'\n")
+    given, where = {
+        "flag": ({"strategy_opt": stated}, "command line: --strategy_opt"),
+        "variable": ({"environ": {f"{VARIABLE}{option.upper()}": value}}, f"{VARIABLE}{option.upper()}"),
+        "file": ({"strategy_config": str(file)}, f"{file}:1"),
+    }[source]
+    if source == "file" and option == "items":
+        why = "items: '3' is not a list"
+    with pytest.raises(UsageError, match=why) as refused:
+        of(name, **given)
+    assert refused.value.where == where and refused.value.cure
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "why"),
+    [
+        ('{\n "sharding_strategy": "bogus"\n}', ":2", "Invalid sharding_strategy: bogus"),
+        ('{\n "offload_to_cpu": "maybe"\n}', ":2", "offload_to_cpu: 'maybe' is not true or false"),
+        ('{\n "sharding_strategy": ,\n}', ":2:23", "config_file: not JSON: Expecting value"),
+        ("[1]", "", "AttributeError: 'list' object has no attribute 'get'"),
+        (None, "", "config_file: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_bad_config_file_is_named(text, place, why, plain):
+    file = plain / "mine.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=why) as refused:
+        of("Guide", strategy_opt=f"config_file={file}")
+    assert refused.value.where == f"{file}{place}"
+
+
+def test_what_a_flag_makes_of_a_file_is_checked_by_the_class(plain):
+    """The file goes with itself, and so does the flag; the two do not go together."""
+    file = plain / "checked.json"
+    file.write_text('{"stage": 3, "offload": true}')
+    assert of("OfChecked", strategy_opt=f"config_file={file}").offload is True
+    with pytest.raises(UsageError, match="offload at stage 2") as refused:
+        of("OfChecked", strategy_opt=f"config_file={file},stage=2")
+    assert str(file) in refused.value.where and "--strategy_opt" in refused.value.where
+    file.write_text('{"stage": 2}')
+    with pytest.raises(UsageError, match="stage 4 is not known") as refused:
+        of("OfChecked", strategy_opt=f"config_file={file},stage=4")
+    assert "--strategy_opt" in refused.value.where
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "cure"),
+    [
+        ("OfPlain", "plugin_cls is Plain, no dataclass", "write @dataclass above it"),
+        ("OfObject", "plugin_cls is an object, Kinds", "plugin_cls = Kinds, the class itself"),
+        ("OfRequired", "Required: every has no default and is not stated", "--strategy_opt every=VALUE"),
+    ],
+)
+def test_a_class_that_holds_no_options_is_named_with_its_line_and_the_cure(name, why, cure, plain):
+    with pytest.raises(UsageError, match=why) as refused:
+        of(name)
+    assert cure in refused.value.cure
+    file, _, line = refused.value.where.rpartition(":")
+    found = (plain / "plain_options.py").read_text().splitlines()[int(line) - 1]
+    assert file == str(plain / "plain_options.py") and found.startswith(("class ", "@dataclass"))
+
+
+@pytest.mark.parametrize("name", ["Guide", "OfKinds", "OfForgetful", "OfChecked"])
+def test_options_of_any_class_go_to_a_dictionary_and_back(name, plain):
+    found = of(name)
+    assert options_from_dict(type(found), options_to_dict(found)) == found
+    shown = "\n".join(strategies.shown(f"plain_options:{name}"))
+    assert all(f"  {option} (" in shown for option in options_to_dict(found)) and f"{VARIABLE}NAME" in shown
+
+
+def test_a_registered_name_that_no_variable_can_hold_has_one(tmp_path, monkeypatch, plain):
+    package(tmp_path, "dotted", "my.own-one = plain_options:OfKinds")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert options({"ANYQLORA_MY_OWN_ONE_NUMBER": "9"}, strategy="my.own-one").number == 9
+    assert "ANYQLORA_MY_OWN_ONE_NAME in" in "\n".join(strategies.shown("my.own-one"))
