@@ -542,7 +542,14 @@ def test_a_run_in_int8_learns_what_a_whole_one_does(kind, called, tmp_path):
 
 
 @takes_own
-@pytest.mark.parametrize("products", ["full", "int8", pytest.param("int8_backward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "products",
+    [
+        "full",
+        pytest.param("int8", marks=needs_int8),
+        pytest.param("int8_backward", marks=(needs_int8, pytest.mark.slow)),
+    ],
+)
 def test_weights_that_are_kept_multiply_at_once_and_to_the_same_bytes(products, tmp_path, monkeypatch):
     """Where they are made for each product they are so one at a time, for which the plan has room."""
     calls, plain = [], bindings.lora_linears
