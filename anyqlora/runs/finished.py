@@ -180,7 +180,7 @@ def plan_here(run: FinishedRun, changed: dict):
             file=sys.stderr,
         )
         config = config.with_(backend="auto")
-    manager = BackendManager(config.backend)
+    manager = BackendManager(config.backend, where=config.sources.get("backend", ""))
     if manager.backend != run.config.backend:  # which has its own ways of computing the same
         ways = dict.fromkeys(settings_with("per_backend"), AUTO)
         config = config.with_(**ways, sources={**config.sources, **dict.fromkeys(ways, "default")})

@@ -97,13 +97,14 @@ class Runtime(Collectives, Saving, Logging):
         settings = _of_accelerator(settings)
         # A plan is one of a model and rows; a loop of your own has both, so what stands in for them here is not read.
         config = resolve(
-            {"train_type": "full", "model_name": "demo", "dataset": "demo", "batch_size": 1, **settings},
+            {"train_type": "full", "model_name": "demo", "dataset": "demo", **settings},
             origin="Runtime.of",
         )
         config = ProcessContext.here(config).apply_to(config)
         if config.world_size == -1:
             config = config.with_(world_size=1)
-        runtime = cls(BackendManager(config.backend).plan(config), loss)
+        manager = BackendManager(config.backend, where=config.sources.get("backend", ""))
+        runtime = cls(manager.plan(config), loss)
         runtime.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         atexit.register(_say_unstepped, weakref.ref(runtime))
         return runtime
