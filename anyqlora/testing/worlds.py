@@ -41,9 +41,9 @@ def server() -> ForkServerContext:
     """The server from which processes are forked, with PRELOADED imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in PRELOADED if importlib.util.find_spec(name.partition(".")[0])])
-    with environment_variables(
-        PYTHONPATH=os.pathsep.join(sys.path), DS_ACCELERATOR="cpu"
-    ):  # cpython 3.11 does not hand on sys.path
+    # cpython 3.11 does not hand on sys.path; and a server that has had two threads at work forks children whose first
+    # parallel loop waits for ever for one of them (libgomp)
+    with environment_variables(PYTHONPATH=os.pathsep.join(sys.path), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return context
 

@@ -79,7 +79,8 @@ class Trial:
         self.directory, self.log = output / "run", output / f"log-{next(_numbers)}.txt"
         settings = {**settings, "output_dir": str(output), **changes}
         with _lock:
-            self.process = server().Process(target=_child, args=(str(self.log), settings, fault, arguments))
+            threads = os.environ["OMP_NUM_THREADS"]  # the server has one
+            self.process = server().Process(target=_child, args=(str(self.log), settings, threads, fault, arguments))
             self.process.start()
         self.pid, self.began = self.process.pid, time.monotonic()
 
@@ -135,8 +136,9 @@ class Trial:
         return False
 
 
-def _child(log: str, settings: dict, fault, arguments) -> None:
+def _child(log: str, settings: dict, threads: str, fault, arguments) -> None:
     """In the child: as `python train.py` would, with everything that is said in a file."""
+    os.environ["OMP_NUM_THREADS"] = threads
     with open(log, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
