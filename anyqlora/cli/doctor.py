@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anyqlora.cli import arguments
+from anyqlora.config.accelerate_environment import from_accelerates_environment
 from anyqlora.config.resolve import ENV_PREFIX, from_environment
 from anyqlora.config.schema import parse_value
 from anyqlora.core.errors import RunError, UsageError
@@ -39,14 +40,6 @@ NEEDED = {
     "bitsandbytes": "0.50",
     "safetensors": "0.8",
 }  # the oldest tested
-INSTEAD = {
-    "MIXED_PRECISION": "precision",
-    "GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
-    "USE_CPU": "backend",
-    "USE_FSDP": "strategy",
-    "USE_DEEPSPEED": "strategy",
-    "USE_MPS_DEVICE": "backend",
-}  # Accelerate's variable -> our setting
 SMALL = 1 << 30  # bytes of free disk under which a run may not end
 ROOMY = 20 << 30  # bytes that an 8B model's files take
 PATIENCE = 300  # seconds for the run of one backend
@@ -150,20 +143,18 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that are ignored, and ours that cannot be used."""
-    for name in sorted(environ):
-        if name.startswith("ACCELERATE_"):
-            ours = INSTEAD.get(name.removeprefix("ACCELERATE_"))
-            yield Finding(
-                "note",
-                f"{name} is not read: Accelerate's configuration does not reach AnyQLoRA",
-                f"--{ours}, or {ENV_PREFIX}{ours.upper()}" if ours else "python train.py --help lists the settings",
-            )
+    """Variables of Accelerate's that count here or change nothing, and variables that cannot be used."""
+    notes: list[str] = []
     try:
         for name, (raw, where) in from_environment(environ).items():
             parse_value(name, raw, where)
+        for name, (raw, where) in from_accelerates_environment(environ, notes).items():
+            parse_value(name, raw, where)
+            yield Finding("note", f"{where} states {name} {raw} for every run", f"unset {where}, or --{name} VALUE")
     except UsageError as error:
         yield Finding("WRONG", f"{error.where}: {error.message}", error.cure or "unset it, or give it such a value")
+    for note in notes:
+        yield Finding("note", note, f"unset {note.partition(' ')[0].rstrip(':')}")
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from anyqlora.config import deepspeed_file, other_tools, strategy_options
+from anyqlora.config.accelerate_environment import from_accelerates_environment
 from anyqlora.config.facets import SECTIONS
 from anyqlora.config.layer import Layer
 from anyqlora.config.schema import (
@@ -199,7 +200,8 @@ def resolve(
     environment = from_environment(os.environ if environ is None else environ)
     config_file, notes = (given.get("config") or environment.get("config") or ("", ""))[0], []
     file = from_file(str(config_file), notes) if config_file else {}
-    layers = _with_strategy_file([given, environment, file], notes)
+    launched = from_accelerates_environment(os.environ if environ is None else environ, notes)
+    layers = _with_strategy_file([given, environment, launched, file], notes)
     if not any(name in layer for layer in layers for name in ("model_name", "dataset")):
         layers.append(from_file(configs_directory() / FIRST_RUN))
     layers, option_sources = strategy_options.merge_options(layers)
