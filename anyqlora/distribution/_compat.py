@@ -37,12 +37,13 @@ def put_backend(backend: ModuleType) -> bool:
 
     Can go when tests/distribution/test_distribution.py::test_keras_still_has_no_distribution_on_torch fails.
     """
-    import keras.src.backend
+    import keras.src.backend.torch
 
     ours = keras_distribution()
     if ours.distribution_lib is backend:
         return False
     keras.src.backend.distribution_lib = ours.distribution_lib = backend
+    keras.src.backend.torch.distribution_lib = backend  # where Keras's other backends have theirs
     return True
 
 
