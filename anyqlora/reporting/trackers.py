@@ -30,6 +30,11 @@ def tracker_names(config: TrainConfig) -> list[str]:
     return [name for name in dict.fromkeys(asked) if name in registry.TRACKERS]
 
 
+def installed_trackers() -> list[str]:
+    """Those of the trackers that are installed. Imports none."""
+    return [name for name in registry.TRACKERS if importlib.util.find_spec(name) is not None]
+
+
 def check_trackers(config: TrainConfig) -> None:
     """Raises UsageError for a tracker that is not installed, with the command that installs it. Imports none."""
     for name in tracker_names(config):

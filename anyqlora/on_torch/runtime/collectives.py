@@ -14,6 +14,7 @@ import torch.distributed as dist
 from anyqlora.core.errors import UsageError
 
 NAMES = {"single": "NO", "fsdp": "FSDP", "deepspeed": "DEEPSPEED", "tp": "TP"}  # strategies, as Accelerate calls them
+MAX_AXES = 16  # of a tensor that is gathered
 PRECISIONS = {"fp32": "no", "fp16_autocast": "fp16"}
 
 
@@ -171,20 +172,40 @@ class Collectives:
         return held
 
     def gather(self, tensor):
-        """The tensors of all processes, of one shape, one after another along the first axis; all have it.
+        """The tensors of all processes, one after another along the first axis; all have it. Also of tensors in lists,
+        tuples and dicts.
 
-        Also of tensors in lists, tuples and dicts.
+        Processes may have different numbers of rows, as after the last batch of an epoch. Raises UsageError where they
+        differ in another axis.
         """
-        return _each(self._gather, tensor)
+        return _each(lambda one: torch.cat(self._parts(one)), tensor)
 
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor of each process; a number is a row."""
         tensor = tensor.detach().to(self.device)
         tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
         if self.num_processes == 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+            return [tensor]
+        shapes = self._shapes(tensor)
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            raise UsageError(
+                f"gather: the processes' tensors differ in more than their rows: {', '.join(map(str, shapes))}",
+                cure="runtime.pad_across_processes(tensor, dim=1) before",
+            )
+        longest = max(shape[0] for shape in shapes)
+        if longest > len(tensor):
+            tensor = torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
+        parts = [torch.empty_like(tensor) for _ in shapes]
         dist.all_gather(parts, tensor)
-        return torch.cat(parts)
+        return [part[: shape[0]] for part, shape in zip(parts, shapes, strict=True)]
+
+    def _shapes(self, tensor: torch.Tensor) -> list[list[int]]:
+        """Each process's shape."""
+        own = torch.zeros(1 + MAX_AXES, dtype=torch.int64, device=self.device)
+        own[: 1 + tensor.ndim] = torch.tensor([tensor.ndim, *tensor.shape])
+        every = [torch.empty_like(own) for _ in range(self.num_processes)]
+        dist.all_gather(every, own)
+        return [one[1 : 1 + int(one[0])].tolist() for one in every]
 
     def gather_for_metrics(self, input_data, use_gather_object: bool = False):
         """`gather` of what was computed of a prepared loader's batch, without the row that stands in for none: each row
@@ -209,12 +230,8 @@ class Collectives:
         ]
 
     def _gather_rows(self, tensor: torch.Tensor, rows: list[int | None]) -> torch.Tensor:
-        tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        lengths = self.gather(torch.tensor(len(tensor))).tolist()
-        padded = self._pad(tensor, 0, 0, False)
-        parts = self._gather(padded).split(len(padded))
-        counts = [length if count is None else min(length, count) for length, count in zip(lengths, rows, strict=True)]
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        parts = self._parts(tensor)
+        return torch.cat([part if count is None else part[:count] for part, count in zip(parts, rows, strict=True)])
 
     def reduce(self, tensor, reduction: str = "sum", scale: float = 1.0):
         """The sum, or the mean, of the processes' tensors; all have it."""

@@ -29,6 +29,7 @@ from anyqlora.on_torch.runtime.logging import Logging
 from anyqlora.on_torch.runtime.prepared import PreparedOptimizer, PreparedScheduler, SeveralOptimizers, rebuilt
 from anyqlora.on_torch.runtime.state import Saving
 from anyqlora.planning.memory.estimate import COMPILED
+from anyqlora.reporting.trackers import installed_trackers
 from anyqlora.training.state import StepResult
 
 NOT_STEPPED = "this micro-batch ended a step of the optimizer, and no step was taken: its gradients would train nothing"
@@ -529,7 +530,9 @@ def _of_accelerator(settings: dict) -> dict:
             if name == "cpu":
                 settings.update({ours: "cpu"} if value else {})
             elif value is not None:
-                settings[ours] = ",".join(value) if isinstance(value, (list, tuple)) else str(value)
+                settings[ours] = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            if settings.get(ours) == "all":  # every tracker that is installed
+                settings[ours] = ",".join(installed_trackers())
     for name in [name for name in settings if name.endswith(("_plugin", "_plugins", "_handlers", "_config"))]:
         value = settings[name]
         if value is None or (dataclasses.is_dataclass(value) and value == type(value)()):  # as if it were left out

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from anyqlora.core.errors import UsageError
 from anyqlora.on_torch.runtime import Runtime
+from anyqlora.reporting.trackers import installed_trackers
 from anyqlora.testing import world
 
 
@@ -177,6 +178,32 @@ def test_a_loop_that_was_broken_off_goes_on_to_the_same_bits(strategy, tmp_path)
         np.testing.assert_array_equal(again[0][key], value)
 
 
+def uneven(settings):
+    """Accelerate's by_feature/multi_process_metrics.py counts rows by itself, after `gather`."""
+    runtime = Runtime.of(backend="cpu", precision="fp32", **settings)
+    _, loader = runtime.prepare(torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.arange(13.0)), 4))
+    seen, every = 0, []
+    for step, (x,) in enumerate(loader):
+        rows = runtime.gather(x)
+        if runtime.use_distributed:
+            if step == len(loader) - 1:
+                rows = rows[: len(loader.dataset) - seen]
+            else:
+                seen += len(rows)
+        every += rows.tolist()
+    lengths = runtime.gather([torch.ones(1 + 2 * runtime.process_index, 2), torch.tensor(runtime.process_index)])
+    try:
+        runtime.gather(torch.ones(2, 1 + runtime.process_index))
+    except UsageError as error:
+        return every, [one.tolist() for one in lengths], str(error.cure)
+
+
+def test_processes_may_gather_different_numbers_of_rows():
+    for every, (ones, ranks), cure in world(2, uneven, {"strategy": "ddp"}):
+        assert sorted(every) == [*range(13)] and ones == [[1, 1]] * 4 and ranks == [0, 1]
+        assert "pad_across_processes" in cure
+
+
 def test_a_registered_state_comes_back_as_it_was(tmp_path):
     state = {
         1: [1.5, float("inf"), -float("inf"), None, True, "text"],
@@ -191,6 +218,11 @@ def test_a_registered_state_comes_back_as_it_was(tmp_path):
     runtime._checkpointed = [read]
     runtime.load_state(tmp_path / "state")
     assert repr(read.state) == repr(state)
+
+
+def test_all_trackers_are_those_that_are_installed():
+    runtime = Runtime.of(cpu=True, precision="fp32", strategy="single", log_with="all")
+    assert runtime.plan.config.log_to == ",".join(installed_trackers()) and "tensorboard" in installed_trackers()
 
 
 def test_save_is_torch_save_or_safetensors(tmp_path):
