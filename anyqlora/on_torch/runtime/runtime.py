@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import sys
 import types
@@ -23,6 +22,7 @@ from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_torch.device import MemoryMonitor, room_for
 from anyqlora.on_torch.memory.activation_offload import offload_activations
 from anyqlora.on_torch.memory.malloc import set_primitive_cache, trim
+from anyqlora.on_torch.runtime.accelerate_plugins import CURE, settings_of_objects
 from anyqlora.on_torch.runtime.collectives import Collectives
 from anyqlora.on_torch.runtime.loaders import Round, ShardedLoader, SkippedLoader
 from anyqlora.on_torch.runtime.logging import Logging
@@ -38,7 +38,6 @@ STEP = (
 )
 # Accelerator's arguments that are no settings -> what they are here
 ARGUMENTS = {"cpu": "backend", "log_with": "log_to", "project_dir": "output_dir"}
-GIVEN_BY_PLUGIN = "state it as settings: strategy=, strategy_opt=, precision="
 
 
 class Runtime(Collectives, Saving, Logging):
@@ -523,7 +522,7 @@ def _of_accelerator(settings: dict) -> dict:
     """Settings, with those of Accelerator's arguments that have another name here under it. Raises UsageError for what
     nothing here does.
     """
-    settings = dict(settings)
+    settings = settings_of_objects(settings)
     for name, ours in ARGUMENTS.items():
         if name in settings:
             value = settings.pop(name)
@@ -535,10 +534,11 @@ def _of_accelerator(settings: dict) -> dict:
                 settings[ours] = ",".join(installed_trackers())
     for name in [name for name in settings if name.endswith(("_plugin", "_plugins", "_handlers", "_config"))]:
         value = settings[name]
-        if value is None or (dataclasses.is_dataclass(value) and value == type(value)()):  # as if it were left out
+        if value is None:
             del settings[name]
         elif not name.startswith(("fsdp_config", "strategy")):
-            raise UsageError(f"{name}: an object of Accelerate's", where="Runtime.of", cure=GIVEN_BY_PLUGIN)
+            classes = ", ".join(type(one).__name__ for one in (value if isinstance(value, (list, tuple)) else [value]))
+            raise UsageError(f"{name}: {classes} of Accelerate's is not offered", where="Runtime.of", cure=CURE)
     if settings.pop("split_batches", False):
         raise UsageError(
             "split_batches: a batch of the loader is one process's", where="Runtime.of", cure="a smaller batch_size"

@@ -265,8 +265,8 @@ def test_numbers_go_to_the_tracker_that_was_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"fsdp_plugin": object()}, "fsdp_plugin: an object of Accelerate's"),
-        ({"kwargs_handlers": [1]}, "kwargs_handlers: an object of Accelerate's"),
+        ({"fsdp_plugin": object()}, "fsdp_plugin: object of Accelerate's is not offered"),
+        ({"kwargs_handlers": [1]}, "kwargs_handlers: int of Accelerate's is not offered"),
         ({"split_batches": True}, "split_batches"),
         ({"dispatch_batches": True}, "dispatch_batches"),
         ({"loss": "median"}, "neither mean nor sum"),
