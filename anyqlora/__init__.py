@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from anyqlora.config.resolve import TrainConfig, resolve
     from anyqlora.core.errors import RunError, UsageError
-    from anyqlora.on_torch.runtime import Runtime
+    from anyqlora.on_torch.runtime import Runtime, get_logger
     from anyqlora.planning.backends import Backend, BackendManager, RunPlan
     from anyqlora.runs.opened import FineTunedModel
 
@@ -38,6 +38,7 @@ __all__ = [
     "TrainConfig",
     "UsageError",
     "__version__",
+    "get_logger",
     "load_finetuned",
     "plan",
     "resolve",
@@ -53,6 +54,7 @@ _MODULES = {  # name -> the module that it stands in
     "Runtime": "anyqlora.on_torch.runtime",
     "TrainConfig": "anyqlora.config.resolve",
     "UsageError": "anyqlora.core.errors",
+    "get_logger": "anyqlora.on_torch.runtime",
     "resolve": "anyqlora.config.resolve",
 }
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,26 @@ from anyqlora.core.errors import UsageError
 NAMES = {"single": "NO", "fsdp": "FSDP", "deepspeed": "DEEPSPEED", "tp": "TP"}  # strategies, as Accelerate calls them
 MAX_AXES = 16  # of a tensor that is gathered
 PRECISIONS = {"fp32": "no", "fp16_autocast": "fp16"}
+
+
+@dataclass(frozen=True)
+class RuntimeState:
+    """Accelerate's AcceleratorState, as loops ask and print it."""
+
+    distributed_type: str
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    device: torch.device
+    mixed_precision: str
+    deepspeed_plugin: None = None  # what Accelerate's plugins say is a setting here
+    fsdp_plugin: None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.distributed_type}, process {self.process_index} of {self.num_processes} on {self.device}, "
+            f"precision {self.mixed_precision}"
+        )
 
 
 class Collectives:
@@ -66,14 +87,21 @@ class Collectives:
         return NAMES.get(name, name.upper())
 
     @property
+    def state(self) -> RuntimeState:
+        """What Accelerate keeps apart from the Accelerator: who is here."""
+        return RuntimeState(
+            self.distributed_type,
+            self.num_processes,
+            self.process_index,
+            self.local_process_index,
+            self.device,
+            self.mixed_precision,
+        )
+
+    @property
     def mixed_precision(self) -> str:
         """Accelerate's name of the precision: no, bf16, fp16."""
         return PRECISIONS.get(self.plan.precision, "bf16")
-
-    @property
-    def state(self) -> Collectives:
-        """What Accelerate keeps apart from the Accelerator: who is here."""
-        return self
 
     # ------------------------------------------------------------------------------------------ who does something
 

@@ -1,10 +1,13 @@
-"""Experiment trackers for loops of people's own: Accelerate's init_trackers and log."""
+"""Experiment trackers and loggers for loops of people's own: Accelerate's init_trackers, log and get_logger."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from anyqlora.core.errors import UsageError
 from anyqlora.reporting.trackers import Trackers, check_trackers
@@ -59,3 +62,28 @@ class Logging:
         if self._trackers is not None:
             self._trackers.close()
             self._trackers = None
+
+
+class ProcessLogger(logging.LoggerAdapter):
+    """Accelerate's MultiProcessAdapter: a line comes from the first process alone, unless it says
+    main_process_only=False; with in_order=True from each, one after another.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        is_everybodys = not kwargs.pop("main_process_only", True)
+        is_in_order = kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for turn in range(size if is_in_order else 1):
+            if self.isEnabledFor(level) and (turn == rank if is_in_order else is_everybodys or rank == 0):
+                self.logger.log(level, msg, *args, **kwargs)
+            if is_in_order and size > 1:
+                dist.barrier()
+
+
+def get_logger(name: str, log_level: str | None = None) -> ProcessLogger:
+    """Python's logger of this name, for loops of people's own: see ProcessLogger."""
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(log_level.upper())
+    return ProcessLogger(logger, {})

@@ -132,12 +132,30 @@ class PreparedOptimizer:
         return self.optimizer.state_dict()
 
 
+class _WithEmptyGroups:
+    """An optimizer with the groups without parameters that its maker gave it: DeepSpeed's engine leaves them out, and a
+    scheduler has a rate for each.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: list[dict]):
+        others = iter(optimizer.param_groups)
+        self.optimizer, self.param_groups = (
+            optimizer,
+            [next(others) if group["params"] else dict(group) for group in groups],
+        )
+
+    def __getattr__(self, name: str):
+        return getattr(self.optimizer, name)
+
+
 class PreparedScheduler:
     """A scheduler that goes on when the optimizer has: at boundaries, unless the step was skipped."""
 
     def __init__(self, runtime, scheduler: LRScheduler, optimizer: Optimizer):
         self.runtime, self.scheduler = runtime, scheduler
-        scheduler.optimizer = optimizer
+        groups = scheduler.optimizer.param_groups
+        is_whole = len(optimizer.param_groups) == len(groups)
+        scheduler.optimizer = optimizer if is_whole else _WithEmptyGroups(optimizer, groups)
 
     def step(self, *args) -> None:
         if self.runtime.sync_gradients and not self.runtime.skipped:

@@ -1,6 +1,7 @@
 """The rest of Accelerate's verbs: each does on two processes what Accelerate's does."""
 
 import copy
+import logging
 import random
 import time
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from anyqlora.core.errors import UsageError
-from anyqlora.on_torch.runtime import Runtime
+from anyqlora.on_torch.runtime import Runtime, get_logger
 from anyqlora.reporting.trackers import installed_trackers
 from anyqlora.testing import world
 
@@ -202,6 +203,45 @@ def test_processes_may_gather_different_numbers_of_rows():
     for every, (ones, ranks), cure in world(2, uneven, {"strategy": "ddp"}):
         assert sorted(every) == [*range(13)] and ones == [[1, 1]] * 4 and ranks == [0, 1]
         assert "pad_across_processes" in cure
+
+
+def empty_group(settings):
+    """The optimizer of Accelerate's by_feature/deepspeed_with_config_support.py: nothing of a Llama is not decayed."""
+    runtime = Runtime.of(backend="cpu", precision="fp32", **settings)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW([{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=8)
+    model, optimizer, scheduler = runtime.prepare(model, optimizer, scheduler)
+    for _ in range(2):
+        runtime.backward(model(torch.ones(1, 2)).mean())
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
+    return scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "ddp"}, {"strategy": "deepspeed", "deepspeed_zero_stage": 2}])
+def test_a_scheduler_may_have_a_group_without_parameters(settings):
+    """Two steps on two processes are four of eight, as Accelerate counts them."""
+    assert world(2, empty_group, settings) == [([0.5, 0.5], 0.5)] * 2
+
+
+def logged(directory):
+    runtime = Runtime.of(cpu=True, precision="fp32", strategy="ddp")
+    logging.basicConfig(filename=f"{directory}/{runtime.process_index}", format="%(message)s", force=True)
+    logger = get_logger("loop", log_level="info")
+    logger.info("first's")
+    logger.info("everybody's", main_process_only=False)
+    logger.info("in order %d", runtime.process_index, main_process_only=False, in_order=True)
+    logger.debug("not at this level", main_process_only=False)
+    logger.info(runtime.state)
+    return runtime.state.deepspeed_plugin
+
+
+def test_a_logger_speaks_for_all_processes(tmp_path):
+    assert world(2, logged, str(tmp_path)) == [None, None]
+    first, second = (tmp_path / str(rank) for rank in range(2))
+    state = "MULTI_CPU, process 0 of 2 on cpu, precision no"
+    assert first.read_text().splitlines() == ["first's", "everybody's", "in order 0", state]
+    assert second.read_text().splitlines() == ["everybody's", "in order 1"]
 
 
 def test_a_registered_state_comes_back_as_it_was(tmp_path):
