@@ -16,6 +16,7 @@ import torch
 from bitsandbytes import functional as F
 from bitsandbytes.nn.modules import has_avx512bf16
 from peft import LoraConfig, get_peft_model
+from peft.utils.integrations import dequantize_module_weight
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from anyqlora.config.schema import TrainConfig
@@ -150,12 +151,30 @@ def test_bitsandbytes_still_miscounts_blocks():
     assert (Nf4.unpack(codes, state) - weight).norm() < 0.1 * weight.norm()
 
 
+def bnb_layers():
+    """bitsandbytes' own layers [64, 64], of 4 and 8 bits, on the CPU."""
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    four = bnb.nn.Linear4bit(64, 64, quant_type="nf4")
+    codes, state = F.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    four.weight = bnb.nn.Params4bit(codes, requires_grad=False, quant_state=state, bnb_quantized=True, module=four)
+    eight = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
+    codes, scales, _ = F.int8_vectorwise_quant(weight.half())
+    eight.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+    return {"4 bits": four, "8 bits": eight}
+
+
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits"])
+def test_peft_still_replaces_the_weight_it_dequantizes(kind):
+    """Ours keep it: DoRA in tests/on_torch/parallel/test_strategies.py."""
+    layer = bnb_layers()[kind]
+    before = layer.weight
+    dequantize_module_weight(layer)
+    assert layer.weight is not before
+
+
 def test_dora_still_loses_int8_scales():
-    """The second training forward of PEFT's DoRA over bitsandbytes' own int8 layer on a CPU; ours is
-    tests/test_adapters.py."""
-    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0)
-    codes, scales, _ = F.int8_vectorwise_quant(torch.randn(64, 64).half())
-    layer.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+    """The second training forward of PEFT's DoRA over bitsandbytes' own int8 layer on a CPU."""
+    layer = bnb_layers()["8 bits"]
     model = get_peft_model(torch.nn.ModuleDict({"a": layer}), LoraConfig(target_modules=["a"], use_dora=True))
     dora = model.base_model.model["a"]
     dora(torch.randn(2, 64))
@@ -165,8 +184,9 @@ def test_dora_still_loses_int8_scales():
 
 def test_rows_of_whole_blocks_are_left_to_bitsandbytes():
     with torch.device("meta"):
-        assert type(Nf4(TrainConfig(), torch.float32).empty_layer(torch.nn.Linear(128, 40))) is bnb.nn.Linear4bit
-        assert type(Nf4(TrainConfig(), torch.float32).empty_layer(torch.nn.Linear(96, 40))) is not bnb.nn.Linear4bit
+        whole, cut = (Nf4(TrainConfig(), torch.float32).empty_layer(torch.nn.Linear(n, 40)) for n in (128, 96))
+    assert type(whole).forward is bnb.nn.Linear4bit.forward
+    assert type(cut).forward is not bnb.nn.Linear4bit.forward
 
 
 def test_peft_still_reroutes_dense_layers_of_mixtures(tmp_path):

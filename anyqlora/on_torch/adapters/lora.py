@@ -11,11 +11,10 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from anyqlora.config.schema import TrainConfig
-from anyqlora.core import registry
-from anyqlora.core.errors import NotSupported, RunError
+from anyqlora.core.errors import RunError
 from anyqlora.models.lora_targets import PREFIX, as_plain_json, as_whole_number, select_targets, shortest
 from anyqlora.models.prequantized import loadable
-from anyqlora.on_torch.linears import linear_inputs, text_linears
+from anyqlora.on_torch.linears import text_linears
 from anyqlora.training.schedule import uniform_start
 
 
@@ -93,18 +92,6 @@ class Dora(Lora):
     """LoRA on the direction of each weight row, with a learned magnitude (Liu et al. 2024)."""
 
     variant = {"use_dora": True}
-
-    def select_targets(self, model: nn.Module, held: type = nn.Linear) -> None:
-        super().select_targets(model, held)
-        # PEFT takes a row's norm from bitsandbytes' own dequantization, which is wrong there (see quantizers/bnb.py).
-        block = registry.quantizer(self.config.quantizer).block or 1
-        across = sorted(name for name in self.chosen if linear_inputs(model.get_submodule(name)) % block)
-        if across and self.device.type == "cpu":
-            raise NotSupported(
-                f"DoRA on {self.config.quantizer} weights of {across[0]}, whose inputs are no multiple of {block}, "
-                "on a CPU",
-                cure="--adapter lora, or --quantizer none",
-            )
 
 
 def peft_name(parameter: str) -> str:

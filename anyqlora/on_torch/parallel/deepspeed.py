@@ -23,6 +23,12 @@ from anyqlora.on_torch.quantizers.experts import PackedExperts
 from anyqlora.training.state import StepResult
 
 BUCKET = 1 << 26  # gradients that are reduced together at most; DeepSpeed's own 5e8 take 2 GB however small the adapter
+ALIGNED = 2  # numbers that stages 1 and 2 gather at a time are a multiple of: 4 bytes of float16, whatever they are
+
+
+def rounded_up(size: int | float) -> int:
+    """The next size that stages 1 and 2 take as `allgather_bucket_size`."""
+    return -(-int(size) // ALIGNED) * ALIGNED
 
 
 class Autocasting(nn.Module):
@@ -84,6 +90,7 @@ class DeepSpeed(MultiProcessStrategy):
             **self.options.zero_options,
             "stage": self.stage,
         }
+        zero["allgather_bucket_size"] = rounded_up(zero["allgather_bucket_size"])
         if self.stage == 3:
             zero.setdefault("stage3_param_persistence_threshold", 0)  # every weight is sharded, small ones too
             zero.setdefault(

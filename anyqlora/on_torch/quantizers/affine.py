@@ -54,7 +54,9 @@ class AffineLinear(nn.Linear):
         return self.weight
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [out, in]."""
+        """float32 [out, in]; without values where this layer has none."""
+        if self.weight.is_meta:
+            return torch.empty(self.out_features, self.in_features, device="meta")
         return unpack(self.weight.data.view(torch.int32), self.scales.data, self.biases.data, self.bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +102,7 @@ class Affine4:
         return AffineLinear(linear, self.bits, self.group)
 
     def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Codes and (scales, biases) of one expert's weight."""
+        """Codes and (scales, biases) of one weight [out, in]."""
         packed, scales, biases = pack(weight.float(), self.bits, self.group)
         return packed, (scales, biases)
 
@@ -108,9 +110,26 @@ class Affine4:
         return unpack(packed, *state, self.bits).to(self.compute_dtype)
 
     def quantize_into(self, module: AffineLinear, weight: torch.Tensor) -> nn.Parameter:
-        packed, scales, biases = pack(weight.float(), self.bits, self.group)
-        module.scales, module.biases = scales, biases
-        return nn.Parameter(packed, requires_grad=False)
+        return self.parameter(module, *self.pack(weight))
+
+    def parameter(
+        self, module: AffineLinear, codes: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> nn.Parameter:
+        """The module's weight, of codes and (scales, biases)."""
+        module.scales, module.biases = state
+        return nn.Parameter(codes, requires_grad=False)
+
+    @staticmethod
+    def quant_state(module: AffineLinear) -> tuple[torch.Tensor, torch.Tensor]:
+        return module.scales, module.biases
+
+    @staticmethod
+    def state_tensors(state: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(zip(("scales", "biases"), state, strict=True))
+
+    @staticmethod
+    def state_from(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors["scales"], tensors["biases"]
 
     def dequantize(self, module: AffineLinear) -> torch.Tensor:
         return module.dequantize().to(self.compute_dtype)

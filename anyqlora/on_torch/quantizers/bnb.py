@@ -29,13 +29,44 @@ def unpacked_linear(codes: torch.Tensor, state: F.QuantState) -> torch.Tensor:
     return F.dequantize_4bit(codes, flat).view(state.shape)
 
 
+class _Dequantizing(nn.Module):
+    """A layer that gives PEFT its weight when it asks (DoRA's norms): an outline one without values.
+
+    What peft 0.21.2 does of itself fails or is wrong for layers on a CPU: it reads rows that end inside a block with
+    bitsandbytes' AVX-512 kernel, puts another parameter in the weight's place, which loses int8's scales and which
+    DeepSpeed's stage 3 knows nothing of, and copies or unpacks an outline's weight, which has no values.
+    Can go when tests/on_torch/test_compat.py::test_peft_still_replaces_the_weight_it_dequantizes fails.
+    """
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """By this name of HQQ's PEFT knows a layer whose `dequantize()` it has to ask for the weight."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """[out, in]."""
+        if self.weight.is_meta:
+            return torch.empty(self.out_features, self.in_features, device="meta")
+        return self.values()
+
+    def values(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class PackedLinear4bit(_Dequantizing, bnb.nn.Linear4bit):
+    """bitsandbytes' layer, whose `unpack` is set when it is made."""
+
+    def values(self) -> torch.Tensor:
+        return self.unpack(self.weight.data, self.quant_state)
+
+
 class _FourBit:
     bits = 4
     group = 1  # scales know no rows
     module_type = bnb.nn.Linear4bit
     kind: str
     unpack = staticmethod(unpacked_linear)
-    layer = bnb.nn.Linear4bit  # where rows end where blocks end
+    layer = PackedLinear4bit  # where rows end where blocks end
     is_native = False  # whether codes are computed in C
 
     def __init__(self, config: TrainConfig, compute_dtype: torch.dtype):
@@ -155,7 +186,7 @@ class _FourBit:
         }
 
 
-class _Unpacking(bnb.nn.Linear4bit):
+class _Unpacking(PackedLinear4bit):
     """A Linear4bit that unpacks its weight by `unpack` where there is work enough for the whole of it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,18 +220,11 @@ class Fp4(_FourBit):
     kind = "fp4"
 
 
-class _KeepScales(bnb.nn.Linear8bitLt):
-    """A Linear8bitLt that does not forget its scales when its weight is moved from the CPU to the CPU.
+class PackedLinear8bit(_Dequantizing, bnb.nn.Linear8bitLt):
+    """bitsandbytes' layer."""
 
-    PEFT does that at every forward of a DoRA layer (peft 0.21.2, bitsandbytes 0.50.2), and the next one finds none.
-    Can go when tests/on_torch/test_compat.py::test_dora_still_loses_int8_scales fails.
-    """
-
-    def init_8bit_state(self) -> None:
-        scales = self.state.SCB
-        super().init_8bit_state()
-        if self.state.SCB is None:
-            self.state.SCB = scales
+    def values(self) -> torch.Tensor:
+        return F.int8_vectorwise_dequant(self.weight.data, Int8.quant_state(self))
 
 
 class Int8:
@@ -214,7 +238,7 @@ class Int8:
 
     def empty_layer(self, linear: nn.Linear) -> bnb.nn.Linear8bitLt:
         with torch.device("meta"):
-            return _KeepScales(
+            return PackedLinear8bit(
                 linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False, threshold=6.0
             )
 

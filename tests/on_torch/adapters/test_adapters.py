@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from anyqlora.config.resolve import resolve
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core import registry
-from anyqlora.core.errors import NotSupported, RunError, UsageError
+from anyqlora.core.errors import RunError, UsageError
 from anyqlora.models.architectures import read_config
 from anyqlora.models.lora_targets import shortest
 from anyqlora.on_torch.adapters.svd_init import svd_factors
@@ -109,10 +109,20 @@ def test_dora_learns_magnitudes(base, tmp_path):
     assert all((started.built.trainable[name] != p).any() for name, p in before.items()) and len(before) == 14
 
 
-def test_dora_on_rows_that_end_inside_a_block_is_refused_on_a_cpu(tmp_path):
+def test_dora_on_rows_that_end_inside_a_block(tmp_path):
+    """The reference is PEFT over plain weights that hold the dequantized ones; down_proj has 112 inputs, and blocks 64
+    weights.
+    """
     directory = tiny_models.make(tmp_path / "base", "llama", intermediate_size=112)
-    with pytest.raises(NotSupported, match="down_proj, whose inputs are no multiple of 64"):
-        tiny_models.Started(tmp_path, directory, adapter="dora")
+    started = tiny_models.Started(tmp_path, directory, adapter="dora")
+    held = started.held()
+    row_norms = held["model.layers.0.mlp.down_proj.weight"].norm(dim=1)
+    name = "base_model.model.model.layers.0.mlp.down_proj.lora_magnitude_vector"
+    torch.testing.assert_close(started.built.trainable[name].detach(), row_norms)
+    for number in range(2):
+        started.step(number)
+    adapter = started.finish()
+    assert_same(started.logits(IDS), logits(tiny_models.plain(directory, held, adapter)))
 
 
 def test_loftq_starts_from_what_quantization_lost(base, tmp_path):

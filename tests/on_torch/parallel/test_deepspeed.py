@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 
 import pytest
 import torch
@@ -79,3 +80,34 @@ def engine_of(options):
 )
 def test_the_engine_has_the_stage_that_was_asked_for(stage, optimizer, sharded):
     assert world(2, engine_of, f"zero_stage={stage}") == [(stage, optimizer, sharded)] * 2
+
+
+def trained_of(stage, options):
+    """15 trained numbers, or so many that the bucket that a file states is smaller: one step of SGD."""
+    runtime = Runtime.of(
+        strategy="deepspeed", strategy_opt=f"zero_stage={stage}", backend="cpu", precision="fp32", **options
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3, bias=False)
+    optimizer, prepared = runtime.prepare(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    runtime.backward(prepared(torch.ones(2, 5)).mean())
+    runtime.optimizer_step_and_zero_grad(optimizer, prepared)
+    return {name: value.numpy().copy() for name, value in runtime.strategy.gather_trainable().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stated", [None, 7])
+def test_odd_numbers_of_trained_elements(stage, stated, tmp_path):
+    """The update by hand: the gradient of the mean over 3 outputs is a third everywhere. Stages 1 and 2 take a bucket
+    of an even size only, our own or that of a configuration file.
+    """
+    options = {}
+    if stated:
+        file = tmp_path / "ds.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage": stage, "allgather_bucket_size": stated}}))
+        options = {"strategy_config": str(file)}
+    torch.manual_seed(0)
+    expected = torch.nn.Linear(5, 3, bias=False).weight.detach() - 0.1 / 3
+    first, other = world(2, trained_of, stage, options)
+    torch.testing.assert_close(torch.from_numpy(first["weight"]), expected)
+    assert not other

@@ -195,6 +195,25 @@ def test_full_fine_tuning_equals_one_process(name, base, alone):
     compare(world(2, in_a_world, base, {**STRATEGIES[name], **settings}), alone(2, **settings), adapter=1e-5, norm=1e-5)
 
 
+DORA = [
+    (quantizer, name)
+    for quantizer in ("nf4", "fp4", "int8")
+    for name in STRATEGIES
+    if quantizer != "int8" or not name.startswith(("fsdp", "zero 3"))
+]
+
+
+@pytest.mark.parametrize(
+    "quantizer, name", some(DORA, [("nf4", "ddp"), ("nf4", "fsdp full_shard"), ("nf4", "zero 3"), ("int8", "zero 2")])
+)
+def test_dora_on_packed_weights_equals_one_process(quantizer, name, base, alone):
+    """Its magnitudes start from the norms of the weights' rows, which only the first process knows at first."""
+    settings = {**SGD, "quantizer": quantizer, "adapter": "dora"}
+    expected = alone(2, **settings)
+    assert sum("magnitude" in key for key in expected.adapter) == 14
+    compare(world(2, in_a_world, base, {**STRATEGIES[name], **settings}), expected, adapter=1e-5, norm=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------- precision
 
 
