@@ -1,4 +1,6 @@
-"""python -m anyqlora backends [--markdown | --cells]: what each backend can do, what is tested, and what this machine does."""
+"""python -m anyqlora backends [--markdown | --cells]: what each backend can do, what is tested, and what this machine
+does.
+"""
 
 from __future__ import annotations
 

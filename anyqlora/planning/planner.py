@@ -509,8 +509,8 @@ def check_sharding(config: TrainConfig, shapes: architectures.ModelShape | None)
             )
         if shapes is not None and shapes.experts and registry.quantizer(config.quantizer).is_quantized:
             raise NotSupported(
-                f"quantizer {config.quantizer} with strategy {config.strategy} ({shapes.model_type}): quantized experts "
-                "cannot be sharded yet: every process would hold all of them",
+                f"quantizer {config.quantizer} with strategy {config.strategy} ({shapes.model_type}): quantized "
+                "experts cannot be sharded yet: every process would hold all of them",
                 where=config.sources.get("quantizer", ""),
                 cure=f"{replicas}, or --quantizer none",
             )
