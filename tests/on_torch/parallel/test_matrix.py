@@ -4,6 +4,7 @@ anything is read, or one process's losses and adapter. The cells come from the r
 
 import pytest
 
+from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.planning import cells as matrix_cells
 from anyqlora.planning.backends import BackendManager
@@ -70,15 +71,14 @@ def test_a_sample_of_cells_equals_one_process_or_is_refused(base):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", TRAINED)
-def test_every_cell_equals_one_process_or_is_refused(what, base):
-    report = BackendManager("cpu").report
-    of = [
-        one
-        for one in matrix_cells.cells(CPU)
-        if one.trained == TRAINED[what] and one.kernels in ("auto", *report.kernels)
-    ]
+@pytest.mark.parametrize("precision", registry.PRECISIONS)
+def test_every_cell_equals_one_process_or_is_refused(precision, what, base):
+    """On every strategy, set of kernels that is here, with packing and without."""
+    here = "auto", *BackendManager("cpu").report.kernels
+    every = (one for one in matrix_cells.cells(CPU) if one.kernels in here)
+    of = [one for one in every if (one.trained, one.precision) == (TRAINED[what], precision)]
     found = Matrix(base, of)
-    print(what, found.said())
+    print("MATRIX", precision, what, found.said())
     assert not found.failed, found.said()
     assert len(found.refused) + len(found.distances) == len(of)
 
