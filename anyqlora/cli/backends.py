@@ -1,13 +1,17 @@
-"""python -m anyqlora backends [--markdown]: what each backend can do, what is tested, and what this machine does."""
+"""python -m anyqlora backends [--markdown | --cells]: what each backend can do, what is tested, and what this machine
+does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from anyqlora.core.errors import UsageError
+from anyqlora.planning import cells as several
 from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.capabilities import CAPABILITIES, LOOPS, BackendUnavailable, Capabilities
 
+USAGE = "python -m anyqlora backends [--markdown | --cells]"
 COLUMNS = {
     "dtypes": "arithmetic",
     "quantizers": "frozen weights",
@@ -66,13 +70,13 @@ def here(manager: BackendManager) -> Iterator[str]:
 
 def main(argv: list[str]) -> int:
     if argv in (["-h"], ["--help"]):
-        print("usage: python -m anyqlora backends [--markdown]")
+        print(f"usage: {USAGE}")
     elif argv == ["--markdown"]:
         print(markdown())
+    elif argv == ["--cells"]:
+        print(several.markdown())
     elif argv:
-        raise UsageError(
-            f"unexpected argument {argv[0]!r}", where="command line", cure="python -m anyqlora backends [--markdown]"
-        )
+        raise UsageError(f"unexpected argument {argv[0]!r}", where="command line", cure=USAGE)
     else:
         try:
             manager = BackendManager()

@@ -162,6 +162,19 @@ def zero_shards(config: Any, processes: int) -> ShardFactors:
     return ShardFactors(*(processes if stage >= least else 1 for least in (3, 2, 1)))
 
 
+def never(options: Any) -> bool:
+    return False
+
+
+def always(options: Any) -> bool:
+    return True
+
+
+def at_stage(least: int) -> Callable[[Any], bool]:
+    """Of DeepSpeed's options, whether the ZeRO stage is at least this."""
+    return lambda options: options.zero_stage >= least
+
+
 @dataclass(frozen=True, kw_only=True)
 class StrategyInfo(Info):
     """How processes share the work. The object is a subclass of `anyqlora.extend.Strategy`."""
@@ -169,6 +182,8 @@ class StrategyInfo(Info):
     options: str = ""  # "module:Class" of its options; "": it has none
     several: bool = True  # it is for more than one process
     shards: Callable[[Any, int], ShardFactors] = unsharded  # (config, processes)
+    splits_weights: Callable[[Any], bool] = never  # (its options): a process keeps a part of each frozen weight
+    splits_optimizer: Callable[[Any], bool] = never  # (its options): and of what is learned, or its optimizer's state
     fusable: bool = False  # a process has the whole model when layers are fused: others have a part or an outline
     quantizes_whole: bool = False  # one process quantizes whole weights, and nobody slices of them
     tensor_parallel: bool = False  # each process multiplies by slices of weights

@@ -43,7 +43,9 @@ def plan_sharding(draft, shapes, free: int) -> None:
     which.
     """
     config = draft.config
-    if config.sources.get("strategy") == "plan" and config.strategy == "ddp" and not implied_strategy(config):
+    can_be_split = registry.quantizer(config.quantizer).shardable and registry.OPTIMIZERS[config.optimizer].shardable
+    is_open = config.sources.get("strategy") == "plan" and config.strategy == "ddp" and not implied_strategy(config)
+    if is_open and can_be_split:
         trial = config.with_(
             batch_size=1 if config.batch_size == AUTO else config.batch_size, use_gradient_checkpointing=True
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anyqlora.config import strategy_options
 from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.config.validate import validate
 from anyqlora.core import registry
@@ -290,6 +291,7 @@ def plan_run(config: TrainConfig, backend: str, device: str, capabilities, repor
     free = None if report.memory_free is None else report.memory_free // sharing
     if shapes is not None and free is not None:
         fitting.plan_sharding(draft, shapes, free)  # before what depends on whether the model is split
+    check_sharding(draft.config, shapes)
     _kernels(draft, backend, capabilities, report)
     _products(draft, backend, capabilities, report)
     _fast_paths(draft, capabilities, shapes, report)
@@ -487,6 +489,36 @@ def _optimizer(draft, backend, capabilities, report) -> None:
             backend,
             _why(draft.config.optimizer, capabilities.optimizers, report),
             report.optimizers,
+        )
+
+
+def check_sharding(config: TrainConfig, shapes: architectures.ModelShape | None) -> None:
+    """Raises NotSupported for what the strategy would split over processes and nobody can. Strategy tp has a check of
+    its own (mesh.check).
+    """
+    strategy = registry.strategy(config.strategy)
+    options = strategy_options.strategy_options(config) if strategy.options else None
+    replicas = "--strategy ddp" if config.strategy == "fsdp" else "--deepspeed_zero_stage 2"
+    if strategy.splits_weights(options):
+        if not registry.quantizer(config.quantizer).shardable:
+            raise NotSupported(
+                f"quantizer {config.quantizer} with strategy {config.strategy}: {config.quantizer} weights cannot be "
+                "sharded: their scales are not with them",
+                where=config.sources.get("quantizer", ""),
+                cure=f"--quantizer nf4, or {replicas}",
+            )
+        if shapes is not None and shapes.experts and registry.quantizer(config.quantizer).is_quantized:
+            raise NotSupported(
+                f"quantizer {config.quantizer} with strategy {config.strategy} ({shapes.model_type}): quantized "
+                "experts cannot be sharded yet: every process would hold all of them",
+                where=config.sources.get("quantizer", ""),
+                cure=f"{replicas}, or --quantizer none",
+            )
+    if strategy.splits_optimizer(options) and not registry.OPTIMIZERS[config.optimizer].shardable:
+        raise NotSupported(
+            f"optimizer {config.optimizer} with strategy {config.strategy}: it does not know a sharded optimizer state",
+            where=config.sources.get("optimizer", ""),
+            cure="--optimizer adamw",
         )
 
 

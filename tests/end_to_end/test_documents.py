@@ -194,6 +194,14 @@ def test_the_table_of_backends_is_the_programs(capsys):
     )
 
 
+def test_the_tables_of_many_processes_are_the_programs(capsys):
+    program.main(["backends", "--cells"])
+    shown = re.search(r"<!-- cells -->\n(.*?)\n<!-- /cells -->", documents.page("many-processes.md").text, re.DOTALL)[1]
+    assert shown == capsys.readouterr().out.strip(), (
+        "put what `python -m anyqlora backends --cells` prints between the markers"
+    )
+
+
 def test_the_table_of_speed_is_that_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     table = runpy.run_path(str(ROOT / "benchmarks" / "table.py"))

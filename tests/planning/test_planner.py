@@ -24,7 +24,7 @@ from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.capabilities import CAPABILITIES, Backend
 from anyqlora.planning.fitting import GLOBAL_BATCH, HEADROOM
 from anyqlora.planning.machine import Machine
-from tests.support import paths
+from tests.support import paths, tiny_models
 from tests.support.paths import MODELS, ROOT
 
 LLAMA_8B = str(MODELS / "llama-3-8b")  # config.json alone, written by hand
@@ -69,6 +69,53 @@ def described(directory, **changes):
     about = json.loads((Path(LLAMA_8B) / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**about, **changes}))
     return str(directory)
+
+
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        (
+            {"strategy": "fsdp", "quantizer": "int8"},
+            "quantizer int8 with strategy fsdp: int8 weights cannot be sharded",
+        ),
+        (
+            {"strategy": "fsdp", "quantizer": "int8", "sharding_strategy": "shard_grad_op"},
+            "int8 weights cannot be sharded",
+        ),
+        ({"deepspeed_zero_stage": 3, "quantizer": "int8"}, "quantizer int8 with strategy deepspeed"),
+        (
+            {"strategy": "deepspeed", "strategy_opt": "zero_stage=3", "quantizer": "int8"},
+            "quantizer int8 with strategy",
+        ),
+        ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, "optimizer adamw_8bit with strategy fsdp"),
+        ({"deepspeed_zero_stage": 1, "optimizer": "adamw_8bit"}, "optimizer adamw_8bit with strategy deepspeed"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_the_plan(settings, why):
+    """And planned where the strategy splits nothing of it."""
+    with pytest.raises(UsageError, match=why):
+        plan("h200", world_size=2, **settings)
+    others = {name: value for name, value in settings.items() if name in ("quantizer", "optimizer")}
+    for whole in ({"strategy": "ddp"}, {"deepspeed_zero_stage": 0}):
+        assert plan("h200", world_size=2, **others, **whole).world_size == 2
+
+
+def test_quantized_experts_are_not_split(tmp_path):
+    (tmp_path / "config.json").write_text(tiny_models.config_of("mixtral").to_json_string())
+    several = {"model_name": str(tmp_path), "world_size": 2}
+    for split in ({"strategy": "fsdp"}, {"deepspeed_zero_stage": 3}):
+        with pytest.raises(UsageError, match="mixtral.*quantized experts cannot be sharded yet"):
+            plan("h200", **several, **split)
+        assert plan("h200", **several, **split, train_type="lora").quantizer == "none"
+
+
+def test_a_model_is_split_for_want_of_memory_only_where_it_can_be(tmp_path):
+    """290 billion weights fit no H200; those of int8 cannot be split."""
+    large = described(
+        tmp_path, hidden_size=8192, intermediate_size=28672, num_hidden_layers=320, num_attention_heads=64
+    )
+    assert plan("h200", model_name=large, quantizer="nf4").strategy == "fsdp"
+    assert plan("h200", model_name=large, quantizer="int8").strategy == "ddp"
 
 
 def test_what_is_changed_does_not_contradict_what_was_asked():

@@ -2,12 +2,17 @@
 adapter.
 """
 
+import os
+import signal
+
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from anyqlora.planning import cells
+from anyqlora.planning.capabilities import CAPABILITIES
 from anyqlora.testing import WorldFailed, world
-from tests.support import runs
+from tests.support import runs, trials
 from tests.support.equality import some
 
 SETTINGS = {
@@ -95,6 +100,46 @@ def test_a_run_that_was_cut_goes_on_under_another_strategy(first, then, alone, t
     assert len(runs.metrics(tmp_path / "run")) == 3  # the checkpoint is of step 2
     assert world(2, trained, tmp_path, {**STRATEGIES[then], "batch_size": 4}) == ["finished"] * 2
     same(tmp_path / "run", alone)
+
+
+def killed(output, settings, step, by):
+    """Ranks `by` die of SIGKILL before this step."""
+
+    def during(now):
+        if now == step and int(os.environ["RANK"]) in by:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    runs.run(output, during=during, **settings)
+
+
+KINDS = {cells.label(kind): dict(kind) for kind in cells.strategies(CAPABILITIES["cpu"])}
+KILLED = {
+    **{f"{name}, nf4": {**kind, "train_type": "qlora"} for name, kind in KINDS.items()},
+    **{f"ddp, {name}": {"strategy": "ddp", "quantizer": name} for name in CAPABILITIES["cpu"].quantizers},
+    "ddp, bnb_dora": {"strategy": "ddp", "train_type": "bnb_dora"},
+    "deepspeed 2, int8 + dora": {**KINDS["deepspeed 2"], "quantizer": "int8", "adapter": "dora"},
+    "deepspeed 3, bnb_dora": {**KINDS["deepspeed 3"], "train_type": "bnb_dora"},
+    "fsdp full_shard, full": {**KINDS["fsdp full_shard"], "train_type": "full"},
+    "fsdp full_shard, bf16 and packing": {**KINDS["fsdp full_shard"], "precision": "bf16", "packing": True},
+    "deepspeed 1, fp16": {**KINDS["deepspeed 1"], "precision": "fp16_autocast"},
+}
+
+
+@pytest.mark.parametrize("by", some([(0, 1), (1,)], [(0, 1)]))
+@pytest.mark.parametrize("name", some(KILLED, ("fsdp full_shard, nf4",)))
+def test_a_killed_run_writes_the_same_bytes_once_it_has_gone_on(name, by, tmp_path):
+    """The reference is the run that nobody stopped. With dropout, and killed one step after a checkpoint: all processes
+    at once, or one, whose loss ends the other.
+    """
+    settings = {**SETTINGS, "max_steps": 5, "lora_dropout": 0.1, "batch_size": 4, "exact_match": False, **KILLED[name]}
+    if settings.get("train_type") == "full":
+        settings = {key: value for key, value in settings.items() if not key.startswith("lora_")}
+    world(2, whole, tmp_path / "whole", settings)
+    with pytest.raises(WorldFailed, match="ended without a word|Connection closed by peer|PeerLost"):
+        world(2, killed, tmp_path / "killed", settings, 3, by)
+    assert len(runs.metrics(tmp_path / "killed" / "run")) == 3 and not (tmp_path / "killed/run/result.json").exists()
+    world(2, whole, tmp_path / "killed", settings)
+    assert trials.differences(tmp_path / "killed" / "run", tmp_path / "whole" / "run") == []
 
 
 @pytest.mark.parametrize("name", some(STRATEGIES, ("fsdp",)))

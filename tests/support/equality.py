@@ -4,6 +4,7 @@ what came of it.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import numpy as np
@@ -84,8 +85,27 @@ def batch(step: int, rank: int, number: int, vocabulary: int = 128, ragged: bool
     )
 
 
-def rows_of(step: int, ranks, plan) -> list[Batch]:
-    return [batch(step, rank, number) for number in range(plan[step]) for rank in ranks]
+def packed(step: int, rank: int, number: int) -> Batch:
+    """ROWS rows of two such documents each, one behind the other, which see nothing of each other."""
+    pair = batch(step, rank, number), batch(step, rank + 100, number)
+    ends = np.array([(one.segments >= 0).sum(1) for one in pair])  # [2, ROWS]
+    shape = (ROWS, int(ends.sum(0).max()))
+    ids, targets = np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX, np.int32)
+    positions, segments = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+    for row in range(ROWS):
+        first = 0
+        for number_of_document, one in enumerate(pair):
+            end = ends[number_of_document, row]
+            here = slice(first, first + end)
+            ids[row, here], targets[row, here] = one.ids[row, :end], one.targets[row, :end]
+            positions[row, here], segments[row, here] = np.arange(end), number_of_document
+            first += end
+        positions[row, first:] = np.arange(shape[1] - first)
+    return Batch(ids, targets, positions, segments, tuple("test:1" for _ in range(2 * ROWS)))
+
+
+def rows_of(step: int, ranks, plan, of=batch) -> list[Batch]:
+    return [of(step, rank, number) for number in range(plan[step]) for rank in ranks]
 
 
 def counted(profile) -> int:
@@ -125,7 +145,8 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
     whole = settings.pop("dealt_to", size)  # ranks that the rows are dealt to; one process takes the rows of all
     plan = planned(base, size, **settings)
     runtime = Runtime(plan)
-    built = build(plan.config, runtime, [batch(0, 0, 0)])
+    rows = functools.partial(rows_of, plan=plans, of=packed if plan.packing else batch)
+    built = build(plan.config, runtime, rows(0, [0])[:1])
     model, *_ = runtime.prepare(built.model, built.trainable, optimizer_factory(plan.config))
     strategy, first = runtime.strategy, 0
     if load:
@@ -137,12 +158,12 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
     found.start = numpy_of(strategy.gather_trainable())
     mine = range(strategy.data_rank, whole, strategy.data_size)
     for step in range(first, len(plans)):
-        everything = sum(b.trained for b in rows_of(step, range(whole), plans))
-        batches, total, inside = rows_of(step, mine, plans), 0.0, []
-        for number, rows in enumerate(batches, 1):
+        everything = sum(b.trained for b in rows(step, range(whole)))
+        batches, total, inside = rows(step, mine), 0.0, []
+        for number, one in enumerate(batches, 1):
             with watching(count) as seen:
                 total += micro_batch(
-                    runtime, model, built.loss, rows, everything, number == len(batches), form, spoil, step
+                    runtime, model, built.loss, one, everything, number == len(batches), form, spoil, step
                 )
             inside.append(gradient_traffic(seen) if count else 0)
         if step == 0 and not spoil:
@@ -156,6 +177,7 @@ def train(base, form="early", plans=PLANS, count=False, load=None, spoil=None, s
         found.scales.append(result.loss_scale)
         found.skipped.append(result.skipped)
     found.adapter, found.moments = numpy_of(strategy.gather_trainable()), numpy_of(strategy.gather_moments())
+    found.data_size = strategy.data_size
     found.codes = sum(held(p) for p in built.model.parameters() if p.dtype == torch.uint8)
     return found
 

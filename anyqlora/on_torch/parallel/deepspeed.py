@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from anyqlora.config.strategy_options import DeepSpeedOptions
-from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, RunError, UsageError
 from anyqlora.on_torch._compat import link_moments, without_shared_memory_operation
 from anyqlora.on_torch.memory.malloc import return_freed_pages
@@ -150,20 +149,10 @@ class DeepSpeed(MultiProcessStrategy):
         return Prepared(self.engine, self.optimizer)
 
     def _refuse(self, model: nn.Module) -> None:
-        config = self.plan.config
-        if self.stage == 3 and not registry.quantizer(self.plan.quantizer).shardable:
-            raise NotSupported(
-                f"{self.plan.quantizer} weights cannot be sharded: their scales are not with them",
-                cure="--quantizer nf4, or --deepspeed_zero_stage 2",
-            )
         if self.stage == 3 and any(isinstance(module, PackedExperts) for module in model.modules()):
             raise NotSupported(
                 "quantized experts cannot be sharded yet: every process would hold all of them",
                 cure="--deepspeed_zero_stage 2",
-            )
-        if self.stage and not registry.OPTIMIZERS[config.optimizer].shardable:
-            raise NotSupported(
-                f"optimizer {config.optimizer} does not know a sharded optimizer state", cure="--optimizer adamw"
             )
 
     def _shard(self, root: nn.Module) -> None:

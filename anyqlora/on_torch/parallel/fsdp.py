@@ -89,19 +89,10 @@ class Fsdp(ShardedStrategy):
         return Prepared(root, self.optimizer)
 
     def _refuse(self, model: nn.Module) -> None:
-        if not registry.quantizer(self.plan.quantizer).shardable:
-            raise NotSupported(
-                f"{self.plan.quantizer} weights cannot be sharded: their scales are not with them",
-                cure="--quantizer nf4, or --strategy ddp",
-            )
         if any(isinstance(module, PackedExperts) for module in model.modules()):
             raise NotSupported(
                 "quantized experts cannot be sharded yet: every process would hold all of them",
                 cure="--strategy ddp, or --quantizer none",
-            )
-        if not registry.OPTIMIZERS[self.plan.config.optimizer].shardable:
-            raise NotSupported(
-                f"optimizer {self.plan.config.optimizer} does not know sharded parameters", cure="--optimizer adamw"
             )
 
     def _assert_sharded(self) -> None:
