@@ -1,0 +1,124 @@
+"""What processes of a world do with Keras's own fit, evaluate, predict and train_on_batch under its distributions; each
+returns what it saw, as numpy and plain values.
+"""
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.steps_on_ranks import joined
+
+ROWS, FEATURES, CLASSES = 22, 6, 3  # batches of 8 leave 6 rows
+
+
+def table():
+    numbers = np.random.default_rng(0)
+    x = numbers.normal(size=(ROWS, FEATURES)).astype("float32")
+    y = numbers.integers(CLASSES, size=ROWS)
+    return x, y
+
+
+def installed():
+    joined()
+    import keras
+
+    from anyqlora.distribution import keras as bridge
+
+    bridge.install()
+    return keras
+
+
+def distribution(keras, kind):
+    """ "data", "model" (all processes split variables), "both" (a mesh of two rows), or None."""
+    if kind is None:
+        return None
+    if kind == "data":
+        return keras.distribution.DataParallel()
+    count = len(keras.distribution.list_devices())
+    shape = {"model": (1, count), "both": (2, count // 2)}[kind]
+    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(shape, ("batch", "model")))
+    layouts[".*up/kernel"] = (None, "model")
+    layouts[".*up/bias"] = ("model",)
+    layouts[".*down/kernel"] = ("model", None)
+    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+
+
+def network(keras, dropout=0.0, normalization=True, regularizer=None):
+    layers = [
+        keras.layers.Dense(16, activation="gelu", name="up", kernel_regularizer=regularizer),
+        *([keras.layers.BatchNormalization(name="norm")] if normalization else []),
+        *([keras.layers.Dropout(dropout)] if dropout else []),
+        keras.layers.Dense(8, name="down"),
+        keras.layers.Dense(CLASSES, name="out"),
+    ]
+    return keras.Sequential(layers, name="model")
+
+
+def optimizer(keras, name):
+    return {
+        "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(0.01),
+        "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.05),
+        "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+        "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    }[name]()
+
+
+def compiled(keras, name="adam", **network_options):
+    keras.utils.set_random_seed(3)
+    model = network(keras, **network_options)
+    model.compile(
+        optimizer(keras, name),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["sparse_categorical_accuracy"],
+        weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="entropy")],
+    )
+    return model
+
+
+def state(model):
+    return {v.path: v.numpy() for v in model.variables if "seed" not in v.path}
+
+
+def feeds(keras, kind):
+    """The arguments of fit for each way to hand over the same rows."""
+    x, y = table()
+
+    def batches():
+        for start in range(0, ROWS, 8):
+            yield x[start : start + 8], y[start : start + 8]
+
+    class Rows(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            return x[8 * number : 8 * number + 8], y[8 * number : 8 * number + 8]
+
+    loader = DataLoader(TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=8)
+    return {
+        "arrays": lambda: {"x": x, "y": y, "batch_size": 8, "shuffle": False},
+        "loader": lambda: {"x": loader, "shuffle": False},
+        "generator": lambda: {"x": batches()},
+        "dataset": lambda: {"x": Rows(), "shuffle": False},
+    }
+
+
+def fits(kind, names=None):
+    """What each way to train leaves: {name: {"weights": ..., "history": ..., ...}}."""
+    keras = installed()
+    keras.distribution.set_distribution(distribution(keras, kind))
+    x, y = table()
+    found = {}
+    for name, arguments in feeds(keras, kind).items():
+        model = compiled(keras)
+        history = model.fit(**arguments(), epochs=1, verbose=0).history
+        found[name] = {**state(model), **{f"history {k}": np.array(v) for k, v in history.items()}}
+    model = compiled(keras)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    found["shuffled"] = {
+        **state(model),
+        "evaluate": np.array(model.evaluate(x, y, batch_size=8, verbose=0)),
+        "predict": model.predict(x, batch_size=8, verbose=0),
+    }
+    return found
