@@ -89,7 +89,9 @@ class AgreedBatches:
         self.leaves, self.mapped = leaves, mapped
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
+        return self._agreed(iter(self.loader))  # not at the first batch: a DataLoader draws a seed here
+
+    def _agreed(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             failure, batch, kind = None, None, BATCH
             try:

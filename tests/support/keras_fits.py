@@ -2,6 +2,8 @@
 returns what it saw, as numpy and plain values.
 """
 
+import traceback
+
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -122,3 +124,52 @@ def fits(kind, names=None):
         "predict": model.predict(x, batch_size=8, verbose=0),
     }
     return found
+
+
+def options(kind):
+    """What fit leaves with each of its options, and with each optimizer."""
+    keras = installed()
+    keras.distribution.set_distribution(distribution(keras, kind))
+    x, y = table()
+    weights = np.linspace(0.1, 2, ROWS).astype("float32")
+    cells = {
+        "validation_split": {"validation_split": 0.3},
+        "validation_data": {"validation_data": (x[:5], y[:5])},
+        "sample_weight": {"sample_weight": weights},
+        "class_weight": {"class_weight": {0: 0.2, 1: 3.0, 2: 1.0}},
+        "steps": {"steps_per_epoch": 2, "epochs": 3},
+        "callbacks": {
+            "validation_split": 0.3,
+            "epochs": 6,
+            "callbacks": [
+                keras.callbacks.EarlyStopping(patience=1, restore_best_weights=True, min_delta=0.02),
+                keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=10),
+                keras.callbacks.TerminateOnNaN(),
+            ],
+        },
+    }
+    found = {}
+    for name, arguments in cells.items():
+        found[name] = outcome(lambda: fitted(keras, compiled(keras), x, y, **arguments))
+    for name in ("sgd", "clipnorm", "global_clipnorm", "adamw"):
+        found[name] = outcome(lambda: fitted(keras, compiled(keras, name), x, y))
+    found["regularizer"] = outcome(lambda: fitted(keras, compiled(keras, regularizer="l2"), x, y))
+    found["dropout"] = outcome(lambda: fitted(keras, compiled(keras, dropout=0.5), x, y))
+    return found
+
+
+def fitted(keras, model, x, y, **arguments):
+    history = model.fit(x, y, **{"batch_size": 8, "epochs": 2, "verbose": 0, **arguments}).history
+    return {
+        **state(model),
+        **{f"history {name}": np.array(values) for name, values in history.items()},
+        "predict": model.predict(x, batch_size=8, verbose=0),
+    }
+
+
+def outcome(attempt):
+    """What it returns, or the error that it ends in."""
+    try:
+        return attempt()
+    except Exception as error:
+        return "".join(traceback.format_exception(error))[-1500:]
