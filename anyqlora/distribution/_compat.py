@@ -11,22 +11,27 @@ import contextlib
 import functools
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anyqlora.distribution.batches import AgreedBatches, exchanged, local_part, of_process_0, share
 from anyqlora.distribution.datasets import SharedBatches, shared
 from anyqlora.distribution.processes import DistributionError, num_processes, process_id
 from anyqlora.distribution.tensors import distribute_tensor, distribute_variable
 
+# what DTensor (torch 2.13) answers before it has computed or sent anything
+_UNSPLIT = ("does not have a sharding strategy registered", "unevenly sharded tensor")
 _mixing: ContextVar[bool] = ContextVar("mixing", default=False)  # plain tensors meet those that are spread
 _in_layer: ContextVar[bool] = ContextVar("in_layer", default=False)
 _in_method: ContextVar[bool] = ContextVar("in_method", default=False)
@@ -177,8 +182,35 @@ def _mixed() -> Iterator[None]:
     if _mixing.get():  # the inner one would end it for the outer one
         yield
         return
-    with _set(_mixing), implicit_replication():
+    with _set(_mixing), implicit_replication(), _WholeWhereNeeded():
         yield
+
+
+class _WholeWhereNeeded(TorchDispatchMode):
+    """Operations that DTensor cannot split are done by every process on whole tensors, forward and backward; each says
+    so once.
+    """
+
+    told: ClassVar[set[str]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            spread = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+            if not spread or func._schema.is_mutable or not any(words in str(error) for words in _UNSPLIT):
+                raise
+        mesh = spread[0].device_mesh
+        everywhere = [Replicate()] * mesh.ndim
+        if str(func) not in self.told:
+            self.told.add(str(func))
+            warnings.warn(f"torch cannot split {func}: every process does all of it", stacklevel=2)
+        with torch.no_grad():
+            args, kwargs = tree_map_only(DTensor, lambda x: x.redistribute(placements=everywhere).to_local(), (args, kwargs))
+            return tree_map_only(
+                torch.Tensor, lambda x: DTensor.from_local(x, mesh, everywhere, run_check=False), func(*args, **kwargs)
+            )
 
 
 def _whole(value: Any) -> Any:

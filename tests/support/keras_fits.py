@@ -173,3 +173,81 @@ def outcome(attempt):
         return attempt()
     except Exception as error:
         return "".join(traceback.format_exception(error))[-1500:]
+
+
+def architectures(keras):
+    """{name: (model, x, y)} of small models, one for each kind of layer."""
+    layers, numbers = keras.layers, np.random.default_rng(1)
+    image = numbers.normal(size=(8, 8, 8, 3)).astype("float32")
+    series = numbers.normal(size=(8, 5, 6)).astype("float32")
+    tokens = numbers.integers(0, 9, size=(8, 5))
+    flat = numbers.normal(size=(8, 6)).astype("float32")
+
+    def stack(*parts):
+        return lambda: keras.Sequential([*parts, layers.Flatten(), layers.Dense(2, name="down")])
+
+    def attention():
+        x = keras.Input((5, 6))
+        h = layers.MultiHeadAttention(2, 4, dropout=0.2)(x, x, use_causal_mask=True)
+        h = layers.LayerNormalization()(layers.Add()([x, h]))
+        return keras.Model(x, layers.Dense(2, name="down")(layers.Flatten()(h)))
+
+    def grouped():
+        x = keras.Input((5, 8))
+        h = layers.GroupQueryAttention(4, 4, 2, flash_attention=None)(x, x)
+        return keras.Model(x, layers.Dense(2, name="down")(layers.Flatten()(h)))
+
+    return {
+        "conv": (stack(layers.Conv2D(4, 3, padding="same"), layers.BatchNormalization(), layers.MaxPooling2D()), image),
+        "strided": (stack(layers.Conv2D(4, 3, strides=2, padding="same", activation="relu")), image),
+        "average": (stack(layers.Conv2D(4, 3), layers.AveragePooling2D(2)), image),
+        "global_average": (stack(layers.Conv2D(4, 3), layers.GlobalAveragePooling2D()), image),
+        "separable": (stack(layers.SeparableConv2D(4, 3)), image),
+        "depthwise": (stack(layers.DepthwiseConv2D(3)), image),
+        "transpose": (stack(layers.Conv2DTranspose(4, 3, strides=2)), image),
+        "up": (stack(layers.Conv2D(4, 3), layers.UpSampling2D()), image),
+        "group_norm": (stack(layers.Conv2D(4, 3), layers.GroupNormalization(2)), image),
+        "conv1d": (stack(layers.Conv1D(4, 3, padding="causal")), series),
+        "lstm": (stack(layers.LSTM(4)), series),
+        "gru": (stack(layers.Bidirectional(layers.GRU(4, return_sequences=True))), series),
+        "rnn": (stack(layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.3)), series),
+        "masked": (stack(layers.Embedding(9, 4, mask_zero=True), layers.LSTM(4)), tokens),
+        "embedding": (stack(layers.Embedding(9, 4)), tokens),
+        "attention": (attention, series),
+        "grouped": (grouped, np.concatenate([series, series[..., :2]], -1)),
+        "time": (stack(layers.TimeDistributed(layers.Dense(3, activation="relu"))), series),
+        "einsum": (stack(layers.EinsumDense("abc,cd->abd", output_shape=(5, 4), bias_axes="d")), series),
+        "rms": (stack(layers.RMSNormalization()), flat),
+        "spectral": (stack(layers.SpectralNormalization(layers.Dense(4))), flat),
+        "unit": (stack(layers.Dense(4), layers.UnitNormalization()), flat),
+        "noise": (stack(layers.Dense(4), layers.GaussianNoise(0.3), layers.GaussianDropout(0.2)), flat),
+        "alpha": (stack(layers.Dense(4), layers.AlphaDropout(0.2), layers.SpatialDropout1D(0.2)), series),
+        "prelu": (stack(layers.Dense(4), layers.PReLU(), layers.Softmax()), flat),
+        "activity": (stack(layers.Dense(4, activity_regularizer="l2")), flat),
+        "constraint": (stack(layers.Dense(4, kernel_constraint="max_norm")), flat),
+        "discretized": (stack(layers.Rescaling(2.0), layers.Dense(4), layers.Reshape((2, 2)), layers.Permute((2, 1))), flat),
+        "normalized": (stack(layers.Normalization(mean=0.5, variance=2.0), layers.Dense(4)), flat),
+    }
+
+
+def layered(kind, only=None):
+    """Weights and predictions after two steps of each of the architectures."""
+    keras = installed()
+    keras.distribution.set_distribution(distribution(keras, kind))
+    found = {}
+    keras.utils.set_random_seed(5)
+    for name, (make, x) in architectures(keras).items():
+        if only and name not in only:
+            continue
+
+        def run():
+            keras.utils.set_random_seed(3)
+            model = make()
+            model.compile(keras.optimizers.SGD(0.05), "mse")
+            y = np.random.default_rng(2).normal(size=(8, 2)).astype("float32")
+            history = model.fit(x, y, batch_size=4, epochs=1, verbose=0).history
+            renamed = {str(i): v.numpy() for i, v in enumerate(model.variables) if "seed" not in v.path}
+            return {**renamed, "loss": np.array(history["loss"]), "predict": model.predict(x, verbose=0)}
+
+        found[name] = outcome(run)
+    return found
