@@ -11,9 +11,11 @@ import contextlib
 import functools
 import inspect
 import random
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
@@ -31,7 +33,7 @@ from anyqlora.distribution.processes import DistributionError, num_processes, pr
 from anyqlora.distribution.tensors import distribute_tensor, distribute_variable
 
 # what DTensor (torch 2.13) answers before it has computed or sent anything
-_UNSPLIT = ("does not have a sharding strategy registered", "unevenly sharded tensor")
+_UNSPLIT = ("does not have a sharding strategy registered", "unevenly sharded tensor", "without redistribution")
 _mixing: ContextVar[bool] = ContextVar("mixing", default=False)  # plain tensors meet those that are spread
 _in_layer: ContextVar[bool] = ContextVar("in_layer", default=False)
 _in_method: ContextVar[bool] = ContextVar("in_method", default=False)
@@ -86,7 +88,10 @@ def distribute_training(methods: Sequence[str], current: Callable[[], Any]) -> N
     from keras.src.backend.torch import random as keras_random
     from keras.src.backend.torch.trainer import TorchEpochIterator, TorchTrainer
     from keras.src.layers import Layer
+    from keras.src.models.model import Model
     from keras.src.optimizers.base_optimizer import BaseOptimizer
+    from keras.src.utils import file_utils
+    from keras.src.utils.torch_utils import TorchModuleWrapper
 
     for name in methods:
         setattr(TorchTrainer, name, _together(name, getattr(TorchTrainer, name), current))
@@ -98,6 +103,12 @@ def distribute_training(methods: Sequence[str], current: Callable[[], Any]) -> N
     patched.losses = property(_whole_losses(Layer.losses.fget))
     patched = keras_distribution().Distribution
     patched.distribute_dataset = _of_loaders(patched.distribute_dataset)
+    patched = Model
+    patched.save = _written_once(Model.save, current)
+    patched.save_weights = _written_once(Model.save_weights, current)
+    file_utils.makedirs = _made_by_either(file_utils.makedirs, current)
+    patched = TorchModuleWrapper
+    patched._track_module_parameters = _without_torch_modules(TorchModuleWrapper._track_module_parameters, current)
     patched = BaseOptimizer
     patched.apply = _with_reduced_gradients(BaseOptimizer.apply)
     keras_random.dropout = _dropout_as_of_one(keras_random.dropout)
@@ -231,16 +242,21 @@ def _together(name: str, method: Callable[..., Any], current: Callable[[], Any])
     @functools.wraps(method)
     def distributed(model: Any, *args: Any, **options: Any) -> Any:
         distribution = current()
-        if _in_method.get() or distribution is None:
+        if _in_method.get():
+            return method(model, *args, **options)
+        if distribution is None:
+            _check_undistributed(name, model)
             return method(model, *args, **options)
         if model.compiled and model.jit_compile:
             raise DistributionError(f"{name}: jit_compile does not distribute", cure="jit_compile=False")
         if num_processes() > 1:
             _begin_alike(model)
+            bound = takes.bind(model, *args, **options)
             if process_id() and "verbose" in takes.parameters:
-                bound = takes.bind(model, *args, **options)
                 bound.arguments["verbose"] = 0  # process 0 shows the progress
-                args, options = bound.args[1:], bound.kwargs
+            if "callbacks" in takes.parameters:
+                bound.arguments["callbacks"] = _callbacks(bound.arguments.get("callbacks"), name == "fit")
+            args, options = bound.args[1:], bound.kwargs
         with _set(_in_method), _mixed():
             if name.endswith("_on_batch"):
                 bound = takes.bind(model, *args, **options)
@@ -249,6 +265,88 @@ def _together(name: str, method: Callable[..., Any], current: Callable[[], Any])
             return method(model, *args, **options)
 
     return distributed
+
+
+def _check_undistributed(name: str, model: Any) -> None:
+    for variable in _all_variables(model):
+        if isinstance(variable._value, DTensor):
+            raise DistributionError(
+                f"{name}: {variable.path} lies on a mesh, and no distribution is set",
+                cure="keras.distribution.set_distribution(...), or with distribution.scope():, around it too",
+            )
+
+
+def _callbacks(callbacks: Any, training: bool) -> Any:
+    """Those of this process: files are process 0's, and all stop together."""
+    import keras
+
+    class StopTogether(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            assert self.model is not None
+            self.model.stop_training = any(found[0] for found in exchanged([bool(self.model.stop_training)]))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.on_train_batch_end(epoch)
+
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        raise DistributionError("a CallbackList does not distribute", cure="a list of its callbacks")
+    callbacks = list(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else [])
+    for callback in callbacks:
+        if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.TensorBoard)):
+            raise DistributionError(
+                f"{type(callback).__name__} writes the same files on every process",
+                cure="ModelCheckpoint and CSVLogger, of which process 0 writes; to go on: load_weights and "
+                "fit(initial_epoch=...)",
+            )
+    if process_id():
+        callbacks = [callback for callback in callbacks if not isinstance(callback, keras.callbacks.CSVLogger)]
+    return [*callbacks, StopTogether()] if training else callbacks
+
+
+def _written_once(save: Callable[..., Any], current: Callable[[], Any]) -> Callable[..., Any]:
+    """Model.save that all processes call together, as they hold the parts, and process 0 writes; it is there when they
+    return.
+    """
+
+    @functools.wraps(save)
+    def together(model: Any, filepath: Any, *args: Any, **options: Any) -> Any:
+        if current() is None or num_processes() == 1:
+            return save(model, filepath, *args, **options)
+        if process_id() == 0:
+            save(model, filepath, *args, **options)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                save(model, Path(folder) / Path(filepath).name, *args, **options)
+        exchanged([0])
+
+    return together
+
+
+def _made_by_either(makedirs: Callable[..., None], current: Callable[[], Any]) -> Callable[..., None]:
+    """file_utils.makedirs of callbacks that run on several processes at once."""
+
+    @functools.wraps(makedirs)
+    def made(path: Any) -> None:
+        try:
+            makedirs(path)
+        except FileExistsError:
+            if current() is None:
+                raise
+
+    return made
+
+
+def _without_torch_modules(track: Callable[..., None], current: Callable[[], Any]) -> Callable[..., None]:
+    @functools.wraps(track)
+    def refused(wrapper: Any) -> None:
+        if current() is not None:
+            raise DistributionError(
+                f"the torch module {type(wrapper.module).__name__} in a Keras model does not distribute",
+                cure="layers of Keras; or anyqlora.distribution's distribute_module and a loop of your own",
+            )
+        track(wrapper)
+
+    return refused
 
 
 def _begin_alike(model: Any) -> None:

@@ -172,7 +172,7 @@ def outcome(attempt):
     try:
         return attempt()
     except Exception as error:
-        return "".join(traceback.format_exception(error))[-1500:]
+        return "".join(traceback.format_exception(error))[-4000:]
 
 
 def architectures(keras):
@@ -226,7 +226,7 @@ def architectures(keras):
         "activity": (stack(layers.Dense(4, activity_regularizer="l2")), flat),
         "constraint": (stack(layers.Dense(4, kernel_constraint="max_norm")), flat),
         "discretized": (stack(layers.Rescaling(2.0), layers.Dense(4), layers.Reshape((2, 2)), layers.Permute((2, 1))), flat),
-        "normalized": (stack(layers.Normalization(mean=0.5, variance=2.0), layers.Dense(4)), flat),
+        "normalized": (stack(layers.Normalization(mean=[0.5] * 6, variance=[2.0] * 6), layers.Dense(4)), flat),
     }
 
 
@@ -248,6 +248,168 @@ def layered(kind, only=None):
             history = model.fit(x, y, batch_size=4, epochs=1, verbose=0).history
             renamed = {str(i): v.numpy() for i, v in enumerate(model.variables) if "seed" not in v.path}
             return {**renamed, "loss": np.array(history["loss"]), "predict": model.predict(x, verbose=0)}
+
+        found[name] = outcome(run)
+    return found
+
+
+def data_of(kind, rank, replicas, table):
+    """This process's rows where each has its own: of every batch of 8 its part, in order."""
+    x, y = table
+    each = 8 // replicas
+    rows = [i for i in range(16) if (i % 8) // each == rank]
+    return x[rows], y[rows]
+
+
+def data_forms(kind):
+    """Data that are shared out before they come to fit, and single batches."""
+    keras = installed()
+    spread = distribution(keras, kind)
+    keras.distribution.set_distribution(spread)
+    x, y = table()
+    found = {}
+    loader = DataLoader(TensorDataset(torch.tensor(x), torch.tensor(y)), batch_size=8, drop_last=True)
+    shares = spread.distribute_dataset(loader) if spread else loader
+    model = compiled(keras)
+    history = model.fit(shares, verbose=0, shuffle=False, epochs=2).history
+    found["distribute_dataset"] = {**state(model), "loss": np.array(history["loss"]), "rows": np.array(len(shares))}
+    model = compiled(keras)
+    own, each = (x[:16], y[:16]), 8
+    if spread:
+        spread.auto_shard_dataset = False
+        replica = spread.device_mesh.backend_mesh.get_local_rank("batch")
+        own, each = data_of(kind, replica, spread.num_model_replicas, (x, y)), 8 // spread.num_model_replicas
+    model.fit(*own, batch_size=each, verbose=0, shuffle=False, epochs=2)
+    found["own rows"] = {**state(model), "evaluate": np.array(model.evaluate(*own, batch_size=each, verbose=0))}
+    if spread:
+        spread.auto_shard_dataset = True
+    model = compiled(keras)
+    logs = [model.train_on_batch(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+    logs += [model.test_on_batch(x, y)]
+    found["on_batch"] = {**state(model), "logs": np.array(logs), "predict": model.predict_on_batch(x)}
+    return found
+
+
+def unseeded(kind):
+    """Processes whose random states differ end alike: {name: value} after two shuffled epochs with dropout."""
+    keras = installed()
+    keras.distribution.set_distribution(distribution(keras, kind))
+    keras.utils.set_random_seed(int(joined()))
+    x, y = table()
+    model = network(keras, dropout=0.5)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return {"model": fitted(keras, model, x, y)}
+
+
+def own_models(kind, folder=None):
+    """A train_step of one's own, several inputs and outputs, masks, metrics with state, checkpoints, optimizers."""
+    keras = installed()
+    keras.distribution.set_distribution(distribution(keras, kind))
+    x, y = table()
+    found = {}
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.up, self.out = keras.layers.Dense(16, name="up"), keras.layers.Dense(CLASSES)
+
+        def call(self, inputs, training=False):
+            hidden = self.up(inputs)
+            self.add_loss(keras.ops.mean(keras.ops.square(hidden)))
+            contrast = keras.ops.matmul(hidden, keras.ops.transpose(hidden))  # rows meet rows
+            return self.out(hidden) + keras.ops.mean(contrast, axis=-1, keepdims=True)
+
+        def train_step(self, data):
+            rows, labels = data
+            self.zero_grad()
+            loss = self.compute_loss(y=labels, y_pred=self(rows, training=True))
+            loss.backward()
+            weights = self.trainable_weights
+            with torch.no_grad():
+                self.optimizer.apply([v.value.grad for v in weights], weights)
+            for metric in self.metrics:
+                metric.update_state(loss)
+            return {m.name: m.result() for m in self.metrics}
+
+    def own():
+        keras.utils.set_random_seed(3)
+        model = Own()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        history = model.fit(x, y, batch_size=8, epochs=1, verbose=0).history
+        return {**{str(i): v.numpy() for i, v in enumerate(model.weights)}, "loss": np.array(history["loss"])}
+
+    def several():
+        keras.utils.set_random_seed(3)
+        tokens, dense = keras.Input((5,), name="tokens", dtype="int32"), keras.Input((FEATURES,), name="dense")
+        embedded = keras.layers.Embedding(9, 4, mask_zero=True)(tokens)
+        series = keras.layers.Dense(1, name="series")(embedded)
+        hidden = keras.layers.Concatenate()([keras.layers.GlobalAveragePooling1D()(embedded), dense])
+        hidden = keras.layers.Dense(16, activation="relu", name="up")(hidden)
+        model = keras.Model([tokens, dense], {"one": keras.layers.Dense(1, "sigmoid", name="one")(hidden), "series": series})
+        model.compile(
+            "adam",
+            {"one": "binary_crossentropy", "series": "mse"},
+            loss_weights={"one": 1.0, "series": 0.3},
+            metrics={"one": [keras.metrics.AUC(), keras.metrics.F1Score()], "series": ["mae"]},
+        )
+        numbers = np.random.default_rng(4)
+        inputs = {"tokens": numbers.integers(0, 9, size=(ROWS, 5)), "dense": x}
+        targets = {"one": (y[:, None] > 0).astype("float32"), "series": numbers.normal(size=(ROWS, 5, 1))}
+        history = model.fit(inputs, targets, batch_size=8, epochs=2, verbose=0).history
+        predicted = model.predict(inputs, batch_size=8, verbose=0)
+        return {
+            **{str(i): v.numpy() for i, v in enumerate(model.weights)},
+            **{f"history {name}": np.array(values) for name, values in history.items()},
+            **predicted,
+        }
+
+    def checkpointed():
+        model = compiled(keras)
+        checkpoint = keras.callbacks.ModelCheckpoint(f"{folder}/{kind}/deep/epoch{{epoch}}.weights.h5", save_weights_only=True)
+        logger = keras.callbacks.CSVLogger(f"{folder}/{kind}.csv")
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[checkpoint, logger])
+        model.save(f"{folder}/{kind}.keras")
+        again = keras.models.load_model(f"{folder}/{kind}.keras")
+        lines = open(f"{folder}/{kind}.csv").read().splitlines()
+        other = compiled(keras)
+        other.build((None, FEATURES))
+        other.load_weights(f"{folder}/{kind}/deep/epoch2.weights.h5")
+        again.fit(x, y, batch_size=8, epochs=1, verbose=0, shuffle=False)
+        return {**state(again), "loaded": other.predict(x, verbose=0), "lines": np.array(len(lines))}
+
+    found = {"own": outcome(own), "several": outcome(several)}
+    if folder:
+        found["checkpointed"] = outcome(checkpointed)
+    return found
+
+
+def optimizers(kind):
+    """What each of Keras's optimizers leaves, plain and with accumulation, averages and scaled losses."""
+    keras = installed()
+    keras.distribution.set_distribution(distribution(keras, kind))
+    x, y = table()
+    every = keras.optimizers
+    made = {
+        name: getattr(every, name)
+        for name in ("Adadelta", "Adagrad", "Adamax", "Adafactor", "Ftrl", "Lamb", "Lion", "Nadam", "RMSprop", "Muon")
+    }
+    cells = {name: lambda make=make: make(0.01) for name, make in made.items()}
+    cells |= {
+        "amsgrad": lambda: every.Adam(0.01, amsgrad=True, clipvalue=0.01),
+        "nesterov": lambda: every.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+        "average": lambda: every.Adam(0.01, use_ema=True, ema_momentum=0.5),
+        "accumulation": lambda: every.SGD(0.05, gradient_accumulation_steps=2),
+        "scaled": lambda: every.LossScaleOptimizer(every.SGD(0.05)),
+        "schedule": lambda: every.SGD(every.schedules.CosineDecay(0.1, 5)),
+    }
+    found = {}
+    for name, make in cells.items():
+
+        def run():
+            keras.utils.set_random_seed(3)
+            model = network(keras, normalization=False)
+            model.compile(make(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            return fitted(keras, model, x, y)
 
         found[name] = outcome(run)
     return found

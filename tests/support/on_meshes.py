@@ -50,7 +50,7 @@ def refused():
         "no mesh": lambda: spread.distribute_tensor(torch.ones(2), spread.TensorLayout(("batch",))),
         "dimensions": lambda: spread.distribute_tensor(torch.ones(()), layout),
         "twice": lambda: spread.TensorLayout(("batch", "batch"), mesh).backend_layout,
-        "device": lambda: spread.list_devices("gpu"),
+        "device": lambda: spread.initialize("127.0.0.1:1", 2, rank, device_type="gpu"),
         "kind": lambda: spread.list_devices("abacus"),
         "again": lambda: spread.initialize("127.0.0.1:1", 2, 1 - rank),
         "uneven": lambda: spread.DataParallel().distribute_dataset(
