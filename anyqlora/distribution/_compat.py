@@ -124,6 +124,7 @@ def _laid_out(initialize: Callable[..., Any], current: Callable[[], Any]) -> Cal
         if variable._layout is None and distribution is not None and not variable._is_bookkeeping:
             variable._shape = tuple(variable._value.shape)  # which get_variable_layout asks for
             variable._layout = distribution.get_variable_layout(variable)
+            variable._is_laid_by_name = True
         if variable._layout is not None:
             variable._value = distribute_variable(
                 nn.Parameter(variable._value, requires_grad=variable._value.requires_grad), variable._layout
@@ -155,8 +156,6 @@ def _as_array(plain: Callable[..., Any]) -> Callable[..., Any]:
         return array.astype(dtype) if dtype else array
 
     return whole
-
-
 
 
 def _marked(initialize: Callable[..., None]) -> Callable[..., None]:
@@ -218,7 +217,9 @@ class _WholeWhereNeeded(TorchDispatchMode):
             self.told.add(str(func))
             warnings.warn(f"torch cannot split {func}: every process does all of it", stacklevel=2)
         with torch.no_grad():
-            args, kwargs = tree_map_only(DTensor, lambda x: x.redistribute(placements=everywhere).to_local(), (args, kwargs))
+            args, kwargs = tree_map_only(
+                DTensor, lambda x: x.redistribute(placements=everywhere).to_local(), (args, kwargs)
+            )
             return tree_map_only(
                 torch.Tensor, lambda x: DTensor.from_local(x, mesh, everywhere, run_check=False), func(*args, **kwargs)
             )
@@ -309,15 +310,14 @@ def _written_once(save: Callable[..., Any], current: Callable[[], Any]) -> Calla
     """
 
     @functools.wraps(save)
-    def together(model: Any, filepath: Any, *args: Any, **options: Any) -> Any:
-        if current() is None or num_processes() == 1:
-            return save(model, filepath, *args, **options)
-        if process_id() == 0:
+    def together(model: Any, filepath: Any, *args: Any, **options: Any) -> None:
+        if current() is None or num_processes() == 1 or process_id() == 0:
             save(model, filepath, *args, **options)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 save(model, Path(folder) / Path(filepath).name, *args, **options)
-        exchanged([0])
+        if current() is not None and num_processes() > 1:
+            exchanged([0])
 
     return together
 
@@ -412,14 +412,12 @@ def _of_whole_data(initialize: Callable[..., None], current: Callable[[], Any]) 
     @functools.wraps(initialize)
     def accepting(iterator: Any, *args: Any, **options: Any) -> None:
         distribution = current()
-        if distribution is None:
-            return initialize(iterator, *args, **options)
         keras_distribution().set_distribution(None)
         try:
             initialize(iterator, *args, **options)
         finally:
             keras_distribution().set_distribution(distribution)
-        if num_processes() > 1:
+        if distribution is not None and num_processes() > 1:
             counts = [found[0] for found in exchanged([iterator.num_batches or 0])]
             if len(set(counts)) > 1:
                 raise DistributionError(
@@ -482,7 +480,7 @@ def _split(call: Callable[..., Any], current: Callable[[], Any]) -> Callable[...
             return x
 
         with _set(_in_layer), _mixed():
-            args, options = keras.tree.map_structure(laid, (args, options))
+            args, options = cast(tuple, keras.tree.map_structure(laid, (args, options)))
             return keras.tree.map_structure(_whole, call(layer, *args, **options))
 
     return spread
@@ -516,6 +514,10 @@ def _with_reduced_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:
         if not any(isinstance(gradient, DTensor) for gradient in grads):
             return apply(optimizer, grads, trainable_variables)
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        for counter in optimizer.variables:
+            # one that `build` made outside of the optimizer's name scope (Nadam's product): plain as the others are
+            if isinstance(counter._value, DTensor) and getattr(counter, "_is_laid_by_name", False):
+                counter._value, counter._layout = nn.Parameter(counter._value.full_tensor(), requires_grad=False), None
         grads = [
             gradient.redistribute(placements=variable.value.placements) if isinstance(gradient, DTensor) else gradient
             for gradient, variable in zip(grads, variables, strict=True)

@@ -47,7 +47,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     found = 0
     for tensor in tensors:
         found = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), found)
-        found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), found)
+        found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
 
 

@@ -3,6 +3,7 @@ returns what it saw, as numpy and plain values.
 """
 
 import traceback
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -150,11 +151,11 @@ def options(kind):
     }
     found = {}
     for name, arguments in cells.items():
-        found[name] = outcome(lambda: fitted(keras, compiled(keras), x, y, **arguments))
+        found[name] = outcome(fitted, keras, compiled(keras), x, y, **arguments)
     for name in ("sgd", "clipnorm", "global_clipnorm", "adamw"):
-        found[name] = outcome(lambda: fitted(keras, compiled(keras, name), x, y))
-    found["regularizer"] = outcome(lambda: fitted(keras, compiled(keras, regularizer="l2"), x, y))
-    found["dropout"] = outcome(lambda: fitted(keras, compiled(keras, dropout=0.5), x, y))
+        found[name] = outcome(fitted, keras, compiled(keras, name), x, y)
+    found["regularizer"] = outcome(fitted, keras, compiled(keras, regularizer="l2"), x, y)
+    found["dropout"] = outcome(fitted, keras, compiled(keras, dropout=0.5), x, y)
     return found
 
 
@@ -167,10 +168,10 @@ def fitted(keras, model, x, y, **arguments):
     }
 
 
-def outcome(attempt):
+def outcome(attempt, *arguments, **options):
     """What it returns, or the error that it ends in."""
     try:
-        return attempt()
+        return attempt(*arguments, **options)
     except Exception as error:
         return "".join(traceback.format_exception(error))[-4000:]
 
@@ -225,8 +226,10 @@ def architectures(keras):
         "prelu": (stack(layers.Dense(4), layers.PReLU(), layers.Softmax()), flat),
         "activity": (stack(layers.Dense(4, activity_regularizer="l2")), flat),
         "constraint": (stack(layers.Dense(4, kernel_constraint="max_norm")), flat),
-        "discretized": (stack(layers.Rescaling(2.0), layers.Dense(4), layers.Reshape((2, 2)), layers.Permute((2, 1))), flat),
-        "normalized": (stack(layers.Normalization(mean=[0.5] * 6, variance=[2.0] * 6), layers.Dense(4)), flat),
+        "reshaped": (
+            stack(layers.Rescaling(2.0), layers.Dense(4), layers.Reshape((2, 2)), layers.Permute((2, 1))),
+            flat,
+        ),
     }
 
 
@@ -240,7 +243,7 @@ def layered(kind, only=None):
         if only and name not in only:
             continue
 
-        def run():
+        def run(make=make, x=x):
             keras.utils.set_random_seed(3)
             model = make()
             model.compile(keras.optimizers.SGD(0.05), "mse")
@@ -345,7 +348,9 @@ def own_models(kind, folder=None):
         series = keras.layers.Dense(1, name="series")(embedded)
         hidden = keras.layers.Concatenate()([keras.layers.GlobalAveragePooling1D()(embedded), dense])
         hidden = keras.layers.Dense(16, activation="relu", name="up")(hidden)
-        model = keras.Model([tokens, dense], {"one": keras.layers.Dense(1, "sigmoid", name="one")(hidden), "series": series})
+        model = keras.Model(
+            [tokens, dense], {"one": keras.layers.Dense(1, "sigmoid", name="one")(hidden), "series": series}
+        )
         model.compile(
             "adam",
             {"one": "binary_crossentropy", "series": "mse"},
@@ -365,12 +370,14 @@ def own_models(kind, folder=None):
 
     def checkpointed():
         model = compiled(keras)
-        checkpoint = keras.callbacks.ModelCheckpoint(f"{folder}/{kind}/deep/epoch{{epoch}}.weights.h5", save_weights_only=True)
+        checkpoint = keras.callbacks.ModelCheckpoint(
+            f"{folder}/{kind}/deep/epoch{{epoch}}.weights.h5", save_weights_only=True
+        )
         logger = keras.callbacks.CSVLogger(f"{folder}/{kind}.csv")
         model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[checkpoint, logger])
         model.save(f"{folder}/{kind}.keras")
         again = keras.models.load_model(f"{folder}/{kind}.keras")
-        lines = open(f"{folder}/{kind}.csv").read().splitlines()
+        lines = Path(f"{folder}/{kind}.csv").read_text().splitlines()
         other = compiled(keras)
         other.build((None, FEATURES))
         other.load_weights(f"{folder}/{kind}/deep/epoch2.weights.h5")
@@ -405,7 +412,7 @@ def optimizers(kind):
     found = {}
     for name, make in cells.items():
 
-        def run():
+        def run(make=make):
             keras.utils.set_random_seed(3)
             model = network(keras, normalization=False)
             model.compile(make(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -413,3 +420,91 @@ def optimizers(kind):
 
         found[name] = outcome(run)
     return found
+
+
+def refusals():
+    """The errors of what cannot be right on two processes, and where a callback of one process stops them both."""
+    rank = joined()
+    keras = installed()
+    x, y = table()
+    early = compiled(keras)
+    early.build((None, FEATURES))
+    spread = keras.distribution.DataParallel()
+    keras.distribution.set_distribution(spread)
+    model = compiled(keras)
+
+    def batches(count, failing=False):
+        for _ in range(count):
+            yield x[:8], y[:8]
+        if failing:
+            raise OSError("the disk is gone")
+
+    def other_rows():
+        model.fit(x + rank, y, verbose=0)
+
+    def ends_early():
+        model.fit(batches(3 - rank), verbose=0)
+
+    def fails():
+        model.fit(batches(2, failing=rank == 1), verbose=0)
+
+    def other_counts():
+        model.fit(x[: 16 - 8 * rank], y[: 16 - 8 * rank], batch_size=8, verbose=0)
+
+    def own_rows():
+        spread.auto_shard_dataset = False
+        try:
+            model.fit(x[: 8 - rank], y[: 8 - rank], batch_size=8, verbose=0)
+        finally:
+            spread.auto_shard_dataset = True
+
+    def unset():
+        keras.distribution.set_distribution(None)
+        try:
+            model.predict(x, verbose=0)
+        finally:
+            keras.distribution.set_distribution(spread)
+
+    def compiled_step():
+        other = network(keras)
+        other.compile("sgd", "mse", jit_compile=True)
+        other.jit_compile = True
+        other.fit(x, x[:, :CLASSES], verbose=0)
+
+    def backup():
+        model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore("nowhere")])
+
+    def torch_module():
+        keras.layers.TorchModuleWrapper(torch.nn.Linear(2, 2))
+
+    def one_batch():
+        model.train_on_batch(x[: 8 - rank], y[: 8 - rank])
+
+    tries = (
+        other_rows,
+        ends_early,
+        fails,
+        other_counts,
+        own_rows,
+        unset,
+        compiled_step,
+        backup,
+        torch_module,
+        one_batch,
+    )
+    found = {"early": outcome(early.fit, x, y, verbose=0), **{attempt.__name__: outcome(attempt) for attempt in tries}}
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = rank == 1 and batch == 1
+
+    steps = []
+    counter = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+    model.fit(x, y, batch_size=2, epochs=3, verbose=0, callbacks=[Stop(), counter])
+    weights = np.concatenate([value.ravel() for value in state(model).values()])
+    devices = {
+        "gpu": keras.distribution.list_devices("gpu"),
+        "gpus": keras.distribution.get_device_count("gpu"),
+        "mps": keras.distribution.list_devices("mps"),
+    }
+    return found, steps, weights, devices
