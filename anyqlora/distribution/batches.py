@@ -6,6 +6,7 @@ them all).
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -57,7 +58,13 @@ def share(tensor: torch.Tensor, sharding: Sharding, axis: str) -> DTensor:
     """
     mesh = sharding.mesh
     laid = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    if tensor.ndim == 0 or len(tensor) % mesh.size(cast(tuple, mesh.mesh_dim_names).index(axis)):
+    count = mesh.size(cast(tuple, mesh.mesh_dim_names).index(axis))
+    if tensor.ndim == 0 or len(tensor) % count:
+        warnings.warn(
+            f"{len(tensor) if tensor.ndim else 1} rows cannot be split evenly among {count}: every process computes all "
+            "of them",
+            stacklevel=2,
+        )
         return laid
     return laid.redistribute(placements=sharding.placements)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.steps_on_ranks import joined
@@ -507,4 +508,19 @@ def refusals():
         "gpus": keras.distribution.get_device_count("gpu"),
         "mps": keras.distribution.list_devices("mps"),
     }
-    return found, steps, weights, devices
+    seen = []
+
+    class Probe(keras.layers.Layer):
+        def call(self, inputs):
+            if isinstance(inputs, DTensor):
+                seen.append(inputs.to_local().shape[0])
+            return inputs
+
+    keras.Sequential([Probe()]).predict(x[:15], batch_size=8, verbose=0)
+    return found, steps, weights, devices, seen
+
+
+def in_double(name, kind):
+    """The function of that name in float64, where another order of sums is no excuse."""
+    installed().config.set_floatx("float64")
+    return globals()[name](kind)
