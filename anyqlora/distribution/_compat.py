@@ -384,7 +384,8 @@ def _begin_alike(model: Any) -> None:
 
 
 def _all_variables(model: Any) -> list[Any]:
-    return [*model.variables, *(model.optimizer.variables if model.optimizer is not None else ())]
+    optimizer = getattr(model, "optimizer", None)  # a model that is not compiled has no such attribute
+    return [*model.variables, *(optimizer.variables if optimizer is not None else ())]
 
 
 def _leaves(batch: Any) -> list[torch.Tensor]:

@@ -61,8 +61,8 @@ def share(tensor: torch.Tensor, sharding: Sharding, axis: str) -> DTensor:
     count = mesh.size(cast(tuple, mesh.mesh_dim_names).index(axis))
     if tensor.ndim == 0 or len(tensor) % count:
         warnings.warn(
-            f"{len(tensor) if tensor.ndim else 1} rows cannot be split evenly among {count}: every process computes all "
-            "of them",
+            f"{len(tensor) if tensor.ndim else 1} rows cannot be split evenly among {count}: every process computes "
+            "all of them",
             stacklevel=2,
         )
         return laid
