@@ -40,8 +40,8 @@ def install() -> None:
     """Let Keras's own DeviceMesh, LayoutMap, DataParallel and ModelParallel spread variables on its torch backend.
 
     Keras 3.15 has no distribution_lib for torch: its distributions are accepted there and do nothing. This puts one in
-    its place, lays out variables as they are made under a distribution, and refuses `fit` and its like under one, as
-    they would feed each process the same plain tensors. Nothing else of Keras changes, and nothing at all before this
+    its place, lays out variables as they are made under a distribution, and lets `fit`, `evaluate`, `predict` and
+    their like compute over all processes what one would. Nothing else of Keras changes, and nothing at all before this
     is called; calling it again does nothing. Raises DistributionError for a Keras that is not on torch or not known.
     """
     try:
@@ -58,4 +58,4 @@ def install() -> None:
         return
     current = _compat.keras_distribution().distribution
     _compat.lay_out_variables(current)
-    _compat.refuse_training(TRAINING, current)
+    _compat.distribute_training(TRAINING, current)

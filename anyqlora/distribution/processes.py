@@ -11,7 +11,8 @@ import torch.distributed as dist
 from anyqlora.core.errors import UsageError
 from anyqlora.processes.environment import collective_backends, device_index
 
-KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "xpu": "xpu"}  # Keras's names of device types -> torch's
+# Keras's names of device types -> torch's
+KINDS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "xpu": "xpu", "mps": "mps"}
 FROM_KERAS = {
     "job_addresses": "KERAS_DISTRIBUTION_JOB_ADDRESSES",
     "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
@@ -29,11 +30,19 @@ def _kind(device_type: str | None) -> str:
     here = [kind for kind in ("cuda", "xpu") if getattr(torch, kind).is_available()] + ["cpu"]
     if device_type is None:
         return here[0]
+    kind = _torch_name(device_type)
+    if kind not in here:
+        raise DistributionError(
+            f"torch has no collectives for {device_type}" if kind == "mps" else f"this machine has no {device_type}",
+            cure=f"one of: {', '.join(here)}",
+        )
+    return kind
+
+
+def _torch_name(device_type: str) -> str:
     kind = KINDS.get(device_type.lower())
     if kind is None:
         raise DistributionError(f"unknown device type {device_type!r}", cure=f"one of: {', '.join(KINDS)}")
-    if kind not in here:
-        raise DistributionError(f"this machine has no {device_type}", cure=f"one of: {', '.join(here)}")
     return kind
 
 
@@ -42,9 +51,11 @@ def list_devices(device_type: str | None = None) -> list[str]:
     names it.
 
     Each process has one, so in a world of N the number is the process's. Before `initialize` they are those of this
-    machine.
+    machine. None of a type that this machine does not have: [].
     """
-    kind = _kind(device_type)
+    kind = _kind(None) if device_type is None else _torch_name(device_type)
+    if not (kind == "cpu" or getattr(torch, kind).is_available()):
+        return []
     if dist.is_initialized():
         count = dist.get_world_size()
     else:
@@ -106,6 +117,7 @@ def initialize(
         )
     if not 0 <= rank < size:
         raise DistributionError(f"process_id {rank} is not one of {size} processes", cure=f"0 to {size - 1}")
+    kind = _kind(device_type)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, size):
             raise DistributionError(
@@ -113,7 +125,6 @@ def initialize(
                 cure="initialize once",
             )
         return
-    kind = _kind(device_type)
     if kind != "cpu":
         module = getattr(torch, kind)
         visible = module.device_count()

@@ -38,6 +38,8 @@ def to_backend_mesh(mesh: Any) -> TorchMesh:
             world_size=1,
         )  # a world of one, so that one device is no special case
     there = dist.get_world_size() if dist.is_initialized() else 1
+    if kinds == {"mps"} and there > 1:
+        raise DistributionError("torch has no collectives for mps", cure="devices of type cpu")
     if sorted(numbers) != list(range(there)):
         raise DistributionError(
             f"the mesh has the devices {', '.join(names)}, and there "
