@@ -159,11 +159,10 @@ class Matrix:
             f"{len(self.refused)} refused, {len(self.distances)} ran ({self.runs} runs), {len(self.failed)} failed, "
             f"{self.seconds:.0f} s"
         ]
-        for name, of in (
-            ("float32", [d for c, d in self.distances.items() if bound(c) == EXACT]),
-            ("float32, tp", [d for c, d in self.distances.items() if bound(c) == SPLIT]),
-            ("16 bits", [d for c, d in self.distances.items() if bound(c) == ROUNDED]),
-        ):
+        for name, limit in (("float32", EXACT), ("float32, tp", SPLIT), ("16 bits", ROUNDED)):
+            of = {cell: far for cell, far in self.distances.items() if bound(cell) == limit}
             if of:
-                lines.append(f"{name}: at most {max(of):.2g} from one process, {np.median(of):.2g} mostly")
+                worst = max(of, key=lambda cell: of[cell])
+                middle = np.median(list(of.values()))
+                lines.append(f"{name}: {of[worst]:.2g} from one process at most ({worst}), {middle:.2g} mostly")
         return "\n".join([*lines, *(f"{cell}: {why[-1500:]}" for cell, why in self.failed.items())])
