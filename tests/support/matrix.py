@@ -25,7 +25,8 @@ AS_PLANNED = ("kernels", "fused_lora", "padding_free", "logits_chunk_tokens", "f
 AT_ONCE = 40  # cells in one world
 
 # |a - b| / |a - start| of the adapter, and the same of losses and norms. In 16 bits a last digit of a float32 adapter
-# now and then tips the rounding of an activation, 2^-9 of it, and all that comes after.
+# now and then tips the rounding of an activation, 2^-9 of it, and all that comes after; tp adds up products that are
+# rounded one by one. Mostly it is 1e-6 (`Matrix.said` tells).
 EXACT, SPLIT, ROUNDED = 5e-6, 2e-4, 1e-2
 
 
