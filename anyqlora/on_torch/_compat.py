@@ -110,6 +110,28 @@ def link_moments(zero) -> None:
         lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)
 
 
+def gather_where_read(model: nn.Module) -> list:
+    """In a forward of `model` itself, too, put together the ZeRO-3 parameters that are read outside of their own layer,
+    as DoRA reads the LoRA factors. Returns the handles of the hooks.
+
+    deepspeed 0.19.8 does it in a forward of its engine's module only, around which we have an autocast, and evaluation
+    calls the model. Can go when
+    tests/on_torch/parallel/test_deepspeed.py::test_deepspeed_still_gathers_what_is_read_in_its_own_forward_only fails.
+    """
+    from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
+
+    def begin(*_) -> None:
+        for module in model.modules():
+            ensure_zero_ordered_dict(module)
+            module._parameters._in_forward = True
+
+    def end(*_) -> None:
+        for module in model.modules():
+            module._parameters._in_forward = False
+
+    return [model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)]
+
+
 def without_buffers() -> dict:
     """How DistributedDataParallel is told not to send buffers at every forward: torch 2.13 has another word for it than
     2.11.

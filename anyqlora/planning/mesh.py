@@ -162,10 +162,14 @@ def from_file(path: str) -> RegexMap:
 
 
 def data_processes(config: TrainConfig) -> int:
-    """How many groups of processes see different rows: those along the batch axis, all of them without a mesh."""
+    """How many groups of processes see different rows: those along the batch axis, all of them without a mesh. The same
+    of settings as they were given as of what `resolve_mesh` makes of them.
+    """
     if config.mesh:
-        return mesh_axes(config.mesh, config.sources.get("mesh", "")).get(BATCH, 1)
-    return max(config.world_size, 1)
+        axes = mesh_axes(config.mesh, config.sources.get("mesh", ""))
+        return axes.get(BATCH) or max(1, config.world_size // axes[MODEL])
+    is_model_axis_alone = config.tensor_layout or config.strategy == "tp"
+    return 1 if is_model_axis_alone else max(config.world_size, 1)
 
 
 def resolve_mesh(draft, devices: int) -> None:

@@ -22,7 +22,7 @@ from anyqlora.models import architectures
 from anyqlora.planning import memory
 from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.capabilities import CAPABILITIES, Backend
-from anyqlora.planning.fitting import GLOBAL_BATCH, HEADROOM
+from anyqlora.planning.fitting import GLOBAL_BATCH, HEADROOM, global_batch
 from anyqlora.planning.machine import Machine
 from tests.support import paths, tiny_models
 from tests.support.paths import MODELS, ROOT
@@ -98,6 +98,16 @@ def test_what_cannot_be_split_is_refused_by_the_plan(settings, why):
     others = {name: value for name, value in settings.items() if name in ("quantizer", "optimizer")}
     for whole in ({"strategy": "ddp"}, {"deepspeed_zero_stage": 0}):
         assert plan("h200", world_size=2, **others, **whole).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "settings, rows", [({"strategy": "tp"}, 4), ({"mesh": "model=2"}, 16), ({"mesh": "model=2,batch=4"}, 16)]
+)
+def test_rows_of_a_step_are_known_before_the_mesh_is_resolved(settings, rows):
+    """By them a run's directory is found again: what was asked and what was planned have the same."""
+    given = asked(world_size=8, batch_size=4, gradient_accumulation_steps=1, **settings)
+    planned = BackendManager("auto", machine=MACHINES["h200"]).plan(given)
+    assert global_batch(given) == global_batch(planned.config) == planned.global_batch == rows
 
 
 def test_quantized_experts_are_not_split(tmp_path):

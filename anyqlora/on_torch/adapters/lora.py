@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import re
+from collections.abc import Iterable, Iterator
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -92,6 +95,26 @@ class Dora(Lora):
     """LoRA on the direction of each weight row, with a learned magnitude (Liu et al. 2024)."""
 
     variant = {"use_dora": True}
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        """PEFT starts magnitudes from the norms of the weights' rows. Those of an outline come, as its weights do, from
+        the process that has read the model.
+        """
+        with without_values(model.get_submodule(name) for name in self.chosen):
+            return super().attach(model)
+
+
+@contextlib.contextmanager
+def without_values(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, packed layers on the meta device, which have no scales either, give PEFT a weight that is there, too."""
+    outlines = [layer for layer in layers if layer.weight.is_meta and hasattr(layer, "W_q")]
+    for layer in outlines:
+        layer.dequantize = functools.partial(torch.empty, layer.out_features, layer.in_features, device="meta")
+    try:
+        yield
+    finally:
+        for layer in outlines:
+            del layer.dequantize  # the class has its own
 
 
 def peft_name(parameter: str) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from anyqlora.config.strategy_options import DeepSpeedOptions
 from anyqlora.core.errors import NotSupported, RunError, UsageError
-from anyqlora.on_torch._compat import link_moments, without_shared_memory_operation
+from anyqlora.on_torch._compat import gather_where_read, link_moments, without_shared_memory_operation
 from anyqlora.on_torch.memory.malloc import return_freed_pages
 from anyqlora.on_torch.parallel.base import Prepared, Strategy, by_parameter_name
 from anyqlora.on_torch.parallel.fsdp import blocks
@@ -133,6 +133,7 @@ class DeepSpeed(MultiProcessStrategy):
             model=Autocasting(self.inner, self.autocast), optimizer=own, config=self.config(), dist_init_required=False
         )
         self.refresh(trainable, owners)
+        self.reading = gather_where_read(self.inner) if self.stage == 3 else []
         if self.stage == 0:
             self.engine.enable_backward_allreduce = False  # summed in `step`, where the norm is still to be taken
         else:

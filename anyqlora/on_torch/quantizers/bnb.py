@@ -29,12 +29,12 @@ def unpacked_linear(codes: torch.Tensor, state: F.QuantState) -> torch.Tensor:
     return F.dequantize_4bit(codes, flat).view(state.shape)
 
 
-class _Dequantizing(nn.Module):
-    """A layer that gives PEFT its weight when it asks (DoRA's norms): an outline one without values.
+class _AskedForItsWeight(nn.Module):
+    """A layer that gives PEFT its weight when DoRA asks for it.
 
-    What peft 0.21.2 does of itself fails or is wrong for layers on a CPU: it reads rows that end inside a block with
-    bitsandbytes' AVX-512 kernel, puts another parameter in the weight's place, which loses int8's scales and which
-    DeepSpeed's stage 3 knows nothing of, and copies or unpacks an outline's weight, which has no values.
+    What peft 0.21.2 does of itself fails or is wrong for bitsandbytes' layers on a CPU: it reads rows that end inside a
+    block with the AVX-512 kernel (see UnalignedLinear4bit), and puts another parameter in the weight's place, which
+    loses int8's scales and which DeepSpeed's stage 3 knows nothing of.
     Can go when tests/on_torch/test_compat.py::test_peft_still_replaces_the_weight_it_dequantizes fails.
     """
 
@@ -43,20 +43,12 @@ class _Dequantizing(nn.Module):
         """By this name of HQQ's PEFT knows a layer whose `dequantize()` it has to ask for the weight."""
         return self.weight
 
-    def dequantize(self) -> torch.Tensor:
-        """[out, in]."""
-        if self.weight.is_meta:
-            return torch.empty(self.out_features, self.in_features, device="meta")
-        return self.values()
 
-    def values(self) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class PackedLinear4bit(_Dequantizing, bnb.nn.Linear4bit):
+class PackedLinear4bit(_AskedForItsWeight, bnb.nn.Linear4bit):
     """bitsandbytes' layer, whose `unpack` is set when it is made."""
 
-    def values(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
+        """[out, in]."""
         return self.unpack(self.weight.data, self.quant_state)
 
 
@@ -220,10 +212,11 @@ class Fp4(_FourBit):
     kind = "fp4"
 
 
-class PackedLinear8bit(_Dequantizing, bnb.nn.Linear8bitLt):
+class PackedLinear8bit(_AskedForItsWeight, bnb.nn.Linear8bitLt):
     """bitsandbytes' layer."""
 
-    def values(self) -> torch.Tensor:
+    def dequantize(self) -> torch.Tensor:
+        """float32 [out, in]."""
         return F.int8_vectorwise_dequant(self.weight.data, Int8.quant_state(self))
 
 

@@ -57,6 +57,38 @@ def test_the_operation_is_off():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = before
 
 
+class Reading(torch.nn.Module):
+    """Reads the weight of a layer that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return x @ self.layer.weight.T if self.layer.weight.numel() else None
+
+
+def evaluated(as_deepspeed_does):
+    runtime = Runtime.of(strategy="deepspeed", strategy_opt="zero_stage=3", backend="cpu", precision="fp32")
+    torch.manual_seed(0)
+    model = Reading()
+    runtime.prepare(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for handle in runtime.strategy.reading if as_deepspeed_does else ():
+        handle.remove()
+    with torch.no_grad():
+        found = [runtime.strategy.unwrap()(torch.ones(1, 4)) for _ in range(2)]
+    return [None if value is None else value.numpy() for value in found]
+
+
+def test_deepspeed_still_gathers_what_is_read_in_its_own_forward_only():
+    torch.manual_seed(0)
+    expected = torch.ones(1, 4) @ torch.nn.Linear(4, 4, bias=False).weight.detach().T
+    assert world(2, evaluated, True) == [[None, None]] * 2
+    for values in world(2, evaluated, False):
+        for value in values:
+            torch.testing.assert_close(torch.from_numpy(value), expected)
+
+
 def engine_of(options):
     runtime = Runtime.of(strategy="deepspeed", strategy_opt=options, backend="cpu", precision="fp32")
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))

@@ -141,7 +141,7 @@ def test_quantized_experts_reach_the_other_ranks(tmp_path):
     [
         ({"strategy": "fsdp", "quantizer": "int8"}, "int8 weights cannot be sharded"),
         ({"strategy": "deepspeed", "deepspeed_zero_stage": 3, "quantizer": "int8"}, "int8 weights cannot be sharded"),
-        ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, "does not know sharded parameters"),
+        ({"strategy": "fsdp", "optimizer": "adamw_8bit"}, "it does not know a sharded optimizer state"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(settings, why, tmp_path):

@@ -44,7 +44,7 @@ def test_every_built_in_one_is_here():
         ("nf4", {ExpertQuantizer, BroadcastQuantizer, FileQuantizer, KernelQuantizer}),
         ("fp4", {ExpertQuantizer, BroadcastQuantizer, FileQuantizer, KernelQuantizer}),
         ("int8", {ExpertQuantizer, BroadcastQuantizer}),
-        ("affine4", {ExpertQuantizer, FileQuantizer}),
+        ("affine4", {ExpertQuantizer, BroadcastQuantizer, FileQuantizer}),
         ("none", set()),
     ],
 )
