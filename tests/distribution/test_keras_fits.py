@@ -14,8 +14,8 @@ pytest.importorskip("keras")
 MESHES = [("data", 2), ("model", 2)]
 
 
-def assert_equal(found, alone, tolerance=1e-6):
-    """Every value of every cell within `tolerance`, or that times the size of the values."""
+def assert_equal(found, alone):
+    """Every value of every cell within 1e-6, or that times the size of the values."""
     assert found.keys() == alone.keys()
     for cell, values in alone.items():
         assert not isinstance(values, str), f"alone, {cell}: {values}"
@@ -23,9 +23,7 @@ def assert_equal(found, alone, tolerance=1e-6):
         assert found[cell].keys() == values.keys()
         for name, value in values.items():
             scale = max(1.0, float(np.abs(value).max()))
-            np.testing.assert_allclose(
-                found[cell][name], value, rtol=0, atol=tolerance * scale, err_msg=f"{cell} {name}"
-            )
+            np.testing.assert_allclose(found[cell][name], value, rtol=0, atol=1e-6 * scale, err_msg=f"{cell} {name}")
 
 
 def alone(function, *arguments):
@@ -107,7 +105,6 @@ def test_what_cannot_be_right_is_refused():
 @pytest.mark.parametrize("kind, size", [*MESHES, ("both", 4)])
 @pytest.mark.parametrize("name", ["fits", "data_forms", "options", "optimizers", "layered", "unseeded"])
 def test_every_layer_optimizer_and_option(name, kind, size):
-    """In float64: steps that amplify rounding (Muon's, or those that diverge) are held to the same equality."""
-    (found_alone,) = world(1, keras_fits.in_double, name, None)
-    for found in world(size, keras_fits.in_double, name, kind, timeout=400):
-        assert_equal(found, found_alone, 1e-9)
+    found_alone = alone(getattr(keras_fits, name))
+    for found in world(size, getattr(keras_fits, name), kind, timeout=400):
+        assert_equal(found, found_alone)
