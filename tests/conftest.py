@@ -33,7 +33,7 @@ NEEDS = {  # marker: files and folders all of whose tests have it; in other file
     "mlx": ["export/test_mlx_adapter.py", "on_mlx"],
     "distributed": [
         *("distribution", "faults", "on_mlx/test_ring.py", "on_torch/parallel", "on_torch/runtime", "recipes"),
-        *(f"end_to_end/test_{name}.py" for name in ("first_run", "foreign_directory")),
+        *(f"end_to_end/test_{name}.py" for name in ("demand", "first_run", "foreign_directory", "plugin_guides")),
         "on_torch/test_malloc.py",  # of processes whose memory nothing else has touched
     ],
     "compiler": ["on_torch/kernels/test_cpu.py", "on_torch/kernels/test_lm_head_int8.py"],

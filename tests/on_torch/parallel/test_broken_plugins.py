@@ -121,6 +121,7 @@ def run_directory(place):
 
 
 PLACES = ["import", "__post_init__", "__init__", "setup", "prepare", "accumulate", "step"]
+QUICK = {("import", "1"), ("__post_init__", "1"), ("step", "1")}  # as the demand names them; a second or more each
 EARLY = {"import": UsageError, "__post_init__": UsageError}  # before the processes have begun to work
 
 
@@ -128,7 +129,7 @@ EARLY = {"import": UsageError, "__post_init__": UsageError}  # before the proces
 @pytest.mark.parametrize(
     ("fault", "ranks"),
     [
-        pytest.param(place, ranks, id=f"{place}-{ranks}", marks=[] if ranks == "1" else pytest.mark.slow)
+        pytest.param(place, ranks, id=f"{place}-{ranks}", marks=[] if (place, ranks) in QUICK else pytest.mark.slow)
         for ranks in ("1", "0", "0,1")
         for place in PLACES
     ],
