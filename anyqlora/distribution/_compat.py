@@ -62,7 +62,8 @@ def put_backend(backend: ModuleType) -> bool:
     if ours.distribution_lib is backend:
         return False
     keras.src.backend.distribution_lib = ours.distribution_lib = backend
-    keras.src.backend.torch.distribution_lib = backend  # where Keras's other backends have theirs
+    on_torch: Any = keras.src.backend.torch
+    on_torch.distribution_lib = backend  # where Keras's other backends have theirs
     return True
 
 
