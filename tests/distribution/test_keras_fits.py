@@ -106,5 +106,5 @@ def test_what_cannot_be_right_is_refused():
 @pytest.mark.parametrize("name", ["fits", "data_forms", "options", "optimizers", "layered", "unseeded"])
 def test_every_layer_optimizer_and_option(name, kind, size):
     found_alone = alone(getattr(keras_fits, name))
-    for found in world(size, getattr(keras_fits, name), kind, timeout=400):
+    for found in world(size, getattr(keras_fits, name), kind, timeout=1200):
         assert_equal(found, found_alone)
