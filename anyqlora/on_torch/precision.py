@@ -19,13 +19,13 @@ STORED = {
 }
 
 
-def autocast(plan, device: torch.device):
-    """The plan's context for a forward pass."""
+def autocast(plan, device: torch.device, *, cache: bool = True):
+    """The plan's context for a forward pass. `cache`: whether what is learned is cast once for all of its uses."""
     full_in_bf16 = (
         registry.adapter(plan.adapter).trains_base and plan.precision == "bf16"
     )  # float32 weights, computed in bf16
     dtype = torch.bfloat16 if full_in_bf16 else AUTOCAST.get(plan.precision)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=cache)
 
 
 class LossScaler:

@@ -18,6 +18,7 @@ from anyqlora.on_torch.memory.malloc import return_freed_pages
 from anyqlora.on_torch.parallel.base import Prepared, Strategy, by_parameter_name
 from anyqlora.on_torch.parallel.fsdp import blocks
 from anyqlora.on_torch.parallel.group import MultiProcessStrategy
+from anyqlora.on_torch.precision import autocast
 from anyqlora.on_torch.quantizers.experts import PackedExperts
 from anyqlora.training.state import StepResult
 
@@ -79,6 +80,10 @@ class DeepSpeed(MultiProcessStrategy):
     @property
     def needs_logits(self) -> str:
         return "ZeRO stage 3 lets go of the head's weight after the forward pass" if self.stage == 3 else ""
+
+    def autocast(self):
+        """Stage 3 takes a weight away after each use: one cast for two uses (DoRA's) would find nothing in backward."""
+        return autocast(self.plan, self.device, cache=self.stage != 3)
 
     def config(self) -> dict:
         """What the engine is told. The step's own entries (clipping, accumulation, precision) are ours."""
