@@ -16,6 +16,7 @@ LISTS = {  # what looks like a list of settings, and is none: file -> why
     "config/": "reads files of others, or checks what several settings say together",
     "core/registry.py": "the tables that other packages add rows to",
     "planning/capabilities.py": "what a backend passes by, each with its reason",
+    "planning/cells.py": "the axes of a matrix, each with the table that it is made of",
     "planning/mesh.py": "the three ways to ask for tensor parallelism, the first one that is stated",
     "planning/planner.py": "fields of the plan; and the three by which weights in 16 bits are asked for",
     "on_torch/loading/quantized_cache.py": "what the bytes of packed weights depend on",

@@ -102,15 +102,14 @@ def test_what_is_not_offered_is_named(given, sentence):
     assert refused.value.cure or "split_batches" in sentence
 
 
-def planned():
+def planned(settings, option):
     """What is in effect on two processes."""
-    sharded = Runtime.of(cpu=True, mixed_precision="no", fsdp_plugin=FullyShardedDataParallelPlugin())
-    names = [sharded.distributed_type, sharded.strategy.options.sharding_strategy]
-    sharded.end_training()
-    stated = DistributedDataParallelKwargs(bucket_cap_mb=7)
-    copied = Runtime.of(cpu=True, mixed_precision="no", strategy="ddp", kwargs_handlers=[stated])
-    return [*names, copied.strategy.options.bucket_cap_mb]
+    runtime = Runtime.of(cpu=True, mixed_precision="no", **settings)
+    return runtime.distributed_type, getattr(runtime.strategy.options, option)
 
 
 def test_they_are_in_effect():
-    assert world(2, planned) == [["FSDP", "full_shard", 7]] * 2
+    plugin, handler = FullyShardedDataParallelPlugin(), DistributedDataParallelKwargs(bucket_cap_mb=7)
+    assert world(2, planned, {"fsdp_plugin": plugin}, "sharding_strategy") == [("FSDP", "full_shard")] * 2
+    settings = {"strategy": "ddp", "kwargs_handlers": [handler]}
+    assert world(2, planned, settings, "bucket_cap_mb") == [("MULTI_CPU", 7)] * 2
