@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anyqlora.config import other_tools
-from anyqlora.config.layer import Layer
 from anyqlora.config.schema import ALIASES, SETTINGS, canonical_settings
+from anyqlora.config.settings_file import Layer
 
 PREFIX, FSDP_PREFIX = "ACCELERATE_", "FSDP_"
 OURS = ("FSDP_BACKEND",)  # a variable of this program's own

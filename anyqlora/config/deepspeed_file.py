@@ -37,29 +37,29 @@ def settings(stated: Stated, notes: list[str] | None = None) -> dict[str, tuple[
 
     What it says and changes nothing goes to `notes`. Raises UsageError for what cannot be done as it says.
     """
-    found: dict[str, tuple[object, str]] = {}
+    result: dict[str, tuple[object, str]] = {}
     for key, (value, where) in stated.items():
         if key in NUMBERS:
-            found |= {NUMBERS[key]: (value, where)} if value != AUTO else {}
+            result |= {NUMBERS[key]: (value, where)} if value != AUTO else {}
         elif key in SECTIONS:
             if not isinstance(value, Mapping):
                 raise UsageError(f"{key} is not a map", where=where, cure=f'"{key}": {{...}}, or take it out')
             for name, part in _section(key, value, where, [] if notes is None else notes):
-                if name in found and found[name][0] != part:
+                if name in result and result[name][0] != part:
                     raise UsageError(
-                        f"{key}: {name} {part} contradicts {found[name][0]} of {found[name][1]}",
+                        f"{key}: {name} {part} contradicts {result[name][0]} of {result[name][1]}",
                         where=where,
                         cure="take one of them out",
                     )
-                found[name] = (part, where)
+                result[name] = (part, where)
         elif key not in HARMLESS:
             raise NotSupported(f"{key} of a DeepSpeed configuration is not built", where=where, cure="take it out")
     if (stage := zero(stated)) and stage["zero_stage"] != AUTO:
-        found["deepspeed_zero_stage"] = (stage["zero_stage"], stated["zero_optimization"][1])
+        result["deepspeed_zero_stage"] = (stage["zero_stage"], stated["zero_optimization"][1])
     if stage and stage["offload_param"]:
-        found["use_cpu_offload"] = (True, stated["zero_optimization"][1])
+        result["use_cpu_offload"] = (True, stated["zero_optimization"][1])
     _rows(stated)
-    return found
+    return result
 
 
 def zero(stated: Stated) -> dict:

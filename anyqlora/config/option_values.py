@@ -107,8 +107,9 @@ def _as_kind(f: Field, raw: object, text: str, kind: Any) -> tuple[object, str]:
     if kind in (int, float):
         return _as_number(f, raw, text, kind)
     if kind is dict or kind is Mapping:
-        is_map = raw is None or isinstance(raw, Mapping)
-        return (dict(raw or {}), "") if is_map else (None, "a map, which only a file can state")  # type: ignore[call-overload]
+        if raw is not None and not isinstance(raw, Mapping):
+            return None, "a map, which only a file can state"
+        return dict(raw or {}), ""
     if kind in _SEQUENCES:
         is_list = isinstance(raw, _SEQUENCES)
         return (kind(raw), "") if is_list else (None, "a list, which only a file can state")

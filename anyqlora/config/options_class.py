@@ -147,10 +147,10 @@ def _sources_of(error: BaseException, cls: type, sources: Mapping[str, str], pat
     """Where the values come from that an error speaks of; all of them, where it names none."""
     named = [name for name in option_fields(cls) if re.search(rf"\b{re.escape(name)}\b", str(error))]
     if path:
-        found = [_line(path, name) for name in named] or [path]
+        places = [_line(path, name) for name in named] or [path]
     else:
-        found = [sources[name] for name in named if name in sources] or list(sources.values())
-    return ", ".join(dict.fromkeys(filter(None, found))) or place_of_class(cls)
+        places = [sources[name] for name in named if name in sources] or list(sources.values())
+    return ", ".join(dict.fromkeys(filter(None, places))) or place_of_class(cls)
 
 
 def _line(path: str, name: str) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from anyqlora.config import deepspeed_file, other_tools, strategy_options
 from anyqlora.config.accelerate_environment import from_accelerates_environment
 from anyqlora.config.facets import SECTIONS
-from anyqlora.config.layer import Layer
 from anyqlora.config.schema import (
     ALIASES,
     AUTO,
@@ -25,7 +24,7 @@ from anyqlora.config.schema import (
     settings_with,
     value_types,
 )
-from anyqlora.config.settings_file import from_file
+from anyqlora.config.settings_file import Layer, from_file
 from anyqlora.config.validate import overridden, validate
 from anyqlora.core.errors import UsageError
 
@@ -182,9 +181,9 @@ def _with_strategy_file(layers: list[dict], notes: list[str]) -> list[dict]:
             named = {"strategy": ("deepspeed", where), **deepspeed_file.settings(stated, notes)}
             return [*layers[: number + 1], named, *layers[number + 1 :]]
         if other_tools.is_accelerates(keys):
-            kept = {name: value for name, value in layer.items() if name != "strategy_config"}
+            others = {name: value for name, value in layer.items() if name != "strategy_config"}
             rest = [from_file(str(path), notes), *layers[number + 1 :]]
-            return [*layers[:number], kept, *_with_strategy_file(rest, notes)]
+            return [*layers[:number], others, *_with_strategy_file(rest, notes)]
         break
     return layers
 

@@ -1,4 +1,6 @@
-"""What a YAML file states: settings, those of Accelerate's file, or a DeepSpeed configuration."""
+"""What one place states, before it is merged with what others do; and what a YAML file states: settings, those of
+Accelerate's file, or a DeepSpeed configuration.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,39 @@ from pathlib import Path
 
 from anyqlora.config import deepspeed_file, other_tools
 from anyqlora.config.facets import AUTO
-from anyqlora.config.layer import Layer
-from anyqlora.config.schema import ALIASES, SETTINGS, canonical_settings
+from anyqlora.config.schema import ALIASES, SETTINGS, canonical_settings, parse_value
 from anyqlora.core.errors import UsageError
+
+
+class Layer(dict):
+    """{setting: (value, where it is stated)}."""
+
+    def __init__(self, *stated, **named):
+        super().__init__(*stated, **named)
+        self._theirs: set[str] = set()  # settings that a name of another tool says
+
+    def state(self, setting: str, value: object, where: str, name: str) -> None:
+        """Take a value that is stated as `name`.
+
+        Options of a strategy join others'. What is stated twice is refused, unless another tool's name says the same
+        again. Raises UsageError.
+        """
+        plain = name.replace("-", "_")
+        is_theirs = plain not in SETTINGS and plain not in ALIASES and other_tools.find(plain) is not None
+        if setting in self:
+            first, place = self[setting]
+            if setting == "strategy_opt":
+                self[setting] = (f"{first},{value}", f"{place}, {where}")
+                return
+            can_agree = is_theirs or setting in self._theirs
+            if not can_agree or parse_value(setting, first, place) != parse_value(setting, value, where):
+                raise UsageError(
+                    f"{setting} is stated twice; first at {place}", where=where, cure="take one of them out"
+                )
+            return
+        if is_theirs:
+            self._theirs.add(setting)
+        self[setting] = (value, where)
 
 
 def from_file(path: str | Path, notes: list[str] | None = None) -> dict[str, tuple[object, str]]:

@@ -296,7 +296,7 @@ def merge_options(layers: Sequence[Layer]) -> tuple[list[Layer], dict[str, str]]
         return list(layers), {}
     text = ",".join(f"{key}={value}" for key, value in merged.items())
     where = ", ".join(dict.fromkeys(sources.values())) or layers[first]["strategy_opt"][1]
-    rest = [{name: said for name, said in layer.items() if name != "strategy_opt"} for layer in layers]
+    rest = [{name: value for name, value in layer.items() if name != "strategy_opt"} for layer in layers]
     rest[first]["strategy_opt"] = (text, where)
     return rest, sources
 

@@ -47,9 +47,7 @@ def validate(config: TrainConfig) -> TrainConfig:
         )
     config = _preset(config, contradiction)
     quantizer, adapter = registry.quantizer(config.quantizer), registry.adapter(config.adapter)
-    if (config.strategy, config.sharding_strategy) == ("fsdp", "ddp"):  # FSDP's NO_SHARD: copies, as of ddp
-        where_from = {**config.sources, "strategy": config.sources.get("sharding_strategy", "")}
-        config = config.with_(strategy="ddp", sources=where_from)
+    config = _without_sharding(config)
     if config.strategy != AUTO:
         registry.strategy(config.strategy, where("strategy"))
         strategy_options.strategy_options(config)
@@ -133,6 +131,14 @@ def validate(config: TrainConfig) -> TrainConfig:
     _confined("timeline", config.timeline, where("timeline"))
     _confined("profiling_output", config.profiling_output, where("profiling_output"))
     return config
+
+
+def _without_sharding(config: TrainConfig) -> TrainConfig:
+    """Under FSDP's NO_SHARD: copies, which are ddp's."""
+    if (config.strategy, config.sharding_strategy) != ("fsdp", "ddp"):
+        return config
+    sources = {**config.sources, "strategy": config.sources.get("sharding_strategy", "")}
+    return config.with_(strategy="ddp", sources=sources)
 
 
 def _seen(config: TrainConfig, where) -> None:

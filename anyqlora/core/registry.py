@@ -287,18 +287,18 @@ def installed(setting: str) -> tuple[str, ...]:
 
 def plugins(plan: Any) -> dict[tuple[str, str], str]:
     """{(kind, name): "module:Object"} of what other packages bring to a planned run."""
-    found = {}
+    targets = {}
     if plan.strategy not in STRATEGIES:
-        found["strategy", plan.strategy] = strategy(plan.strategy).torch
+        targets["strategy", plan.strategy] = strategy(plan.strategy).torch
     for kind, name, table, find in (
         ("quantizer", plan.quantizer, QUANTIZERS, quantizer),
         ("adapter", plan.adapter, ADAPTERS, adapter),
     ):
         if name not in table:
-            found[kind, name] = find(name).target(plan.framework)
+            targets[kind, name] = find(name).target(plan.framework)
     if target := entry_point_targets("backends").get(str(plan.backend)):
-        found["backend", str(plan.backend)] = target
-    return found
+        targets["backend", str(plan.backend)] = target
+    return targets
 
 
 def is_module_object(setting: str, value: object) -> bool:

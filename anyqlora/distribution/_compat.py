@@ -203,7 +203,7 @@ class _WholeWhereNeeded(TorchDispatchMode):
     so once.
     """
 
-    told: ClassVar[set[str]] = set()
+    warned: ClassVar[set[str]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -211,12 +211,12 @@ class _WholeWhereNeeded(TorchDispatchMode):
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             spread = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
-            if not spread or func._schema.is_mutable or not any(words in str(error) for words in _UNSPLIT):
+            if not spread or func._schema.is_mutable or not any(message in str(error) for message in _UNSPLIT):
                 raise
         mesh = spread[0].device_mesh
         everywhere = [Replicate()] * mesh.ndim
-        if str(func) not in self.told:
-            self.told.add(str(func))
+        if str(func) not in self.warned:
+            self.warned.add(str(func))
             warnings.warn(f"torch cannot split {func}: every process does all of it", stacklevel=2)
         with torch.no_grad():
             args, kwargs = tree_map_only(
@@ -286,7 +286,7 @@ def _callbacks(callbacks: Any, training: bool) -> Any:
     class StopTogether(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             assert self.model is not None
-            self.model.stop_training = any(found[0] for found in exchanged([bool(self.model.stop_training)]))
+            self.model.stop_training = any(values[0] for values in exchanged([bool(self.model.stop_training)]))
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.on_train_batch_end(epoch)
@@ -421,7 +421,7 @@ def _of_whole_data(initialize: Callable[..., None], current: Callable[[], Any]) 
         finally:
             keras_distribution().set_distribution(distribution)
         if distribution is not None and num_processes() > 1:
-            counts = [found[0] for found in exchanged([iterator.num_batches or 0])]
+            counts = [values[0] for values in exchanged([iterator.num_batches or 0])]
             if len(set(counts)) > 1:
                 raise DistributionError(
                     f"processes have {', '.join(map(str, counts))} batches", cure="as many batches on each process"

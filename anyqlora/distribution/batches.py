@@ -45,11 +45,11 @@ def of_process_0(value: Any) -> Any:
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Of shapes, types and bytes."""
-    found = 0
+    code = 0
     for tensor in tensors:
-        found = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), found)
-        found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
-    return found
+        code = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), code)
+        code = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, code)
+    return code
 
 
 def share(tensor: torch.Tensor, sharding: Sharding, axis: str) -> DTensor:
@@ -118,10 +118,10 @@ class AgreedBatches:
         rows = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         mesh = self.distribution.device_mesh.backend_mesh
         replica = mesh.get_local_rank(self.distribution.batch_dim_name)
-        found = exchanged([kind, rows, checksum(tensors), replica])
+        states = exchanged([kind, rows, checksum(tensors), replica])
         if failure is not None:
             raise failure
-        kinds = [process[0] for process in found]
+        kinds = [process[0] for process in states]
         if FAILURE in kinds:
             raise DistributionError(
                 f"process {kinds.index(FAILURE)} failed while it read its data", cure="its own message says why"
@@ -131,15 +131,15 @@ class AgreedBatches:
                 f"the data of process {kinds.index(END)} ended before that of process {kinds.index(BATCH)}",
                 cure="as many batches on each process",
             )
-        if self.shares and len({process[1] for process in found}) > 1:
+        if self.shares and len({process[1] for process in states}) > 1:
             raise DistributionError(
                 f"this process's share of the batch has {rows} rows, and the others' have "
-                f"{', '.join(str(process[1]) for process in found)}",
+                f"{', '.join(str(process[1]) for process in states)}",
                 cure="as many rows on each process in each batch: drop_last=True",
             )
         # those who share a replica, or all, have the same rows
-        first = {process[3] if self.shares else 0: process[2] for process in reversed(found)}
-        for number, process in enumerate(found):
+        first = {process[3] if self.shares else 0: process[2] for process in reversed(states)}
+        for number, process in enumerate(states):
             if process[2] != first[process[3] if self.shares else 0]:
                 raise DistributionError(
                     f"the batch of process {number} is not that of the others (this is process {process_id()})",

@@ -45,9 +45,9 @@ def settings_of_objects(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         del stated[name]
         for one in objects:
-            for setting, said in READ[type(one).__name__](one).items():
-                options = [implied.get(setting), said] if setting == "strategy_opt" else [said]
-                implied[setting] = ",".join(filter(None, options)) if setting == "strategy_opt" else said
+            for setting, meaning in READ[type(one).__name__](one).items():
+                options = [implied.get(setting), meaning] if setting == "strategy_opt" else [meaning]
+                implied[setting] = ",".join(filter(None, options)) if setting == "strategy_opt" else meaning
     return {**implied, **stated}
 
 
