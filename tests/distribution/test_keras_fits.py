@@ -36,7 +36,7 @@ def fits_alone():
     return alone(keras_fits.fits)
 
 
-@pytest.mark.parametrize("kind, size", [("data", 1), ("data", 2), ("both", 4)])
+@pytest.mark.parametrize("kind, size", [("data", 1), ("data", 2), pytest.param("both", 4, marks=pytest.mark.slow)])
 def test_fit_evaluate_and_predict_are_those_of_one_process(fits_alone, kind, size):
     """Arrays, a DataLoader, a generator and a PyDataset whose last batch is smaller; shuffled rows; BatchNormalization;
     a metric with state.

@@ -86,10 +86,9 @@ def test_the_loop_of_the_page_runs_on_two_processes(strategy_place):
     assert (strategy_place / "state" / "learned.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "choice", ["sgd or dictionary", pytest.param("Test", marks=pytest.mark.slow)], ids=["quick", "whole"]
-)
+@pytest.mark.parametrize("choice", ["sgd or dictionary", "Test"], ids=["quick", "whole"])
 def test_the_contract_of_the_page_holds(choice, strategy_place):
     said = run([*PYTEST, "test_my_backend.py", "--rootdir", ".", "-k", choice], strategy_place)
     assert re.search(r"\b([2-9]|10) passed", said) and "failed" not in said, said
