@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from anyqlora.core.errors import UsageError
 
 CURE = "state it as settings: strategy=, strategy_opt=, precision="
-# fields -> why any value of them is the same here
+# field -> why any value of it is the same here
 OF_FSDP = {
-    "fsdp_version": "FSDP2 is what runs",
     "backward_prefetch": "FSDP2 fetches the next block before a block's gradients",
     "state_dict_type": "states hold whole tensors",
     "state_dict_config": "states hold whole tensors",
@@ -26,7 +27,6 @@ OF_FSDP = {
 }
 OF_DEEPSPEED = {
     "is_train_batch_min": "the loader's batch is the micro-batch",
-    "zero3_init_flag": "the model is the loop's own",
     "zero3_save_16bit_model": "get_state_dict gives whole tensors",
     "msamp_opt_level": "enable_msamp decides",
 }
@@ -57,7 +57,7 @@ def _fsdp(plugin) -> dict[str, Any]:
         sharding = "FULL_SHARD" if plugin.reshard_after_forward else "SHARD_GRAD_OP"
     offload = plugin.cpu_offload  # torch's CPUOffload, FSDP2's CPUOffloadPolicy, or whether
     offloads = getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy" or offload is True)
-    _only_defaults(plugin, {"sharding_strategy", "reshard_after_forward", "cpu_offload", *OF_FSDP})
+    _check(plugin, {"fsdp_version", "sharding_strategy", "reshard_after_forward", "cpu_offload"}, OF_FSDP)
     is_replica = str(sharding).upper() == "NO_SHARD"
     return {
         "strategy": "ddp" if is_replica else "fsdp",
@@ -78,9 +78,10 @@ def _deepspeed(plugin) -> dict[str, Any]:
             where="Runtime.of",
             cure='strategy_config="FILE", which is read whole',
         )
-    named = {"gradient_accumulation_steps", "gradient_clipping", "zero_stage", "hf_ds_config"}
+    # zero3_init_flag follows from the stage, and is about models that are made after it
+    named = {"gradient_accumulation_steps", "gradient_clipping", "zero_stage", "hf_ds_config", "zero3_init_flag"}
     devices = {"offload_optimizer_device", "offload_param_device"}
-    _only_defaults(plugin, {*named, *devices, *OF_DEEPSPEED})
+    _check(plugin, named | devices, OF_DEEPSPEED)
     steps, clipping = config.get("gradient_accumulation_steps", "auto"), config.get("gradient_clipping", "auto")
     return {
         "strategy": "deepspeed",
@@ -93,47 +94,62 @@ def _deepspeed(plugin) -> dict[str, Any]:
 
 
 def _ddp(handler) -> dict[str, Any]:
-    _only_defaults(handler, {"find_unused_parameters", "bucket_cap_mb", "gradient_as_bucket_view"})
+    same = {"gradient_as_bucket_view": "buckets are an option of torch's that saves memory, no other numbers"}
+    _check(handler, {"find_unused_parameters", "bucket_cap_mb"}, same)
     options = [f"ddp.find_unused_parameters={str(handler.find_unused_parameters).lower()}"]
     return {"strategy_opt": ",".join([*options, f"ddp.bucket_cap_mb={handler.bucket_cap_mb}"])}
 
 
 def _process_group(handler) -> dict[str, Any]:
-    _only_defaults(handler, {"backend", "timeout"})  # NCCL is its default, on CPUs too
+    _check(handler, {"timeout"}, {"backend": "the device decides: NCCL on GPUs, gloo on CPUs"})
     return {"dist_timeout": handler.timeout.total_seconds()} if handler.timeout is not None else {}
 
 
 def _accumulation(plugin) -> dict[str, Any]:
-    _only_defaults(plugin, {"num_steps"})
+    _check(plugin, {"num_steps"})
     return {} if plugin.num_steps is None else {"gradient_accumulation_steps": plugin.num_steps}
 
 
 def _loaders(configuration) -> dict[str, Any]:
     names = ("split_batches", "dispatch_batches", "even_batches")  # which Runtime.of answers
-    same = {"use_seedable_sampler", "data_seed", "non_blocking", "use_stateful_dataloader"}
-    _only_defaults(configuration, {*names, *same})
+    sampler = "the loader's own sampler and generator are kept"
+    same = {
+        "use_seedable_sampler": sampler,
+        "data_seed": sampler,
+        "non_blocking": "it saves time and no other numbers",
+        "use_stateful_dataloader": "save_state keeps the place of a prepared loader",
+    }
+    _check(configuration, {*names}, same)
     return {name: getattr(configuration, name) for name in names}
 
 
 def _project(configuration) -> dict[str, Any]:
-    _only_defaults(configuration, {"project_dir", "logging_dir", "save_on_each_node"})
+    same = {"logging_dir": "trackers write below project_dir", "save_on_each_node": "the first process writes"}
+    is_own = configuration.logging_dir == configuration.project_dir  # as the class itself states it
+    _check(configuration, {"project_dir", "logging_dir"} if is_own else {"project_dir"}, same)
     return {} if configuration.project_dir is None else {"project_dir": configuration.project_dir}
 
 
 def _nothing(one) -> dict[str, Any]:
-    _only_defaults(one, set())
+    _check(one, set())
     return {}
 
 
-def _only_defaults(one, known: set[str]) -> None:
-    """Raises UsageError where a field that is not `known` has another value than one that was left out."""
-    plain = type(one)()
+def _check(one, honoured: set[str], same: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raises UsageError where a field that is not honoured has another value than one that was left out; one in `same`
+    changes nothing here, {field: why}, which is said.
+    """
+    version = {"fsdp_version": one.fsdp_version} if hasattr(one, "fsdp_version") else {}  # which decides on defaults
+    plain = type(one)(**version)
     for each in dataclasses.fields(one):
         value = getattr(one, each.name)
-        if each.name not in known and value not in (None, getattr(plain, each.name)):
+        if each.name in honoured or value in (None, getattr(plain, each.name)):
+            continue
+        if each.name not in same:
             raise UsageError(
                 f"{type(one).__name__}: {each.name}={value!r} is not offered", where="Runtime.of", cure=CURE
             )
+        warnings.warn(f"{type(one).__name__}: {each.name} changes nothing here: {same[each.name]}", stacklevel=2)
 
 
 READ: dict[str, Callable[[Any], dict[str, Any]]] = {  # class of Accelerate's -> its settings

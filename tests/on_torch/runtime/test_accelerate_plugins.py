@@ -102,6 +102,15 @@ def test_what_is_not_offered_is_named(given, sentence):
     assert refused.value.cure or "split_batches" in sentence
 
 
+def test_what_changes_nothing_is_said():
+    with pytest.warns(
+        UserWarning, match="FullyShardedDataParallelPlugin: min_num_params changes nothing here: each block"
+    ):
+        settings_of_objects({"fsdp_plugin": FullyShardedDataParallelPlugin(min_num_params=5)})
+    with pytest.warns(UserWarning, match="data_seed changes nothing here: the loader's own sampler"):
+        settings_of_objects({"dataloader_config": DataLoaderConfiguration(data_seed=3)})
+
+
 def planned(settings, option):
     """What is in effect on two processes."""
     runtime = Runtime.of(cpu=True, mixed_precision="no", **settings)
