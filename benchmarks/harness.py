@@ -62,9 +62,16 @@ SHAPES = {  # config.json of Llamas with random weights
 }
 
 
-def make_model(directory: Path, shape: str, seed: int = 0) -> Path:
-    """A Llama of `shape` with random bf16 weights and the embedded base's tokenizer; "demo" is the embedded base
-    itself.
+def of_layers(shape: str, layers: int | None) -> dict:
+    """`shape` with so many decoder layers; None: with its own."""
+    return SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+
+
+def make_model(directory: Path, shape: str, layers: int | None = None, seed: int = 0) -> Path:
+    """A Llama of `shape` with random bf16 weights, drawn on the GPU if there is one, and the embedded base's tokenizer;
+    "demo" is the embedded base itself.
+
+    layers: of so many decoder layers; None: of as many as the shape has.
     """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -77,9 +84,16 @@ def make_model(directory: Path, shape: str, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(
-        LlamaConfig(**SHAPES[shape], max_position_embeddings=8192, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                **of_layers(shape, layers),
+                max_position_embeddings=8192,
+                bos_token_id=None,
+                eos_token_id=1,
+                pad_token_id=0,
+            )
+        )
     torch.set_default_dtype(torch.float32)
     logging.disable_progress_bar()
     model.save_pretrained(directory)

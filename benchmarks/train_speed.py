@@ -237,6 +237,7 @@ def limit(
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shape", default="smollm2-135m", choices=["demo", *harness.SHAPES])
+    p.add_argument("--layers", type=int, help="decoder layers, if fewer than the shape has")
     p.add_argument("--settings", default="equal", choices=["equal", "best"])
     p.add_argument("--checkpointing", default="false", choices=["false", "true", "both"], help="recompute activations")
     p.add_argument("--batch", type=int, default=4)
@@ -268,7 +269,7 @@ def main() -> None:
     a = p.parse_args()
 
     work = harness.scratch()
-    directory = harness.make_model(work / "model", a.shape)
+    directory = harness.make_model(work / "model", a.shape, a.layers)
     per_step = a.batch * a.accumulation
     dataset = (
         "demo"
@@ -322,7 +323,12 @@ def main() -> None:
             kind = own.removeprefix("anyqlora").strip() or "full"
             taken.append(
                 limit(
-                    harness.SHAPES[a.shape], a.batch * settings["context_length"], attended, a.rank, a.precision, kind
+                    harness.of_layers(a.shape, a.layers),
+                    a.batch * settings["context_length"],
+                    attended,
+                    a.rank,
+                    a.precision,
+                    kind,
                 )
             )
 
@@ -342,7 +348,7 @@ def main() -> None:
         "question": __doc__.splitlines()[0],
         "results": found,
         "sides": {name: vars(side) for name, side in sides.items()},
-        "settings": {**settings, "model_name": a.shape, "dataset": f"{a.length or 'mixed'} tokens"},
+        "settings": {**settings, "model_name": f"{a.shape}{f', {a.layers} layers' * bool(a.layers)}", "dataset": f"{a.length or 'mixed'} tokens"},
     }
     ours = fastest(found, sides, "anyqlora") or fastest(found, sides, "anyqlora", True)
     result |= {"backend": found[ours][0]["backend"], "fastest": ours, "best_settings": a.settings == "best"}
