@@ -457,7 +457,9 @@ def quantize_rows(
     is_integer = not dtype.is_floating_point
     exact = x.float() if column_scales is None else x.float() * column_scales
     exact = rotated(exact) if hadamard else exact
-    scales = exact.abs().amax(1) / (torch.iinfo if is_integer else torch.finfo)(dtype).max
+    largest = exact.abs().amax(1)
+    largest_code = (torch.iinfo if is_integer else torch.finfo)(dtype).max
+    scales = largest / largest.new_tensor(largest_code)  # by a number, CUDA multiplies by the rounded 1 / number
     per_code = (1 / scales).nan_to_num(0, 0, 0)
     codes = (exact * per_code[:, None]).nan_to_num_(0, 0, 0)
     return (codes.round_() if is_integer else codes).to(dtype), torch.where(scales.isfinite(), scales, torch.nan)

@@ -4,6 +4,9 @@ bits, CUDA).
 
 from __future__ import annotations
 
+import functools
+import inspect
+
 import torch
 
 from anyqlora.on_torch.kernels.documents import Documents
@@ -34,7 +37,15 @@ def attention(
         longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **({"enable_gqa": True} if q.shape[1] != k.shape[1] and _asks_for_groups() else {}),
     )
     numbers = documents.numbers
     return out.masked_fill(numbers.flatten()[:, None, None] < 0, 0).view(*numbers.shape, *out.shape[1:])
+
+
+@functools.cache
+def _asks_for_groups() -> bool:
+    """Whether torch wants to be told of heads that share keys: 2.11 sees it from the shapes."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -173,7 +173,7 @@ SHAPES = {
 @pytest.mark.parametrize("nested", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("kind", [Nf4, Fp4])
 def test_dequantization_is_bitsandbytes_own_bit_for_bit(kind, nested, dtype, shape):
-    quantizer = kind(dtype, nested)
+    quantizer = kind(TrainConfig(double_quant=nested), dtype)
     codes, state = quantizer.quantize(some(*shape, scale=0.02))
     buffer = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
     ours = dequantizing.dequantize(codes, state, buffer)
@@ -609,7 +609,11 @@ def test_recomputed_blocks_give_the_same_gradients(tmp_path):
 def test_a_kernel_that_gives_something_else_on_this_device_is_named_and_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(norms, "rms_norm", lambda x, weight, eps, *form: reference.rms_norm(x, weight, 1.0, *form))
     started = tiny_models.Started(
-        tmp_path, tiny_models.make(tmp_path / "base", "llama"), train_type="lora", kernels="triton"
+        tmp_path,
+        tiny_models.make(tmp_path / "base", "llama"),
+        train_type="lora",
+        kernels="triton",
+        backend=TINY["backend"],
     )
     assert started.built.notes == [
         "LlamaRMSNorm runs as it is: the kernel for it gives something else on this device (5 modules)"
@@ -624,9 +628,9 @@ def test_kernels_that_do_not_run_are_refused_when_asked_for_and_named_when_not(t
     monkeypatch.setattr(rope, "_launch", no_compiler)
     directory = tiny_models.make(tmp_path / "base", "llama")
     with pytest.raises(RunError, match="kernels exact cannot be used on .*: Failed to find C compiler") as refused:
-        tiny_models.Started(tmp_path / "asked", directory, train_type="lora", kernels="exact")
+        tiny_models.Started(tmp_path / "asked", directory, train_type="lora", kernels="exact", backend=TINY["backend"])
     assert refused.value.cure == "--kernels portable"
-    plan = tiny_models.Started(tmp_path / "portable", directory, train_type="lora").plan
+    plan = tiny_models.Started(tmp_path / "portable", directory, train_type="lora", backend=TINY["backend"]).plan
     chosen = Runtime(dataclasses.replace(plan, config=plan.config.with_(kernels="exact")))
     context = BuildContext(chosen.plan.config, chosen)
     assert choose_kernels(context) == ["portable kernels instead of exact ones: Failed to find C compiler."]
