@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import harness
 import torch
 
-from anyqlora.on_torch.kernels import cross_entropy, frozen_matmul, reference
+from anyqlora.on_torch.kernels import cross_entropy, dropout, frozen_matmul, reference
 from anyqlora.on_torch.kernels.cpu import bindings, nf4_quantize
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4, unpacked_linear
 from anyqlora.planning.backends import BackendManager
@@ -114,7 +114,18 @@ def elementwise(ours: dict, device: str, dtype: torch.dtype, tokens: int) -> Ite
     yield from both("swiglu", ours["swiglu"].swiglu, reference.swiglu, (gate, up), gate.nbytes, 3, 5)
     q, turns = drawn(device, dtype, 1, tokens, 32, 128), drawn(device, dtype, 2, 1, tokens, 128)
     yield from both("rope", ours["rope"].rotate, reference.rotate, (q, turns[0], turns[1]), q.nbytes, 2, 2)
-    drop, a = ours["dropout"].Dropout(1, 0.1), drawn(device, dtype, 48, 4096)
+    keys = torch.randint(-(1 << 63), (1 << 63) - 1, (tokens,), device=device)
+    drop, a = ours["dropout"].Dropout(keys, dropout.threshold(0.1)), drawn(device, dtype, 48, 4096)
+    yield Case(
+        "dropout's mask",
+        f"({tokens}, 4096)",
+        x.nbytes // size,
+        {
+            "torch": lambda: torch.nn.functional.dropout(torch.ones_like(x), 0.1) != 0,
+            "portable": lambda: dropout.token_mask(keys, 4096, 0.1),
+            "ours": lambda: dropout.token_mask(keys, 4096, 0.1, kernels="triton"),
+        },
+    )
     yield Case(
         "dropout(x) A^T, rank 48",
         f"({tokens}, 4096)",

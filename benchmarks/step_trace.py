@@ -2,7 +2,7 @@
 """What does a training step launch on a GPU, how often does it wait for the host, and where does its time go?
 
     python benchmarks/step_trace.py --shape llama-3-8b --layers 2,4 --batch 4 --length 2048
-    python benchmarks/step_trace.py --shape tiny --layers 2,3 --batch 2 --length 64 --precision fp32    (a CPU: operators)
+    python benchmarks/step_trace.py --shape tiny --layers 2,3 --batch 2 --length 64 --precision fp32
 
 A run of each depth is profiled for two steps after its first ones. A layer costs what the deeper run has more, divided
 by the layers it has more; the rest is the head, the loss and the optimizer.

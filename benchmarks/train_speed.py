@@ -348,7 +348,11 @@ def main() -> None:
         "question": __doc__.splitlines()[0],
         "results": found,
         "sides": {name: vars(side) for name, side in sides.items()},
-        "settings": {**settings, "model_name": f"{a.shape}{f', {a.layers} layers' * bool(a.layers)}", "dataset": f"{a.length or 'mixed'} tokens"},
+        "settings": {
+            **settings,
+            "model_name": f"{a.shape}{f', {a.layers} layers' * bool(a.layers)}",
+            "dataset": f"{a.length or 'mixed'} tokens",
+        },
     }
     ours = fastest(found, sides, "anyqlora") or fastest(found, sides, "anyqlora", True)
     result |= {"backend": found[ours][0]["backend"], "fastest": ours, "best_settings": a.settings == "best"}

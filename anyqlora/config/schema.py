@@ -676,6 +676,15 @@ class TrainConfig:
         aliases=("fused",),
         per_backend=True,
     )
+    dropout_masks: str = setting(
+        AUTO,
+        "what the masks of lora_dropout follow from. token: seed, step, row and place in it, so that any number of "
+        "processes and any micro-batches drop the same; process: the framework's generator in each process; auto: "
+        "token with torch",
+        section="expert",
+        on_resume="planned",
+        choices=(AUTO, "token", "process"),
+    )
     fused_linear_cross_entropy: bool | str = setting(
         AUTO,
         "compute output head and loss in one, whose logits are never in memory; auto: in bf16 on a CPU with "

@@ -10,6 +10,7 @@ from anyqlora.data.examples import Example
 from anyqlora.data.packing import pack, shuffled
 
 IGNORE_INDEX = -100
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, odd
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +22,7 @@ class Batch:
     positions: np.ndarray  # int32 [B, T]: place in its own document; padding counts from 0 as a document of its own
     segments: np.ndarray  # int32 [B, T]: number of the document in its sequence, -1 where padding
     rows: tuple[str, ...]  # "file:line" of every document, in order
+    row_keys: np.ndarray | None = None  # uint64 [B]: what is random of a row follows from it; None: of none of them
 
     @property
     def trained(self) -> int:
@@ -31,6 +33,14 @@ class Batch:
     def tokens(self) -> int:
         """Tokens that are not padding."""
         return int((self.segments >= 0).sum())
+
+    @property
+    def token_keys(self) -> np.ndarray | None:
+        """int64 [B, T]: what is random of a token follows from it, that is from its row's key and its place there."""
+        if self.row_keys is None:
+            return None
+        places = np.arange(1, self.ids.shape[1] + 1, dtype=np.uint64)
+        return mix(self.row_keys[:, None] + places * GOLDEN).view(np.int64)
 
 
 class BatchStream:
@@ -115,7 +125,16 @@ class BatchStream:
         shares = [
             chosen[start : start + slot][first : first + self.batch_size] for start in range(0, len(chosen), slot)
         ]
-        return [collate([self.sequences[i] for i in share], self.pad_id) for share in shares]
+        keys = self._row_keys(step)
+        return [
+            collate([self.sequences[i] for i in share], self.pad_id, keys[start + first : start + first + len(share)])
+            for start, share in zip(range(0, len(chosen), slot), shares, strict=True)
+        ]
+
+    def _row_keys(self, step: int) -> np.ndarray:
+        """uint64 [global_batch]: of the rows of a step, by their place in it, on whichever process they are."""
+        (of_step,) = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)
+        return mix(of_step + np.arange(1, self.global_batch + 1, dtype=np.uint64) * GOLDEN)
 
     def _chosen(self, step: int) -> np.ndarray:
         """The sequences of a step, in their order."""
@@ -152,8 +171,10 @@ def make_batches(rows: list[Example], batch_size: int, pad_id: int | None) -> li
     return [collate([[e] for e in rows[i : i + batch_size]], pad_id) for i in range(0, len(rows), batch_size)]
 
 
-def collate(sequences: list[list[Example]], pad_id: int | None) -> Batch:
-    """The batch of these sequences, each of which is a list of documents that must not see each other."""
+def collate(sequences: list[list[Example]], pad_id: int | None, row_keys: np.ndarray | None = None) -> Batch:
+    """The batch of these sequences, each of which is a list of documents that must not see each other, and has one of
+    `row_keys`.
+    """
     lengths = [sum(len(e.ids) for e in sequence) for sequence in sequences]
     shape = (max(len(sequences), 1), max(lengths, default=1))  # [B, T]
     ids = np.full(shape, pad_id or 0, np.int32)
@@ -170,4 +191,16 @@ def collate(sequences: list[list[Example]], pad_id: int | None) -> Batch:
             positions[row, start:end] = np.arange(end - start)
             start = end
         positions[row, start:] = np.arange(shape[1] - start)
-    return Batch(ids, targets, positions, segments, tuple(e.where for sequence in sequences for e in sequence))
+    if row_keys is not None and not sequences:  # the row of padding
+        row_keys = np.zeros(1, np.uint64)
+    where = tuple(e.where for sequence in sequences for e in sequence)
+    return Batch(ids, targets, positions, segments, where, row_keys)
+
+
+def mix(numbers: np.ndarray) -> np.ndarray:
+    """uint64 of the same shape that look random, each of one of `numbers`: the finalizer of splitmix64 (Steele et al.
+    2014), whose stream is that of a number and its successors at distance GOLDEN.
+    """
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

@@ -11,6 +11,7 @@ from torch import nn
 from anyqlora.data.stream import IGNORE_INDEX, Batch
 from anyqlora.on_torch.device import to_device
 from anyqlora.on_torch.kernels.documents import Documents, current_documents
+from anyqlora.on_torch.kernels.dropout import current_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,7 @@ class DeviceBatch:
     documents: Documents | None = (
         None  # for attention of ours; None: the model keeps documents apart by their positions
     )
+    keys: torch.Tensor | None = None  # int64 [B, T]: what is dropped of a token follows from it; None: not known
 
     @classmethod
     def padded(cls, batch: Batch, device: torch.device) -> DeviceBatch:
@@ -36,6 +38,7 @@ class DeviceBatch:
             to_device(targets, device),
             to_device(np.flatnonzero(targets != IGNORE_INDEX), device),
             to_device(batch.positions, device) if is_packed else None,
+            keys=None if batch.row_keys is None else to_device(batch.token_keys, device),
         )
 
     @classmethod
@@ -54,6 +57,9 @@ class DeviceBatch:
             np.pad(array[own], (0, more), constant_values=value)
             for array, value in ((batch.ids, 0), (batch.positions, 1), (batch.targets, IGNORE_INDEX))
         )
+        keys = batch.token_keys
+        if keys is not None:
+            keys = to_device(np.pad(keys[own], (0, more)), device)[None]
         numbers = np.cumsum(positions == 0, dtype=np.int32)  # a document begins at position 0
         return cls(
             to_device(ids, device)[None],
@@ -61,10 +67,12 @@ class DeviceBatch:
             to_device(np.flatnonzero(targets != IGNORE_INDEX), device),
             to_device(positions, device)[None],
             Documents.on(device, numbers[None]),
+            keys,
         )
 
     def forward(self, model: nn.Module):
         """The model's own forward pass of it."""
+        current_tokens.set(self.keys)
         return forward(model, self.ids, self.positions, self.documents)
 
 

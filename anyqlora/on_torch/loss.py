@@ -17,6 +17,7 @@ from anyqlora.on_torch.device_batch import DeviceBatch
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu.bindings import QuantizedHead, quantize_lm_head
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform, cross_entropy
+from anyqlora.on_torch.kernels.dropout import TokenDropout, current_tokens
 from anyqlora.on_torch.linears import blocks
 from anyqlora.on_torch.unpadded import TOKENS
 
@@ -151,16 +152,19 @@ class HeadInputCapture:
 @contextlib.contextmanager
 def only_tokens(module: nn.Module, positions: torch.Tensor) -> Iterator[None]:
     """While it lasts, `module` sees those of its tokens [B, T, H] that lie at `positions` [N] of B * T; the others'
-    output is zero."""
-    shapes = []
+    output is zero. What it drops follows from these tokens' keys."""
+    before = []  # shapes and keys of all its tokens
 
     def pick(module, arguments):
         x, *others = arguments
-        shapes.append(x.shape)
+        keys = current_tokens.keys
+        before.append((x.shape, keys))
+        current_tokens.set(None if keys is None else keys.flatten()[positions][None])
         return x.flatten(0, 1).index_select(0, positions)[None], *others
 
     def put_back(module, arguments, output):
-        shape = shapes.pop()
+        shape, keys = before.pop()
+        current_tokens.set(keys)
         return output.new_zeros(shape.numel() // shape[-1], shape[-1]).index_copy(0, positions, output[0]).view(shape)
 
     handles = [module.register_forward_pre_hook(pick), module.register_forward_hook(put_back)]
@@ -182,11 +186,13 @@ def can_narrow_last_mlp(model: nn.Module) -> bool:
     """Whether what the last block's MLP makes of one token is known to reach no other token's logits.
 
     The model's own forward is run with that MLP on some of the tokens, and their inputs of the head are compared. Not
-    for a block that is recomputed, since its second run has to be its first; nor for one with dropout, or a plan's
-    choice to recompute would change what each token draws.
+    for a block that is recomputed, since its second run has to be its first; nor for one whose dropout does not
+    follow from tokens, or a plan's choice to recompute would change what each token draws.
     """
     mlp, head = last_mlp(model), model.get_output_embeddings()
-    if mlp is None or any(isinstance(part, nn.Dropout) and part.p for part in mlp.modules()):
+    if mlp is None or any(
+        isinstance(part, nn.Dropout) and part.p and not isinstance(part, TokenDropout) for part in mlp.modules()
+    ):
         return False
     if model.is_gradient_checkpointing and blocks(model)[-1].gradient_checkpointing:
         return False

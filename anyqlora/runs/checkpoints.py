@@ -188,6 +188,7 @@ class Checkpoints:
             if manifest["step"] != step or set(manifest["files"]) != {ADAPTER, ADAPTER_CONFIG, MOMENTS, STATE}:
                 raise InvalidCheckpoint(f"{MANIFEST}: describes step {manifest['step']}")
             manifest |= {key: current_names(manifest[key]) for key in ("identity", "machine")}
+            manifest["machine"].setdefault("dropout_masks", "process")  # the only ones before there was a choice
         except OSError as error:
             raise InvalidCheckpoint(f"{MANIFEST}: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

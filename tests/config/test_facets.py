@@ -68,7 +68,7 @@ def test_settings_are_asked_for_by_their_facets():
     }
     assert {*settings_with("on_resume", "planned")} == {
         *("fused_lora", "fused_linear_cross_entropy", "padding_free", "logits_chunk_tokens", "cpu_threads"),
-        *("dequantized_layers", "use_gradient_checkpointing", "checkpointed_layers"),
+        *("dequantized_layers", "use_gradient_checkpointing", "checkpointed_layers", "dropout_masks"),
     }
 
 

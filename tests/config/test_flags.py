@@ -108,6 +108,26 @@ def plain(tmp_path_factory):
 # ------------------------------------------------------------------------------------------------- what is trained
 
 
+@shows("dropout_masks")
+def test_masks_by_token_are_those_of_other_micro_batches(tmp_path):
+    found = {
+        (masks, rows): losses(
+            run(
+                *(tmp_path, f"{masks} {rows}"),
+                dropout_masks=masks,
+                lora_dropout=0.5,
+                max_steps=3,
+                batch_size=rows,
+                gradient_accumulation_steps=8 // rows,
+            )
+        )
+        for masks in ("token", "process")
+        for rows in (2, 8)
+    }
+    assert found["token", 2] == pytest.approx(found["token", 8], rel=1e-6)
+    assert found["process", 2] != pytest.approx(found["process", 8], rel=1e-4)
+
+
 @shows("train_type", "quantizer", "bits", "double_quant", "precision", "lora_dropout", "adapter")
 def test_each_way_of_keeping_and_learning_weights_gives_other_numbers(plain, tmp_path):
     """The first step sees the frozen weights alone, since an adapter starts at zero; the second sees the adapter

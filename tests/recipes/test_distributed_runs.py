@@ -21,7 +21,7 @@ SETTINGS = {
     "context_length": 96,
     "max_steps": 4,
     "lr": 2e-3,
-    "lora_dropout": 0,
+    "lora_dropout": 0.1,
     "precision": "fp32",
     "warmup_steps": 0,
     "save_steps": 2,

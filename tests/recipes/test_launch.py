@@ -59,7 +59,7 @@ def test_a_process_that_has_no_row_in_a_step_takes_part_in_it(tmp_path):
     """The last step of an epoch has two rows left, all of them the first process's."""
     few = tmp_path / "rows.jsonl"
     few.write_text("".join((DEMO / "train.jsonl").read_text().splitlines(keepends=True)[:10]))
-    alike = {"dataset": few, "gradient_accumulation_steps": 1, "max_steps": 4, "lora_dropout": 0, "save_steps": 0}
+    alike = {"dataset": few, "gradient_accumulation_steps": 1, "max_steps": 4, "lora_dropout": 0.1, "save_steps": 0}
     with Launched(tmp_path, **alike, batch_size=4) as run:
         assert run.end() == 0, run.said()
     alone = runs.run(

@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from anyqlora.on_torch.kernels.gpu import dequantize, dropout_lora, float8, rms_norm, rope, swiglu
+from anyqlora.on_torch.kernels.gpu import dequantize, dropout_lora, float8, rms_norm, rope, swiglu, token_mask
 
-INT, FLOAT = "i32", "fp32"
+INT, FLOAT, KEYS = "i32", "fp32", "*i64"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNED = [
     ["tt.divisibility", 16]
@@ -75,21 +75,29 @@ def kernels(dtype: str, capability: int):
         )
     tiles = {
         "RANK": dropout_lora._tile(1024, DTYPES[dtype]),
-        "ROWS": dropout_lora.ROWS,
-        "COLUMNS": dropout_lora.COLUMNS,
+        "ROWS": token_mask.ROWS,
+        "COLUMNS": token_mask.COLUMNS,
     }  # the greatest that there is
-    yield "dropout lora_down", dropout_lora._lora_down, [x, x, x, *[INT] * 5], tiles, {"enable_fp_fusion": True}
+    sizes = {name: tiles[name] for name in ("ROWS", "COLUMNS")}
+    yield "dropout mask", token_mask._token_mask, [KEYS, "*u8", *[INT] * 4], sizes, {}
+    yield (
+        "dropout lora_down",
+        dropout_lora._lora_down,
+        [x, x, x, INT, INT, INT, KEYS, INT],
+        tiles,
+        {"enable_fp_fusion": True},
+    )
     yield (
         "dropout lora_weight_grad",
         dropout_lora._lora_weight_grad,
-        [x, x, "*fp32", *[INT] * 6],
+        [x, x, "*fp32", INT, INT, INT, KEYS, INT, INT],
         tiles,
         {"enable_fp_fusion": True},
     )
     yield (
         "dropout add_lora_input_grad",
         dropout_lora._add_lora_input_grad,
-        [x, x, x, *[INT] * 5],
+        [x, x, x, INT, INT, INT, KEYS, INT],
         tiles,
         {"enable_fp_fusion": True},
     )

@@ -37,7 +37,7 @@ ROWS = 2  # per micro-batch
 
 
 def planned(base, world_size: int, **settings):
-    """A real plan. SGD and AdamW take a rate of 1e-2; nothing is dropped out."""
+    """A real plan. SGD and AdamW take a rate of 1e-2; dropout is the default's, by token."""
     given = {
         "model_name": str(base),
         "dataset": "demo",
@@ -46,7 +46,7 @@ def planned(base, world_size: int, **settings):
         "batch_size": ROWS,
         "lora_rank": 4,
         "lora_alpha": 8,
-        "lora_dropout": 0,
+        "lora_dropout": 0.1,
         "lr": 1e-2,
         "weight_decay": 0.01,
         "log_to": "none",
@@ -82,6 +82,7 @@ def batch(step: int, rank: int, number: int, vocabulary: int = 128, ragged: bool
         np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
         segments,
         tuple("test:1" for _ in range(ROWS)),
+        draw.integers(1 << 63, size=ROWS, dtype=np.uint64),
     )
 
 
@@ -101,7 +102,7 @@ def packed(step: int, rank: int, number: int) -> Batch:
             positions[row, here], segments[row, here] = np.arange(end), number_of_document
             first += end
         positions[row, first:] = np.arange(shape[1] - first)
-    return Batch(ids, targets, positions, segments, tuple("test:1" for _ in range(2 * ROWS)))
+    return Batch(ids, targets, positions, segments, tuple("test:1" for _ in range(2 * ROWS)), pair[0].row_keys)
 
 
 def rows_of(step: int, ranks, plan, of=batch) -> list[Batch]:

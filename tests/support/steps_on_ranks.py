@@ -80,8 +80,12 @@ class Started:
         )
         first = 20 * step
         whole = [self.rows[first + ROWS * i : first + ROWS * (i + 1)] for i in range(count)]
+        keys = np.random.default_rng(step).integers(1 << 63, size=(count, ROWS), dtype=np.uint64)
         trained = sum(stream.collate([[e] for e in rows], 0).trained for rows in whole)
-        return [stream.collate([[e] for e in rows[share]], 0) for rows in whole], trained
+        batches = [
+            stream.collate([[e] for e in rows[share]], 0, of[share]) for rows, of in zip(whole, keys, strict=True)
+        ]
+        return batches, trained
 
     def step(self, number, count=1, max_norm=1.0):
         """One optimizer step of `count` micro-batches. Returns (this process's part of the loss, gradient norm)."""

@@ -13,8 +13,9 @@ from torch import nn
 
 from anyqlora.models.architectures import shared_input_groups
 from anyqlora.on_torch._compat import version_of
+from anyqlora.on_torch.kernels.dropout import TokenDropout
 from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul
-from anyqlora.on_torch.kernels.fused_lora import FULL, LoraLinear, lora_linears
+from anyqlora.on_torch.kernels.fused_lora import FULL, NO_DROPOUT, Dropout, LoraLinear, lora_linears
 from anyqlora.on_torch.linears import is_linear, linears
 
 DEFAULT = ["default"]  # PEFT's name of the one adapter
@@ -102,11 +103,9 @@ class SharedInputGroup:
         kind = self.quantizer.compute_dtype if packed else first.base_layer.weight.dtype
         if torch.is_autocast_enabled(x.device.type):
             kind = torch.get_autocast_dtype(x.device.type)
-        dropout = first.lora_dropout["default"]
-        rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
         is_kept = self.is_kept or not packed and self.products is self.whole  # then it is the model's own
         parts = [self._parts(layer, weight, is_kept) for layer, weight in zip(self.layers, self.weights, strict=True)]
-        out = self.product(x.to(kind), parts, rate, self.products)
+        out = self.product(x.to(kind), parts, dropout_of(first.lora_dropout["default"], x), self.products)
         # bitsandbytes' layers give back the type that they were given
         return {id(layer): y.to(x.dtype) if packed else y for layer, y in zip(self.layers, out, strict=True)}
 
@@ -120,6 +119,13 @@ class SharedInputGroup:
             layer.scaling["default"],
             is_kept,
         )
+
+
+def dropout_of(module: nn.Module, x: torch.Tensor) -> Dropout:
+    """What a module of PEFT's LoRA layers drops of x [..., in]."""
+    if not isinstance(module, nn.Dropout) or not module.training or not module.p:
+        return NO_DROPOUT
+    return Dropout(module.p, module.keys(x), module.kernels) if isinstance(module, TokenDropout) else Dropout(module.p)
 
 
 @functools.cache

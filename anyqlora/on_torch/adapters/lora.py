@@ -15,8 +15,10 @@ from torch import nn
 
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import RunError
+from anyqlora.models.architectures import shared_input_groups
 from anyqlora.models.lora_targets import PREFIX, as_plain_json, as_whole_number, select_targets, shortest
 from anyqlora.models.prequantized import loadable
+from anyqlora.on_torch.kernels.dropout import TokenDropout
 from anyqlora.on_torch.linears import text_linears
 from anyqlora.training.schedule import uniform_start
 
@@ -61,6 +63,10 @@ class Lora:
         }
         if layers.keys() != self.chosen:
             raise RunError(f"PEFT put adapters elsewhere than planned: {sorted(layers.keys() ^ self.chosen)[:3]}")
+        if self.config.lora_dropout and self.config.dropout_masks == "token":
+            for names in shared_input_groups(layers):
+                for name in names:
+                    layers[name].lora_dropout["default"] = TokenDropout(self.config.lora_dropout, names[0])
         with torch.no_grad():
             for name, module in layers.items():
                 if not module.lora_A["default"].weight.is_meta:  # else it comes from the process that has read the base

@@ -22,6 +22,7 @@ from anyqlora.on_torch.assembly.fast_paths import (
     calibrate_products,
     checkpoint_layers,
     choose_kernels,
+    choose_mask_kernels,
     fuse_lora_layers,
     install_kernels,
     make_attention_deterministic,
@@ -87,6 +88,7 @@ PASSES = (
     load_base,
     attach_adapter,
     fuse_lora_layers,  # replaces PEFT's layers, so after them
+    choose_mask_kernels,
     checkpoint_layers,
     install_kernels,  # compares modules with the model's own, so before anything changes what those compute
     verify,

@@ -18,6 +18,7 @@ from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform
+from anyqlora.on_torch.kernels.dropout import token_dropouts
 from anyqlora.on_torch.kernels.frozen_matmul import (
     CpuFullMatmul,
     CpuInt8Matmul,
@@ -26,7 +27,7 @@ from anyqlora.on_torch.kernels.frozen_matmul import (
     Int8Matmul,
     SplitMatmul,
 )
-from anyqlora.on_torch.kernels.self_check import failure
+from anyqlora.on_torch.kernels.self_check import failure, failure_of_masks
 from anyqlora.on_torch.linears import blocks
 from anyqlora.on_torch.loss import can_narrow_last_mlp, logit_transform
 from anyqlora.on_torch.precision import COMPUTE, STORED
@@ -68,6 +69,20 @@ def fuse_lora_layers(context: BuildContext) -> list[str]:
         )
     layers = f"{len(unfused)} LoRA layers are not fused with their weights, {unfused[0]} is the first"
     return [f"{layers}: they are no plain linear layers"]
+
+
+def choose_mask_kernels(context: BuildContext) -> list[str]:
+    """Dropout's masks by the fastest of the kernels that run here: all draw the same. Returns why a GPU draws them by
+    torch's operations, which take a tenth of a step."""
+    dropouts, kernels, why = token_dropouts(context.model), "portable", ""
+    if dropouts and context.device.type == "cpu" and context.kernels == "native":
+        kernels = "native"
+    elif dropouts and context.device.type in ("cuda", "xpu"):
+        why = failure_of_masks(context.device)
+        kernels = "portable" if why else "triton"
+    for dropout in dropouts:
+        dropout.kernels = kernels
+    return [f"dropout's masks are drawn by torch's own operations: {why}"] if why else []
 
 
 def checkpoint_layers(context: BuildContext) -> list[str]:

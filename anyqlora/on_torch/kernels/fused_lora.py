@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from anyqlora.on_torch.kernels.dropout import BUCKETS, representable, threshold, token_mask
 from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, FullMatmul, stacked
 
 FULL = FullMatmul()
-BUCKETS = 1 << 16  # random numbers of 16 bits decide what dropout drops
 # Devices on which torch draws no numbers of 64 bits ("random_mps_ currently does not handle the lowest() -> max()
 # range").
 WITHOUT_INT64 = ("mps",)
@@ -33,8 +33,21 @@ class LoraLinear(NamedTuple):
     is_cached: bool = False
 
 
+class Dropout(NamedTuple):
+    """What is dropped of x [..., in] of M tokens: at this rate, by the tokens' keys int64 [M], drawn by whose `kernels`
+    (dropout.token_mask); without keys by torch's own generator.
+    """
+
+    rate: float
+    keys: torch.Tensor | None = None
+    kernels: str = "portable"
+
+
+NO_DROPOUT = Dropout(0.0)
+
+
 def lora_linears(
-    x: torch.Tensor, layers: Sequence[LoraLinear], dropout: float = 0.0, matmul: FrozenMatmul = FULL
+    x: torch.Tensor, layers: Sequence[LoraLinear], dropout: Dropout = NO_DROPOUT, matmul: FrozenMatmul = FULL
 ) -> tuple[torch.Tensor, ...]:
     """Each layer's [..., out] of x [..., in], in x's dtype; equal to `reference` where nothing is dropped.
 
@@ -44,7 +57,7 @@ def lora_linears(
     """
     factors = [factor for layer in layers for factor in (layer.a, layer.b)]
     with torch.autocast(x.device.type, enabled=False):
-        fused = matmul.fusable(x, layers, 1 - representable(dropout))
+        fused = matmul.fusable(x, layers, 1 - representable(dropout.rate))
         if fused:
             return _FusedLoraLinears.apply(x, tuple(layers), fused, dropout, matmul, *factors)
         return _LoraLinears.apply(x, tuple(layers), dropout, matmul, *factors)
@@ -66,7 +79,7 @@ class _LoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layers, dropout, matmul, *factors):
         flat = x.reshape(-1, x.shape[-1])  # [M, in]
-        mask, keep_rate = (draw_mask(flat, dropout), 1 - representable(dropout)) if dropout else (None, 1.0)
+        mask, keep_rate = draw_mask(flat, dropout), 1 - representable(dropout.rate)
         scales = [layer.scale / keep_rate for layer in layers]
         lora_hidden = matmul.lora_down(apply_mask(flat, mask), factors[::2], scales)  # [M, R]
         prepared, outputs = matmul.prepare_input(x), []
@@ -114,7 +127,7 @@ class _FusedLoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layers, fused, dropout, matmul, *factors):
         flat = x.reshape(-1, x.shape[-1])  # [M, in]
-        mask = draw_mask(flat, dropout) if dropout else None
+        mask = draw_mask(flat, dropout)
         outputs, lora_hidden = matmul.forward_fused(flat, apply_mask(flat, mask), fused, x.shape[:-1])
         ctx.weights, ctx.matmul = [layer.weight for layer in layers], matmul
         ctx.fused = [layer._replace(weight=None) for layer in fused]
@@ -147,14 +160,14 @@ def _split_hidden(lora_hidden: torch.Tensor, factors: Sequence[torch.Tensor]) ->
     return lora_hidden.split([len(a) for a in factors[::2]], 1)
 
 
-def representable(dropout: float) -> float:
-    """The probability nearest to `dropout` that 16 random bits can have."""
-    return round(dropout * BUCKETS) / BUCKETS
-
-
-def draw_mask(x: torch.Tensor, dropout: float) -> torch.Tensor:
-    """What stays of x [M, in]: uint8, 1 or 0, drawn from torch's own generator."""
-    return (_random(x.numel(), x.device) >= round(dropout * BUCKETS) - BUCKETS // 2).view(torch.uint8).view(x.shape)
+def draw_mask(x: torch.Tensor, dropout: Dropout) -> torch.Tensor | None:
+    """What stays of x [M, in]: uint8, 1 or 0; None: all."""
+    if not dropout.rate:
+        return None
+    if dropout.keys is not None:
+        return token_mask(dropout.keys, x.shape[1], dropout.rate, kernels=dropout.kernels)
+    stays = _random(x.numel(), x.device) >= threshold(dropout.rate) - BUCKETS // 2
+    return stays.view(torch.uint8).view(x.shape)
 
 
 def _random(count: int, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,17 @@ from __future__ import annotations
 import torch
 
 from anyqlora.on_torch.kernels.cpu import bindings
+from anyqlora.on_torch.kernels.dropout import token_mask
+
+
+def failure_of_masks(device: torch.device) -> str:
+    """Why a GPU cannot draw dropout's masks by a kernel; "" where it can."""
+    keys = torch.arange(-3, 4, device=device) * 0x9E3779B97F4A7C1
+    try:
+        is_same = torch.equal(token_mask(keys, 70, 0.3, kernels="triton"), token_mask(keys, 70, 0.3))
+    except Exception as error:  # as below
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return "" if is_same else "the kernel for them gives others"
 
 
 def failure(kernels: str, device: torch.device, dtype: torch.dtype) -> str:

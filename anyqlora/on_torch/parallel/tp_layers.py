@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from anyqlora.models.architectures import COLUMNS, ROWS
+from anyqlora.on_torch.kernels.dropout import TokenDropout, token_mask
 
 DIMENSION = {COLUMNS: 0, ROWS: 1}  # of a weight [outputs, inputs] that is split
 
@@ -99,7 +100,7 @@ class OwnSlice(nn.Linear):
 
 
 class SliceDropout(nn.Module):
-    """Dropout of a slice of the features, as one process would drop them: the mask is drawn for all of them."""
+    """torch's dropout of a slice of the features, as one process would drop them: the mask is drawn for all of them."""
 
     def __init__(self, p: float, mesh: DeviceMesh):
         super().__init__()
@@ -112,6 +113,22 @@ class SliceDropout(nn.Module):
             torch.ones((*x.shape[:-1], x.shape[-1] * self.mesh.size()), dtype=x.dtype, device=x.device), self.p
         )
         return x * mask.chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()]
+
+
+class SliceTokenDropout(TokenDropout):
+    """TokenDropout of a slice of the features."""
+
+    def __init__(self, whole: TokenDropout, mesh: DeviceMesh):
+        nn.Dropout.__init__(self, whole.p)
+        self.key, self.mesh = whole.key, mesh
+
+    def drop_without_keys(self, x: torch.Tensor) -> torch.Tensor:
+        return SliceDropout(self.p, self.mesh)(x)
+
+    def mask(self, x: torch.Tensor) -> torch.Tensor | None:
+        keys, width = self.keys(x), x.shape[-1]
+        begin = width * self.mesh.get_local_rank()
+        return None if keys is None else token_mask(keys, width, self.p, begin=begin, kernels=self.kernels)
 
 
 def split_frozen(module: nn.Module, split: Split, mesh: DeviceMesh, copier: Copier) -> None:
@@ -144,7 +161,12 @@ def split_adapter(layer: LoraLayer, split: Split | None, mesh: DeviceMesh) -> No
             layer.lora_B[name].register_forward_pre_hook(lambda _, args: (copy_to_slices(args[0], mesh),))
         elif along == ROWS:
             layer.lora_A[name].register_forward_hook(lambda _, args, y: all_reduce_in_backward(y, mesh))
-            layer.lora_dropout[name] = SliceDropout(getattr(layer.lora_dropout[name], "p", 0.0), mesh)
+            whole = layer.lora_dropout[name]
+            layer.lora_dropout[name] = (
+                SliceTokenDropout(whole, mesh)
+                if isinstance(whole, TokenDropout)
+                else SliceDropout(getattr(whole, "p", 0.0), mesh)
+            )
 
 
 def replace_linears(layer: nn.Module, split: Split, mesh: DeviceMesh) -> None:

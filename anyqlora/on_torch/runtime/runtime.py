@@ -20,6 +20,7 @@ from anyqlora.config import strategy_options
 from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported, UsageError
 from anyqlora.on_torch.device import MemoryMonitor, room_for
+from anyqlora.on_torch.kernels.dropout import current_tokens
 from anyqlora.on_torch.memory.activation_offload import offload_activations
 from anyqlora.on_torch.memory.malloc import set_primitive_cache, trim
 from anyqlora.on_torch.runtime.accelerate_plugins import CURE, settings_of_objects
@@ -326,6 +327,7 @@ class Runtime(Collectives, Saving, Logging):
         if weight != 1.0 and (weight == 0.0 or self.reduction == "mean"):
             loss = loss * weight
         self.strategy.backward(loss, is_final_micro_batch=self.sync_gradients)
+        current_tokens.set(None)  # what a loop gives the model next are other tokens
         if self.sync_gradients:
             self._unstepped = f"backward of micro-batch {self._micro_batches}"
 

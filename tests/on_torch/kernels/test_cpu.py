@@ -591,7 +591,7 @@ def test_no_product_of_a_layer_is_torchs_under_dropout(products):
         for w in weights
     ]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        sum(y.sum() for y in fused_lora.lora_linears(x, layers, 0.1, products)).backward()
+        sum(y.sum() for y in fused_lora.lora_linears(x, layers, fused_lora.Dropout(0.1), products)).backward()
     assert x.grad.isfinite().all() and not {event.key for event in seen.key_averages()} & {
         "aten::mm",
         "aten::addmm",

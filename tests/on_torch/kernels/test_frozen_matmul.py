@@ -333,7 +333,7 @@ def test_whole_products_in_c_are_those_of_torch(inputs, rank, expected, monkeypa
                 fused_lora.LoraLinear(lambda w=w.to(kind): w, given, a, b, 0.5)
                 for w, given, a, b in zip(weights, (None, bias.to(kind)), factors[::2], factors[1::2], strict=True)
             ]
-            ys = fused_lora.lora_linears(x, parts, dropout, matmul=way)
+            ys = fused_lora.lora_linears(x, parts, fused_lora.Dropout(dropout), matmul=way)
             found.append(
                 [
                     *(y.detach() for y in ys),
@@ -390,7 +390,7 @@ def test_layers_at_once_are_the_layers_one_by_one(case, products, rows, dropout)
             )
             for size, a, b in zip(outputs, factors[::2], factors[1::2], strict=True)
         ]
-        ys = fused_lora.lora_linears(x, parts, dropout, matmul=products)
+        ys = fused_lora.lora_linears(x, parts, fused_lora.Dropout(dropout), matmul=products)
         gradients = torch.autograd.grad(
             ys[:used], [x, *factors], [drawn(2, rows, size, seed=size) for size in outputs[:used]], allow_unused=True
         )
@@ -484,7 +484,7 @@ def test_each_way_multiplies_forward_as_one_does_and_back_as_the_other(whole, in
             fused_lora.LoraLinear(lambda made=way.prepare_weight(w): made, None, a, b, 0.5, is_kept)
             for w, a, b in zip(weights, factors[::2], factors[1::2], strict=True)
         ]
-        ys = fused_lora.lora_linears(x, parts, dropout, matmul=way)
+        ys = fused_lora.lora_linears(x, parts, fused_lora.Dropout(dropout), matmul=way)
         found.append(
             [
                 *(y.detach() for y in ys),

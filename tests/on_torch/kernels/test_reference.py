@@ -152,7 +152,8 @@ def test_tokens_that_are_not_trained_skip_the_last_mlp_and_nothing_else_changes(
         ({}, True),
         ({"use_gradient_checkpointing": True}, False),
         ({"use_gradient_checkpointing": True, "checkpointed_layers": 1}, True),
-        ({"lora_dropout": 0.1}, False),
+        ({"lora_dropout": 0.1}, True),
+        ({"lora_dropout": 0.1, "dropout_masks": "process"}, False),
         ({"logits_chunk_tokens": 0}, None),
     ],
 )
@@ -308,9 +309,9 @@ def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate, narrow
     parts, factors = layers(generator, 64, (8, 8))
     x = torch.randn(500, 64, generator=generator, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(5)
-    ours = fused_lora.lora_linears(x, parts, rate)
+    ours = fused_lora.lora_linears(x, parts, fused_lora.Dropout(rate))
     torch.manual_seed(5)
-    seen = x * fused_lora.draw_mask(x, rate) / (1 - rate)
+    seen = x * fused_lora.draw_mask(x, fused_lora.Dropout(rate)) / (1 - rate)
     theirs = [
         torch.nn.functional.linear(x, layer.weight(), layer.bias) + 1.5 * (seen @ layer.a.T @ layer.b.T)
         for layer in parts
@@ -320,7 +321,7 @@ def test_dropout_drops_what_it_says_and_its_backward_drops_the_same(rate, narrow
         torch.testing.assert_close(
             mine, other, rtol=1e-4, atol=1e-4 * float(other.detach().abs().max())
         )  # 1 - rate in 16 bits
-    kept = fused_lora.draw_mask(x, rate).double()
+    kept = fused_lora.draw_mask(x, fused_lora.Dropout(rate)).double()
     assert abs(kept.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / x.numel()) ** 0.5
     assert kept.mean(0).std() < 0.03 and kept.mean(1).std() < 0.08  # no column and no row of its own
 

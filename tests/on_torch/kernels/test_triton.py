@@ -32,15 +32,15 @@ from anyqlora.core.errors import RunError
 from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.assembly.fast_paths import choose_kernels
 from anyqlora.on_torch.generate import evaluating
-from anyqlora.on_torch.kernels import attention, fused_lora, reference, swap_modules, varlen
+from anyqlora.on_torch.kernels import attention, dropout, fused_lora, reference, swap_modules, varlen
 from anyqlora.on_torch.kernels.documents import Documents
 from anyqlora.on_torch.kernels.frozen_matmul import FLOAT8, quantize_rows
 from anyqlora.on_torch.kernels.gpu import dequantize as dequantizing
 from anyqlora.on_torch.kernels.gpu import dropout_lora as dropping
 from anyqlora.on_torch.kernels.gpu import float8, rope, swiglu
 from anyqlora.on_torch.kernels.gpu import rms_norm as norms
-from anyqlora.on_torch.kernels.gpu.dropout_lora import Dropout, philox
-from anyqlora.on_torch.kernels.self_check import failure
+from anyqlora.on_torch.kernels.gpu.dropout_lora import Dropout
+from anyqlora.on_torch.kernels.self_check import failure, failure_of_masks
 from anyqlora.on_torch.quantizers import bnb
 from anyqlora.on_torch.quantizers.bnb import Fp4, Nf4
 from anyqlora.on_torch.runtime import Runtime
@@ -98,7 +98,7 @@ def test_the_interpreter_still_gets_bfloat16_and_float8_wrong(monkeypatch):
     norms._forward[(1,)](one, one, out, torch.empty(1), 1, 0.0, 0.0, LATE=True, WIDTH=1)
     assert one.bfloat16() > out
     ones = torch.ones(1, 8, dtype=torch.bfloat16)
-    assert Dropout(0, 0.0).lora_down(ones, ones).item() != 8
+    assert Dropout(torch.zeros(1, dtype=torch.int64), 0).lora_down(ones, ones).item() != 8
     assert float8.quantize_rows(torch.tensor([[float8.MAX, 127.0]]))[0].float()[0, 1] == 64  # 128 is nearest
 
 
@@ -297,14 +297,16 @@ def test_a_kernel_that_turns_wrongly_by_either_angles_is_not_used(wrong, monkeyp
 # ------------------------------------------------------------------------------------------- dropout in LoRA's products
 
 
-def test_philox_is_the_published_one():
-    """The first known answer of its authors' library, Random123."""
-    assert [int(word) for word in philox(0, torch.zeros(1, dtype=torch.long))] == [
-        0x6627E8D5,
-        0xE169C58D,
-        0xBC57AC4C,
-        0x9B00DBD8,
-    ]
+def keys_of(tokens):
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (tokens,), generator=torch.Generator().manual_seed(8)).to(DEVICE)
+
+
+@pytest.mark.parametrize("begin, width", [(0, 96), (0, 1), (6, 130), (7, 70), (3, 9)])
+@pytest.mark.parametrize("rate", [0.1, 0.999])
+def test_masks_are_those_of_torchs_own_operations(rate, begin, width):
+    masks = (dropout.token_mask(keys_of(70), width, rate, begin=begin, kernels=one) for one in ("triton", "portable"))
+    assert torch.equal(*masks)
+    assert failure_of_masks(torch.device(DEVICE)) == ""
 
 
 @pytest.mark.parametrize(
@@ -313,15 +315,16 @@ def test_philox_is_the_published_one():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.9])
 def test_products_drop_what_the_definition_drops(rate, dtype, sizes):
-    """In each of the three the same; the reference is float64 with Philox in plain torch."""
-    (m, k, r), drop = sizes, Dropout(987654321, rate)
+    """In each of the three the same; the reference is float64 with the mask of torch's own operations."""
+    (m, k, r), keys = sizes, keys_of(sizes[0])
+    drop = Dropout(keys, dropout.threshold(rate))
     x, a, middle, to = (
         some(m, k, dtype=dtype),
         some(r, k, dtype=dtype, seed=1),
         some(m, r, dtype=dtype, seed=2),
         some(m, k, dtype=dtype, seed=3),
     )
-    kept = drop.mask(m, k).to(DEVICE)
+    kept = dropout.token_mask(keys, k, rate)
     seen = x.double() * kept
     expected = to.double() + middle.double() @ a.double() * kept
     within = 2 * ROUNDING[dtype]
@@ -334,23 +337,12 @@ def test_products_drop_what_the_definition_drops(rate, dtype, sizes):
     assert drop.add_lora_input_grad(to, middle, a).data_ptr() == to.data_ptr()
 
 
-def test_as_much_is_dropped_as_asked_and_another_seed_drops_others():
-    one, other = (Dropout(seed, 0.1).mask(300, 1000) for seed in (1, 2))
-    for kept in (one, other):
-        assert kept.float().mean().item() == pytest.approx(0.9, abs=3e-3)
-        assert (
-            kept.float().mean(0).std() < 0.03 and kept.float().mean(1).std() < 0.02
-        )  # no column and no row is favoured
-    assert (one & other).float().mean().item() == pytest.approx(0.81, abs=5e-3)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_lora_with_dropout_and_its_gradients(dtype):
-    """q, k and v of different widths and ranks; the reference is autograd in float64 with the mask that the seed stands
-    for.
+    """q, k and v of different widths and ranks; the reference is autograd in float64 with the mask of torch's own
+    operations.
     """
-    torch.manual_seed(11)
-    seed = int(torch.randint(1 << 31, ()))
+    keys = keys_of(70)
     x, ranks, widths = some(2, 35, 48, dtype=dtype), (3, 4, 3), (32, 16, 17)
     weights = [some(width, 48, seed=width, scale=0.1, dtype=dtype) for width in widths]
     factors = [
@@ -359,7 +351,7 @@ def test_fused_lora_with_dropout_and_its_gradients(dtype):
         for shape in ((rank, 48), (width, rank))
     ]
     gradients = [some(2, 35, width, seed=width + 1, dtype=dtype) for width in widths]
-    mask = Dropout(seed, 0.25).mask(70, 48).view(x.shape).to(DEVICE)
+    mask = dropout.token_mask(keys, 48, 0.25).view(x.shape)
 
     def run(product, kind, factor_kind):
         learned = [factor.to(factor_kind).requires_grad_() for factor in (x.to(kind), *factors)]
@@ -375,8 +367,8 @@ def test_fused_lora_with_dropout_and_its_gradients(dtype):
         seen = x * mask / (1 - 0.25)
         return tuple(x @ layer.weight().T + layer.scale * seen @ layer.a.T @ layer.b.T for layer in layers)
 
-    torch.manual_seed(11)
-    ours = run(lambda x, layers: dropping.lora_linears(x, layers, 0.25), dtype, torch.float32)
+    by_keys = fused_lora.Dropout(0.25, keys)
+    ours = run(lambda x, layers: dropping.lora_linears(x, layers, by_keys), dtype, torch.float32)
     for one, other in zip(ours, run(reference, torch.float64, torch.float64), strict=True):
         assert (one.double() - other).norm() <= 4 * ROUNDING[dtype] * other.norm()
 

@@ -87,11 +87,13 @@ def test_any_layout_file_equals_one_process(base, tmp_path, layout):
 
 
 VARIANTS = {
-    "dropout": {
+    "dropout": {"lora_dropout": 0.3},
+    "dropout by process": {  # the fast paths of one process draw their masks otherwise
         "lora_dropout": 0.3,
+        "dropout_masks": "process",
         "fused_lora": False,
         "padding_free": False,
-    },  # the fast paths of one process draw their masks otherwise
+    },
     "checkpointing": {"use_gradient_checkpointing": True},
     "reentrant checkpointing": {"use_gradient_checkpointing": True, "reentrant_checkpointing": True},
     "unquantized": {"quantizer": "none"},
@@ -100,7 +102,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, "dropout", "reentrant checkpointing"))
+@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, "dropout", "dropout by process", "reentrant checkpointing"))
 def test_variants_equal_one_process(base, variant):
     for norm, adapter in world(2, steps_on_ranks.compared, {"model_name": base, **VARIANTS[variant]}, STEPS):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]

@@ -280,6 +280,16 @@ def quantize_4bit(
     return codes, scales
 
 
+# -------------------------------------------------------------------------------------------------------------- dropout
+
+
+def token_mask(keys: torch.Tensor, width: int, threshold: int, begin: int = 0) -> torch.Tensor:
+    """`dropout.token_mask` of keys int64 [M], by its threshold."""
+    mask = torch.empty(len(keys), width, dtype=torch.uint8)
+    call("token_mask", keys.contiguous(), mask, *mask.shape, begin, threshold)
+    return mask
+
+
 # ----------------------------------------------------------------------------------------------------------- int8 codes
 
 

@@ -1,4 +1,4 @@
-"""Dropout inside LoRA's narrow products: what is dropped follows from a seed and is never in memory (Triton)."""
+"""Dropout inside LoRA's narrow products: what is dropped follows from tokens' keys and is never in memory (Triton)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from anyqlora.on_torch.kernels import fused_lora
+from anyqlora.on_torch.kernels.dropout import BUCKETS, threshold
 from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, stacked
-from anyqlora.on_torch.kernels.fused_lora import BUCKETS, FULL, LoraLinear
+from anyqlora.on_torch.kernels.fused_lora import FULL, NO_DROPOUT, LoraLinear
+from anyqlora.on_torch.kernels.gpu.token_mask import COLUMNS, ROWS, tile_mask
 
-EIGHT = 8  # numbers that one draw of Philox, 128 bits, decides on
-ROWS, COLUMNS = 64, 64  # of the tile that a program looks at
 # Of a tile's ranks at most: greater tiles take more than a GPU of capability 8.6 has of shared memory, 101,376 bytes.
 RANK_BYTES = 256
 STRIPS = (
@@ -23,16 +23,19 @@ STRIPS = (
 
 
 def lora_linears(
-    x: torch.Tensor, layers: Sequence[LoraLinear], dropout: float = 0.0, matmul: FrozenMatmul = FULL
+    x: torch.Tensor, layers: Sequence[LoraLinear], dropout: fused_lora.Dropout = NO_DROPOUT, matmul: FrozenMatmul = FULL
 ) -> tuple[torch.Tensor, ...]:
-    """fused_lora.lora_linears, where what is dropped is drawn again in each product from one number of torch's own
-    generator on the CPU.
+    """fused_lora.lora_linears, where what is dropped is drawn again in each product from the tokens' keys, or from as
+    many of torch's own generator.
 
-    For backward x is saved once and [..., rank] of each layer; of what was dropped, only the seed.
+    For backward x is saved once and [..., rank] of each layer; of what was dropped, only the keys.
     """
-    if not dropout:
+    if not dropout.rate:
         return fused_lora.lora_linears(x, layers, matmul=matmul)
-    drop = Dropout(int(torch.randint(1 << 31, ())), dropout)
+    keys = dropout.keys
+    if keys is None:
+        keys = torch.randint(-(1 << 63), (1 << 63) - 1, (x.numel() // x.shape[-1],), device=x.device)
+    drop = Dropout(keys, threshold(dropout.rate))
     factors = [factor for layer in layers for factor in (layer.a, layer.b)]
     with torch.autocast(x.device.type, enabled=False):
         return _LoraLinears.apply(x, tuple(layers), drop, matmul, *factors)
@@ -75,15 +78,15 @@ class _LoraLinears(torch.autograd.Function):
         return grad_x, None, None, None, *(grad for a, grad_a, grad_b in pairs for grad in (grad_a.to(a.dtype), grad_b))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dropout:
-    """Which numbers of any [M, K] are dropped: a function of `seed` (31 bits), of the place, and of `rate` alone.
+    """Which numbers of [M, K] are dropped: `dropout.token_mask` of these keys int64 [M] and this threshold.
 
     What stays is not made greater. Products are summed in float32 and rounded once to the dtype of their factors.
     """
 
-    seed: int
-    rate: float
+    keys: torch.Tensor
+    threshold: int
 
     def lora_down(self, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """dropped(x) a^T, [M, R], of x [M, K] and a [R, K]."""
@@ -91,7 +94,7 @@ class Dropout:
         out = torch.empty(m, r, dtype=x.dtype, device=x.device)
         rank = _tile(r, x.dtype)
         _lora_down[(triton.cdiv(m, ROWS), triton.cdiv(r, rank))](
-            x, a, out, m, k, r, self.seed, self.threshold, RANK=rank, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True
+            x, a, out, m, k, r, self.keys, self.threshold, RANK=rank, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True
         )
         return out
 
@@ -106,7 +109,7 @@ class Dropout:
             m,
             k,
             r,
-            self.seed,
+            self.keys,
             self.threshold,
             triton.cdiv(triton.cdiv(m, ROWS), STRIPS),
             RANK=rank,
@@ -126,7 +129,7 @@ class Dropout:
             m,
             k,
             r,
-            self.seed,
+            self.keys,
             self.threshold,
             RANK=_tile(r, grad_x.dtype),
             ROWS=ROWS,
@@ -136,43 +139,9 @@ class Dropout:
         return grad_x
 
     @property
-    def threshold(self) -> int:
-        return round(self.rate * BUCKETS)
-
-    @property
     def keep_rate(self) -> float:
         """Of the numbers, that stays."""
         return 1 - self.threshold / BUCKETS
-
-    def mask(self, m: int, k: int) -> torch.Tensor:
-        """What stays, bool [m, k]: the definition of what the kernels draw."""
-        groups = triton.cdiv(k, EIGHT)
-        random_words = torch.stack(philox(self.seed, torch.arange(m * groups)), 1)  # [m groups, 4]
-        halves = torch.stack([random_words & (BUCKETS - 1), random_words >> 16], 2)  # [m groups, 4, 2]
-        return halves.reshape(m, groups * EIGHT)[:, :k] >= self.threshold
-
-
-def philox(seed: int, counters: torch.Tensor) -> list[torch.Tensor]:
-    """Philox 4x32-10 (Salmon et al. 2011): four words of 32 bits, as int64 [N], of each counter (N, 0, 0, 0) under the
-    key (seed, 0).
-    """
-    word, c, key = (
-        (1 << 32) - 1,
-        [counters & ((1 << 32) - 1), *(torch.zeros_like(counters) for _ in range(3))],
-        [seed, 0],
-    )
-    for _ in range(10):
-        (high0, low0), (high1, low1) = _product(0xD2511F53, c[0]), _product(0xCD9E8D57, c[2])
-        c = [high1 ^ c[1] ^ key[0], low1, high0 ^ c[3] ^ key[1], low0]
-        key = [(key[0] + 0x9E3779B9) & word, (key[1] + 0xBB67AE85) & word]
-    return c
-
-
-def _product(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The high and the low 32 bits of a b, for numbers of 32 bits, within int64."""
-    low, high = (a & 0xFFFF) * b, (a >> 16) * b  # each below 2^48
-    low, high = (low + ((high & 0xFFFF) << 16)), high >> 16
-    return high + (low >> 32), low & ((1 << 32) - 1)
 
 
 def _tile(rank: int, dtype: torch.dtype) -> int:
@@ -181,19 +150,7 @@ def _tile(rank: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _mask(rows, first, k, seed, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Whether each number of a tile [ROWS, COLUMNS] stays, from `rows` and its first column."""
-    groups = rows[:, None] * tl.cdiv(k, 8) + first // 8 + tl.arange(0, COLUMNS // 8)[None, :]
-    a, b, c, d = tl.randint4x(seed, groups.to(tl.uint32))
-    random_words = tl.join(tl.join(a, c), tl.join(b, d)).to(
-        tl.uint32, bitcast=True
-    )  # [ROWS, COLUMNS / 8, 2, 2]: a, b, c, d in order
-    halves = tl.join(random_words & 0xFFFF, random_words >> 16)
-    return tl.reshape(halves, (ROWS, COLUMNS)) >= threshold
-
-
-@triton.jit(do_not_specialize=["seed"])
-def _lora_down(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _lora_down(x, a, out, m, k, r, keys, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows, ranks = (
         tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
         tl.program_id(1) * RANK + tl.arange(0, RANK),
@@ -203,7 +160,7 @@ def _lora_down(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl
         columns = first + tl.arange(0, COLUMNS)
         mask = columns[None, :] < k
         values = tl.load(x + rows[:, None] * k + columns[None, :], (rows[:, None] < m) & mask, other=0.0)
-        values = tl.where(_mask(rows, first, k, seed, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
+        values = tl.where(tile_mask(keys, rows, m, first, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
         factors = tl.load(a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & mask, other=0.0)
         total = tl.dot(values, tl.trans(factors), total, input_precision="ieee")
     tl.store(
@@ -213,9 +170,9 @@ def _lora_down(x, a, out, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl
     )
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _lora_weight_grad(
-    hidden, x, parts, m, k, r, seed, threshold, tiles, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    hidden, x, parts, m, k, r, keys, threshold, tiles, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     first, strip = tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
     columns, ranks = first + tl.arange(0, COLUMNS), tl.program_id(2) * RANK + tl.arange(0, RANK)
@@ -225,7 +182,7 @@ def _lora_weight_grad(
         values = tl.load(
             x + rows[:, None] * k + columns[None, :], (rows[:, None] < m) & (columns[None, :] < k), other=0.0
         )
-        values = tl.where(_mask(rows, first, k, seed, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
+        values = tl.where(tile_mask(keys, rows, m, first, threshold, ROWS, COLUMNS), values, 0.0).to(x.dtype.element_ty)
         factors = tl.load(
             hidden + rows[:, None] * r + ranks[None, :], (rows[:, None] < m) & (ranks[None, :] < r), other=0.0
         )
@@ -237,9 +194,9 @@ def _lora_weight_grad(
     )
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
 def _add_lora_input_grad(
-    grad_x, hidden, a, m, k, r, seed, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    grad_x, hidden, a, m, k, r, keys, threshold, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     rows, first = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS
     columns = first + tl.arange(0, COLUMNS)
@@ -254,6 +211,6 @@ def _add_lora_input_grad(
             a + ranks[:, None] * k + columns[None, :], (ranks[:, None] < r) & (columns[None, :] < k), other=0.0
         )
         more = tl.dot(left, right, more, input_precision="ieee")
-    more = tl.where(_mask(rows, first, k, seed, threshold, ROWS, COLUMNS), more, 0.0)
+    more = tl.where(tile_mask(keys, rows, m, first, threshold, ROWS, COLUMNS), more, 0.0)
     at = grad_x + rows[:, None] * k + columns[None, :]
     tl.store(at, (tl.load(at, mask, other=0.0).to(tl.float32) + more).to(grad_x.dtype.element_ty), mask)

@@ -115,6 +115,38 @@ void rotate(const bf16 *x, const void *cos, const void *sin, bf16 *y, long token
     }
 }
 
+/* 32 bits that look random of a pair of columns and a token's key. */
+static inline uint32_t mixed(uint32_t pair, uint32_t low, uint32_t high) {
+    uint32_t h = pair * 0x9e3779b9u + low;
+    h = (h ^ h >> 16) * 0x21f0aaadu ^ high;
+    h = (h ^ h >> 15) * 0x735a2d97u;
+    return h ^ h >> 15;
+}
+
+/* What stays of columns `begin` to `begin` + width of each row: dropout.py's definition. Neighbouring columns share 32
+   bits, the first of them the lower half. */
+void token_mask(const int64_t *keys, uint8_t *mask, long rows, long width, long begin, long threshold) {
+    long first = begin / 2, pairs = (begin + width + 1) / 2 - first;
+#pragma omp parallel for schedule(static)
+    for (long r = 0; r < rows; r++) {
+        uint32_t low = (uint32_t)keys[r], high = (uint32_t)((uint64_t)keys[r] >> 32), kept = (uint32_t)threshold;
+        uint8_t *out = mask + r * width;
+        if (begin & 1 || width & 1) { /* a pair that is cut: one column at a time */
+            for (long c = 0; c < width; c++) {
+                uint32_t bits = mixed((uint32_t)((begin + c) / 2), low, high);
+                mask[r * width + c] = ((begin + c) & 1 ? bits >> 16 : bits & 0xffff) >= kept;
+            }
+            continue;
+        }
+#pragma omp simd
+        for (long p = 0; p < pairs; p++) {
+            uint32_t bits = mixed((uint32_t)(first + p), low, high);
+            out[2 * p] = (bits & 0xffff) >= kept;
+            out[2 * p + 1] = bits >> 16 >= kept;
+        }
+    }
+}
+
 #ifdef __AVX512BF16__ /* what gcc makes of loops over single numbers takes almost three times as long */
 
 static inline __m512 sigmoids(__m512 x) { return 1.0f / (1.0f + exponentials(-x)); }

@@ -28,6 +28,7 @@ void rotate(const bf16 *x, const void *cos, const void *sin, bf16 *y, long token
             long positions, int backward, int float_angles);
 void quantize_4bit(const void *weights, uint8_t *codes, float *scales, long blocks, const float *borders,
                    const int32_t *steps, int first, int is_bf16);
+void token_mask(const int64_t *keys, uint8_t *mask, long rows, long width, long begin, long threshold);
 
 /* The rest is for processors with AVX512-BF16. */
 void swiglu(const bf16 *gate, const bf16 *up, bf16 *out, long n);
