@@ -679,8 +679,8 @@ class TrainConfig:
     dropout_masks: str = setting(
         AUTO,
         "what the masks of lora_dropout follow from. token: seed, step, row and place in it, so that any number of "
-        "processes and any micro-batches drop the same; process: the framework's generator in each process; auto: "
-        "token with torch",
+        "processes and any micro-batches drop the same; process: the framework's generator in each process, as in "
+        "runs that began before there was a choice; auto: token",
         section="expert",
         on_resume="planned",
         choices=(AUTO, "token", "process"),

@@ -62,9 +62,10 @@ class Runtime:
 
     def _loss(self, values, key, factor, *given):
         self.set_parameters(values)
+        given = Inputs(*given)
         for module, part in zip(self.adapted, mx.random.split(key, max(len(self.adapted), 1)), strict=False):
-            module.draw_from(part)
-        return self.loss(Inputs(*given), factor)
+            module.draw_from(part, given.keys)
+        return self.loss(given, factor)
 
     def seed(self, seed: int) -> None:
         """Every micro-batch of a step draws its dropout from here."""

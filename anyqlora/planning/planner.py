@@ -613,14 +613,8 @@ def _fast_paths(draft, capabilities, shapes, report) -> None:
                 where=draft.config.sources.get(name, ""),
                 cure=f"--{name} auto",
             )
-    if draft.config.dropout_masks == "token" and capabilities.framework != "torch":
-        raise NotSupported(
-            f"dropout_masks token: not built for {capabilities.framework} yet",
-            where=draft.config.sources.get("dropout_masks", ""),
-            cure="--dropout_masks auto",
-        )
     if draft.config.dropout_masks == AUTO:
-        draft.choose("dropout_masks", "token" if capabilities.framework == "torch" else "process")
+        draft.choose("dropout_masks", "token")
     draft.choose("fused_lora", is_built and memory.is_fused(draft.config))
     if draft.config.padding_free == AUTO:
         draft.choose(

@@ -20,7 +20,7 @@ from tests.support import runs, tiny_models
 STEPS = 20
 SETTINGS = {
     "dataset": "demo",
-    "lora_dropout": 0,
+    "lora_dropout": 0.1,
     "max_steps": STEPS,
     "precision": "fp32",
     "context_length": 128,
@@ -86,7 +86,9 @@ def trained(directory):
         pytest.param({"train_type": "lora", "adapter": "rslora"}, marks=pytest.mark.slow),
         {"train_type": "lora", "adapter": "dora"},
         pytest.param({"train_type": "full", "lr": 1e-4}, marks=pytest.mark.slow),
-        {"train_type": "qlora", "double_quant": False},
+        # With dropout, too, the losses are within 1e-6; gradients near zero, of which AdamW takes the sign, part the
+        # adapters by 1.2e-4.
+        {"train_type": "qlora", "double_quant": False, "lora_dropout": 0},
         pytest.param({"train_type": "lora", "packing": True}, marks=pytest.mark.slow),
         pytest.param({"train_type": "lora", "use_gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],

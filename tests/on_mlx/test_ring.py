@@ -24,7 +24,7 @@ SETTINGS = {
     "train_type": "lora",
     "precision": "fp32",
     "context_length": 96,
-    "lora_dropout": 0,
+    "lora_dropout": 0.1,
     "lora_rank": 4,
     "max_steps": 4,
     "lr": 2e-3,

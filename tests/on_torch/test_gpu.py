@@ -34,7 +34,13 @@ def losses(directory):
 
 @pytest.mark.parametrize("quantizer", ["nf4", "fp4", "none"])
 def test_float32_on_the_gpu_equals_the_cpu(quantizer, tmp_path):
-    settings = {**SHORT, "precision": "fp32", "quantizer": quantizer}
+    """Of weights that are no ties, with scales that are not quantized: bitsandbytes rounds ties on a GPU otherwise than
+    on a CPU, in fp4 0.6 % of the embedded base's weights, which are bf16. Dropout drops the same.
+    """
+    base = str(tiny_models.make(tmp_path / "base", dtype=torch.float32))
+    settings = {**SHORT, "model_name": base, "precision": "fp32", "quantizer": quantizer, "lora_dropout": 0.1}
+    if quantizer != "none":
+        settings["double_quant"] = False
     cpu = runs.run(tmp_path, "cpu", **settings)
     gpu = runs.run(tmp_path, "gpu", **{**settings, "backend": "cuda"})
     np.testing.assert_allclose(losses(gpu), losses(cpu), rtol=2e-4)
@@ -107,7 +113,7 @@ def test_gpu_optimizers_learn(optimizer, tmp_path):
 
 def test_a_run_goes_from_the_gpu_to_the_cpu(tmp_path):
     """Same directory, other backend: the second half on the CPU continues the first half's loss."""
-    settings = {**SHORT, "precision": "fp32", "save_steps": 10}
+    settings = {**SHORT, "precision": "fp32", "save_steps": 10, "double_quant": False}  # see above
     whole = runs.run(tmp_path, "whole", **settings)
 
     class Cut(Exception):

@@ -9,6 +9,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from anyqlora.config.schema import TrainConfig
+from anyqlora.core.dropout import FIRST, PER_PAIR, SECOND, layer_key, representable, threshold
+from anyqlora.models.architectures import shared_input_groups
 from anyqlora.models.lora_targets import PREFIX, as_plain_json, as_whole_number, select_targets, shortest
 from anyqlora.models.prequantized import loadable
 from anyqlora.on_mlx.nn.layers import linears, replace
@@ -60,34 +62,59 @@ def sum_gradients(gradient: mx.array, x: mx.array) -> mx.array:
     return total
 
 
+def token_mask(keys: mx.array, width: int, rate: float) -> mx.array:
+    """What stays of tokens with these keys, uint32 [..., 2]: bool [..., width], as core/dropout.py defines it."""
+    pairs, (low, high) = mx.arange(-(-width // 2)).astype(mx.uint32), (keys[..., :1], keys[..., 1:])
+    h = pairs * mx.array(PER_PAIR, mx.uint32) + low
+    h = ((h ^ (h >> 16)) * mx.array(FIRST, mx.uint32)) ^ high
+    h = (h ^ (h >> 15)) * mx.array(SECOND, mx.uint32)
+    h = h ^ (h >> 15)
+    halves = mx.stack([h & 0xFFFF, h >> 16], axis=-1).reshape(*keys.shape[:-1], -1)
+    return halves[..., :width] >= threshold(rate)
+
+
 class LoraLinear(nn.Module):
-    """base(x) + scale dropout(x) A^T B^T in x's dtype; A [rank, in] and B [out, rank], both learned in float32."""
+    """base(x) + scale dropout(x) A^T B^T in x's dtype; A [rank, in] and B [out, rank], both learned in float32.
+
+    What is dropped follows from tokens' keys where they are known, which a router's choice of tokens hides.
+    """
 
     def __init__(self, base: nn.Module, a: mx.array, b: mx.array, scale: float, dropout: float):
         super().__init__()
         self.base_layer, self.lora_A, self.lora_B = base, a, b
         self.scale, self.dropout = scale, dropout
-        self._key = None
+        self._key, self._tokens, self._own = None, None, None
 
-    def draw_from(self, key: mx.array) -> None:
-        """What the dropout of the forward passes from here on draws from: a recomputed one has to draw the same."""
-        self._key = key
+    def name_dropout(self, name: str) -> None:
+        """Layers of one name drop the same of a token."""
+        whole = layer_key(name) % (1 << 64)
+        self._own = mx.array([whole % (1 << 32), whole >> 32], mx.uint32)
+
+    def draw_from(self, key: mx.array, tokens: mx.array | None = None) -> None:
+        """What the dropout of the forward passes from here on draws from: a recomputed one has to draw the same.
+        `tokens`: their keys, uint32 [B, T, 2].
+        """
+        self._key, self._tokens = key, None if tokens is None or self._own is None else tokens ^ self._own
 
     def dropped(self, x: mx.array) -> mx.array:
         """`x`, in training with a part of it zeroed.
 
         By how much the rest grows is left to the narrow product: see `keep_probability`.
         """
-        return (
-            x
-            if self.keep_probability == 1
-            else mx.where(mx.random.bernoulli(self.keep_probability, x.shape, key=self._key), x, 0)
-        )
+        if self.keep_probability == 1:
+            return x
+        if self._tokens is not None and self._tokens.shape[:-1] == x.shape[:-1]:
+            stays = token_mask(self._tokens, x.shape[-1], self.dropout)
+        else:
+            stays = mx.random.bernoulli(self.keep_probability, x.shape, key=self._key)
+        return mx.where(stays, x, 0)
 
     @property
     def keep_probability(self) -> float:
         """The part of x that dropout leaves."""
-        return 1 - self.dropout if self.training else 1.0
+        if not self.training:
+            return 1.0
+        return 1 - (self.dropout if self._own is None else representable(self.dropout))
 
     def __call__(self, x: mx.array) -> mx.array:
         lora_hidden = low_rank_input(self.dropped(x), self.lora_A) * (self.scale / self.keep_probability)
@@ -143,11 +170,14 @@ class Lora:
         self.modules = [name for name, _ in model.named_modules() if name]
         model.freeze()
         names = {}
+        first = {name: group[0] for group in shared_input_groups(sorted(self.chosen)) for name in group}
         for name in sorted(self.chosen):
             outputs, inputs = layers[name]
             a = uniform_start(PREFIX + name, (config.lora_rank, inputs), 1 / math.sqrt(inputs), config.seed)
             layer = self.wrap(model_at(model, name), mx.array(a), mx.zeros((outputs, config.lora_rank)))
             layer.base_layer.freeze()
+            if config.dropout_masks == "token":
+                layer.name_dropout(first[name])
             replace(model, name, layer)
             for kind, _ in tree_flatten(layer.trainable_parameters()):
                 names[f"{PREFIX}{name}.{kind}" + ("" if kind == "lora_magnitude_vector" else ".weight")] = (

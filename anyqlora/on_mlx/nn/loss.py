@@ -24,12 +24,14 @@ NEAR, NEAR_IN_16_BITS = 1e-4, 0.03  # of the largest logit: how near those of so
 class Inputs(NamedTuple):
     """ids [B, T]; segments [B, T] where several documents share a row, else None; of the trained tokens their numbers
     in B * T and their labels, [N], with fillers behind them whose label is IGNORE_INDEX.
+    keys: uint32 [B, T, 2], the lower and the upper half of what dropout of a token follows from, where that is known.
     """
 
     ids: mx.array
     segments: mx.array | None
     trained: mx.array
     labels: mx.array
+    keys: mx.array | None = None
 
 
 def inputs(batch: Batch, multiple: int = 1) -> Inputs:
@@ -40,6 +42,9 @@ def inputs(batch: Batch, multiple: int = 1) -> Inputs:
         np.pad(values, more, constant_values=filler)
         for values, filler in ((batch.ids, 0), (batch.targets, IGNORE_INDEX), (batch.segments, -1))
     )
+    keys = batch.token_keys
+    if keys is not None:
+        keys = mx.array(np.pad(keys, more).astype("<i8").view("<u4").reshape(*ids.shape, 2))
     trained = np.flatnonzero(targets != IGNORE_INDEX)
     share = -(-ids.size // SHARES) if multiple > 1 else 1
     fillers = (0, max(-len(trained) % share, 1 - len(trained)))
@@ -48,6 +53,7 @@ def inputs(batch: Batch, multiple: int = 1) -> Inputs:
         mx.array(segments) if packed else None,
         mx.array(np.pad(trained, fillers).astype(np.int32)),
         mx.array(np.pad(targets.reshape(-1)[trained], fillers, constant_values=IGNORE_INDEX)),
+        keys,
     )
 
 

@@ -64,7 +64,7 @@ class Lora:
         if layers.keys() != self.chosen:
             raise RunError(f"PEFT put adapters elsewhere than planned: {sorted(layers.keys() ^ self.chosen)[:3]}")
         if self.config.lora_dropout and self.config.dropout_masks == "token":
-            for names in shared_input_groups(layers):
+            for names in shared_input_groups(sorted(layers)):
                 for name in names:
                     layers[name].lora_dropout["default"] = TokenDropout(self.config.lora_dropout, names[0])
         with torch.no_grad():

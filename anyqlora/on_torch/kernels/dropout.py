@@ -1,34 +1,21 @@
-"""Dropout whose masks follow from tokens: what is dropped of a token is a function of the run's seed, the step, the
-token's row and place in it, and the layer. So a step drops the same whatever processes, micro-batches, padding or
-kernels it is computed with; torch's own dropout draws from a generator of each process, in the order of its calls.
+"""Dropout whose masks follow from tokens (core/dropout.py). So a step drops the same whatever processes, micro-batches,
+padding or kernels it is computed with; torch's own draws from a generator of each process, in the order of its calls.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 
 import torch
 from torch import nn
 
+from anyqlora.core.dropout import BUCKETS, FIRST, PER_PAIR, SECOND, layer_key, representable, threshold
 from anyqlora.on_torch.kernels.cpu import bindings
 
-BUCKETS = 1 << 16  # random numbers of 16 bits decide what dropout drops
 PIECE = 1 << 20  # numbers at a time on a CPU: they stay in its caches, and threads seldom wait for one another
-# Of the hash "lowbias32" and of Knuth's multiplicative one, as torch's int32 has them.
-PER_PAIR, FIRST, SECOND, SIGNS = (
-    number - (1 << 32 if number >> 31 else 0) for number in (0x9E3779B9, 0x21F0AAAD, 0x735A2D97, 0x80008000)
-)
-
-
-def representable(dropout: float) -> float:
-    """The probability nearest to `dropout` that 16 random bits can have."""
-    return threshold(dropout) / BUCKETS
-
-
-def threshold(dropout: float) -> int:
-    """Random numbers of 16 bits below it drop what they decide on."""
-    return round(dropout * BUCKETS)
+# Numbers of 32 bits as torch's int32 has them.
+MULTIPLIERS = [number - (1 << 32 if number >> 31 else 0) for number in (PER_PAIR, FIRST, SECOND)]
+SIGNS = 0x80008000 - (1 << 32)  # the highest bits of two halves
 
 
 def token_mask(
@@ -36,8 +23,8 @@ def token_mask(
 ) -> torch.Tensor:
     """What stays of columns `begin` to `begin` + width of tokens with these keys, int64 [M]: uint8 [M, width], 1 or 0.
 
-    Each two columns share 32 bits, mixed from their number and the key; the first of them has the lower half. All
-    `kernels` give the same: "native" (C), "triton", or "portable" (torch's own operations).
+    core/dropout.py has the definition. All `kernels` give the same: "native" (C), "triton", or "portable" (torch's own
+    operations).
     """
     if kernels == "native":
         return bindings.token_mask(keys, width, threshold(dropout), begin)
@@ -52,8 +39,8 @@ def token_mask(
     for some, place in zip(keys.split(rows), out.split(rows), strict=True):
         low, high = some.to(torch.int32)[:, None], (some >> 32).to(torch.int32)[:, None]
         bits = torch.add(pairs, low, out=pairs.new_empty(len(some), len(pairs)))
-        bits = bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(FIRST).bitwise_xor_(high)
-        bits = bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(SECOND)
+        bits = bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(MULTIPLIERS[1]).bitwise_xor_(high)
+        bits = bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(MULTIPLIERS[2])
         bits = bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(SIGNS)  # halves compare as signed
         halves = bits.view(torch.int16)[:, begin - 2 * first : begin - 2 * first + width]
         torch.ge(halves, threshold(dropout) - BUCKETS // 2, out=place.view(torch.bool))
@@ -63,7 +50,7 @@ def token_mask(
 @functools.lru_cache(maxsize=64)
 def _per_pair(first: int, end: int, device: torch.device) -> torch.Tensor:
     """int32 [end - first]: what each pair of columns brings into its 32 bits."""
-    return torch.arange(first, end, dtype=torch.int32, device=device).mul_(PER_PAIR)
+    return torch.arange(first, end, dtype=torch.int32, device=device).mul_(MULTIPLIERS[0])
 
 
 class CurrentTokens:
@@ -101,7 +88,7 @@ class TokenDropout(nn.Dropout):
 
     def __init__(self, p: float, name: str):
         super().__init__(p)
-        self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+        self.key = layer_key(name)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor | None:
         """Those of x's tokens in this layer, int64 [M]."""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from anyqlora.on_torch.kernels.dropout import BUCKETS, representable, threshold, token_mask
+from anyqlora.core.dropout import BUCKETS, representable, threshold
+from anyqlora.on_torch.kernels.dropout import token_mask
 from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, FullMatmul, stacked
 
 FULL = FullMatmul()

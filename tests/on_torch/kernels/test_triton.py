@@ -29,6 +29,7 @@ from triton.runtime import interpreter
 
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import RunError
+from anyqlora.on_torch._compat import attention_implementation
 from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.assembly.fast_paths import choose_kernels
 from anyqlora.on_torch.generate import evaluating
@@ -501,7 +502,8 @@ def test_every_architecture_computes_the_same_with_what_fits_it(architecture, tm
         sum(isinstance(module, kind) for module in ours.model.modules())
         for kind in (swap_modules.FastAttention, swap_modules.FastGatedMLP, swap_modules.FastRMSNorm)
     ]
-    assert tuple(found) == REPLACED[architecture]
+    capped_by_sdpa = architecture == "gemma2" and attention_implementation(ours.model.config) == "sdpa"
+    assert tuple(found) == ((2, 0, 9) if capped_by_sdpa else REPLACED[architecture])  # transformers before 5.23
     left = {line.split()[0] for line in ours.built.notes if " runs as it is: " in line}
     looks_like_ours = {
         type(m).__name__ for m in theirs.model.modules() if type(m).__name__.endswith(("RMSNorm", "MLP", "Attention"))

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anyqlora.core.dropout import BUCKETS, threshold
 from anyqlora.on_torch.kernels import fused_lora
-from anyqlora.on_torch.kernels.dropout import BUCKETS, threshold
 from anyqlora.on_torch.kernels.frozen_matmul import FrozenMatmul, stacked
 from anyqlora.on_torch.kernels.fused_lora import FULL, NO_DROPOUT, LoraLinear
 from anyqlora.on_torch.kernels.gpu.token_mask import COLUMNS, ROWS, tile_mask

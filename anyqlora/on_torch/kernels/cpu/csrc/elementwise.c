@@ -123,7 +123,7 @@ static inline uint32_t mixed(uint32_t pair, uint32_t low, uint32_t high) {
     return h ^ h >> 15;
 }
 
-/* What stays of columns `begin` to `begin` + width of each row: dropout.py's definition. Neighbouring columns share 32
+/* What stays of columns `begin` to `begin` + width of each row: core/dropout.py's definition. Neighbouring columns share 32
    bits, the first of them the lower half. */
 void token_mask(const int64_t *keys, uint8_t *mask, long rows, long width, long begin, long threshold) {
     long first = begin / 2, pairs = (begin + width + 1) / 2 - first;
