@@ -43,8 +43,8 @@ part kernels 60 "$python" benchmarks/kernel_speed.py --name gpu-kernels
 part trace 90 "$python" benchmarks/step_trace.py --name gpu-step-trace
 part tests 150 bash -c 'test_of tests/on_torch/test_gpu.py'
 if "$python" -c "import trl" 2> /dev/null; then
-  part train-8 120 "$python" benchmarks/train_speed.py $wide --layers 8 --name gpu-train-8-layers
-  part train 260 "$python" benchmarks/train_speed.py $wide --kernels auto,triton --products full,fp8 --name gpu-train
+  part train-8 120 "$python" benchmarks/train_speed.py $wide --layers 8 --name train-gpu-llama-3-8b-8-layers
+  part train 260 "$python" benchmarks/train_speed.py $wide --kernels triton,auto --products full,fp8 --name train-gpu-llama-3-8b
 else
   echo "== train: left out, TRL is not installed"
 fi

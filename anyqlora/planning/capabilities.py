@@ -234,7 +234,19 @@ def _all_tested(capabilities: Capabilities, *but: str) -> Capabilities:
 
 
 CAPABILITIES: dict[str, Capabilities] = {
-    Backend.CUDA: replace(_GPU, kernels=("exact", "portable", "triton"), products=("full", "fp8"), notes="NVIDIA GPU"),
+    Backend.CUDA: replace(
+        _GPU,
+        kernels=("exact", "portable", "triton"),
+        products=("full", "fp8"),
+        notes="NVIDIA GPU",
+        # By tests/on_torch/test_gpu.py on an H200.
+        tested=frozenset(
+            {
+                *("fp32", "bf16", "fp16", "nf4", "fp4", "int8", "none", "lora", "single", "exact", "portable", "triton"),
+                *("full", "fp8", "adamw", "fused_adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
+            }
+        ),
+    ),
     Backend.ROCM: replace(_GPU, notes="AMD GPU; torch built for ROCm calls it cuda"),
     Backend.XPU: replace(_GPU, device="xpu", collective="xccl", notes="Intel GPU"),
     Backend.MLX: _all_tested(_MLX, "portable"),

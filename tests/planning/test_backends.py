@@ -530,9 +530,11 @@ def test_native_library_is_the_one_that_bitsandbytes_takes(build, has_cuda, libr
 TESTED = [(backend, column, cell) for backend, column, cell, tested in backends.cells() if tested]
 
 
-def test_only_the_cpu_is_tested_on_hardware():
-    """MLX's Linux build is a CPU's too; its cells are run by tests/test_mlx_*.py."""
-    assert {backend for backend, _, _ in TESTED} == {"cpu", "mlx"}
+def test_what_is_tested_on_hardware():
+    """MLX's Linux build is a CPU's too; its cells are run by tests/on_mlx, CUDA's by tests/on_torch/test_gpu.py."""
+    assert {backend for backend, _, _ in TESTED} == {"cpu", "mlx", "cuda"}
+    assert {cell for backend, _, cell in TESTED if backend == "cuda"} >= {"nf4", "bf16", "single", "triton"}
+    assert not {cell for backend, _, cell in TESTED if backend == "cuda"} & {"ddp", "fsdp", "deepspeed", "dora"}
     assert "Linux CPU build" in CAPABILITIES[Backend.MLX].notes
 
 
