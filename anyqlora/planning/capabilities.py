@@ -242,7 +242,20 @@ CAPABILITIES: dict[str, Capabilities] = {
         # By tests/on_torch/test_gpu.py on an H200.
         tested=frozenset(
             {
-                *("fp32", "bf16", "fp16", "nf4", "fp4", "int8", "none", "lora", "single", "exact", "portable", "triton"),
+                *(
+                    "fp32",
+                    "bf16",
+                    "fp16",
+                    "nf4",
+                    "fp4",
+                    "int8",
+                    "none",
+                    "lora",
+                    "single",
+                    "exact",
+                    "portable",
+                    "triton",
+                ),
                 *("full", "fp8", "adamw", "fused_adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
             }
         ),
