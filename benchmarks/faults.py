@@ -80,8 +80,8 @@ resumed, and compares.
   micro-batch. What of these has changed since a checkpoint was written is printed when a run goes on from it: it goes
   on with the same rows, schedule and random numbers, but floating-point sums in another order differ in their last
   bits.
-- Another micro-batch splits the sums of a step otherwise. So a run that ran out of memory and went on with half the rows
-  at a time equals, byte for byte, one that had half of them from that step on, and one that never ran out within
+- Another micro-batch splits the sums of a step otherwise. So a run that ran out of memory and went on with half the
+  rows at a time equals, byte for byte, one that had half of them from that step on, and one that never ran out within
   rounding.
 - Everything above was counted on CPUs. On GPUs `deterministic true` (the default) asks torch for deterministic
   algorithms only, attention's backward among them; where an operation has none, torch warns, and two runs may differ.

@@ -49,8 +49,8 @@ def pytest_configure(config):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Of `-n auto`, which pyproject.toml states: one worker more than cores, since a third of the time goes by in waiting
-    for processes, four at most.
+    """Of `-n auto`, which pyproject.toml states: one worker more than cores, since a third of the time is waiting for
+    processes, four at most.
 
     None where single files are named, which start sooner so and can be debugged, nor for slow tests: some measure time.
     """
