@@ -49,14 +49,14 @@ def pytest_configure(config):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Of `-n auto`, which pyproject.toml states: one worker more than cores, since a third of the time is waiting for
-    processes, four at most.
+    """Of `-n auto`, which pyproject.toml states: one worker a core, four at most. Three on two cores take as
+    long as two.
 
     None where single files are named, which start sooner so and can be debugged, nor for slow tests: some measure time.
     """
     is_named = all(".py" in argument for argument in config.args)
     is_slow = "slow" in config.option.markexpr.replace("not slow", "")
-    return 0 if is_named or is_slow else min(4, physical_cores() + 1)
+    return 0 if is_named or is_slow else min(4, physical_cores())
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is not asked for is left out

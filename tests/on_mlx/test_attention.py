@@ -132,7 +132,12 @@ def test_types_are_what_they_would_be(monkeypatch):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"use_gradient_checkpointing": True}, {"packing": True}, {"train_type": "full"}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"use_gradient_checkpointing": True},
+        {"packing": True},
+        pytest.param({"train_type": "full"}, marks=pytest.mark.slow),
+    ],
     ids=["plain", "checkpointed", "packed", "full"],
 )
 def test_a_run_learns_the_same(more, tmp_path, monkeypatch):

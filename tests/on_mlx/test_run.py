@@ -326,7 +326,11 @@ def whole_loss(tmp_path_factory):
     return runs.metrics(runs.run(tmp_path_factory.mktemp("none"), **{**MLX, "max_steps": 1}))[0]["loss"]
 
 
-QUANTIZERS = [name for name in BackendManager("mlx").report.quantizers if name != "none"]
+QUANTIZERS = [
+    pytest.param(name, marks=pytest.mark.slow if name in ("affine2", "affine3", "affine5", "affine6") else ())
+    for name in BackendManager("mlx").report.quantizers
+    if name != "none"
+]
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)

@@ -84,9 +84,9 @@ def quantized():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"quantizer": "nf4", "precision": "bf16"},
+        pytest.param({"quantizer": "nf4", "precision": "bf16"}, marks=pytest.mark.slow),
         {"quantizer": "nf4", "precision": "fp32", "adapter": "dora"},
-        {"quantizer": "fp4", "double_quant": False, "precision": "fp16"},
+        pytest.param({"quantizer": "fp4", "double_quant": False, "precision": "fp16"}, marks=pytest.mark.slow),
         {"quantizer": "affine4", "precision": "bf16"},
     ],
     ids=str,

@@ -86,10 +86,13 @@ print(bool((torch._int_mm(codes, codes[:32].T.contiguous()) == 127 * 127 * 256).
     ("environ", "limit"),
     [
         ({"ONEDNN_MAX_CPU_ISA": "avx2"}, "ONEDNN_MAX_CPU_ISA=avx2"),
-        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "DNNL_MAX_CPU_ISA": "ALL"}, "ONEDNN_MAX_CPU_ISA=AVX512_CORE"),
+        pytest.param(
+            *({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "DNNL_MAX_CPU_ISA": "ALL"}, "ONEDNN_MAX_CPU_ISA=AVX512_CORE"),
+            marks=pytest.mark.slow,
+        ),
         ({"ONEDNN_MAX_CPU_ISA": "", "DNNL_MAX_CPU_ISA": "AVX2_VNNI"}, "DNNL_MAX_CPU_ISA=AVX2_VNNI"),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI", "DNNL_MAX_CPU_ISA": "AVX2"}, ""),
-        ({"ONEDNN_MAX_CPU_ISA": "no such name"}, ""),
+        pytest.param({"ONEDNN_MAX_CPU_ISA": "no such name"}, "", marks=pytest.mark.slow),
         ({}, ""),
     ],
 )

@@ -121,7 +121,7 @@ def run_directory(place):
 
 
 PLACES = ["import", "__post_init__", "__init__", "setup", "prepare", "accumulate", "step"]
-QUICK = {("import", "1"), ("step", "1")}  # before there are processes, and in them: 15 seconds each
+QUICK = {("step", "1")}  # 15 seconds each
 EARLY = {"import": UsageError, "__post_init__": UsageError}  # before the processes have begun to work
 
 

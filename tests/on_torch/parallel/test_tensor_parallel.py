@@ -43,7 +43,7 @@ def alone(base):
     return found
 
 
-@pytest.mark.parametrize("mesh", ["model=2", "model=2,batch=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("model=2", marks=pytest.mark.slow), "model=2,batch=2"])
 def test_five_steps_equal_one_process(base, alone, mesh):
     """Micro-batches [3, 1, 4, 2, 3]; the gathered adapter is the same bytes on all ranks, and moments are whole too."""
     ranks = world(4 if "batch" in mesh else 2, steps_on_ranks.trained, {"model_name": base, "mesh": mesh})
@@ -102,7 +102,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, "dropout", "dropout by process", "reentrant checkpointing"))
+@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, "dropout", "reentrant checkpointing"))
 def test_variants_equal_one_process(base, variant):
     for norm, adapter in world(2, steps_on_ranks.compared, {"model_name": base, **VARIANTS[variant]}, STEPS):
         assert norm < BOUND["norm"] and adapter < BOUND["adapter"]
