@@ -113,6 +113,21 @@ class TrainConfig:
         on_resume="identity",
         choices=("truncate", "skip", "error"),
     )
+    preference_data: str = setting(
+        "error",
+        "rows that say which of two answers is the better one, or whether an answer is good: stop, or train the chosen "
+        "answers as any others",
+        section="data",
+        on_resume="content",
+        choices=("error", "chosen"),
+        aliases=("use",),
+    )
+    ignore_columns: str = setting(
+        "",
+        "keys of rows and of messages that are passed over, whatever they mean: a,b",
+        section="data",
+        on_resume="content",
+    )
     dataset_samples: int = setting(
         512, "rows of alpaca_sample and dummy", section="data", on_resume="identity", low=1, needs=("built_in_rows",)
     )

@@ -10,6 +10,7 @@ import numpy as np
 from anyqlora.core.terminal import printable
 from anyqlora.data import formats
 from anyqlora.data.examples import LEFT_OUT, Example
+from anyqlora.data.meanings import HARMLESS
 from anyqlora.data.readers.bad_rows import BadRow
 from anyqlora.data.tokenizer import special_token_ids, token_texts
 
@@ -115,10 +116,16 @@ def _of_source(source: dict) -> list[str]:
 
 
 def unused(source: dict) -> str:
-    """The columns that are not used, those first that may be misspelt, then by their rows; "" where all are used."""
+    """The columns that are not used and not known to be harmless, those first that may be misspelt, then by their rows;
+    "" where there are none.
+    """
     info = formats.FORMATS.get(source.get("format", ""))
     optional = info.optional if info else ()
-    columns = [(_meant(name, optional), count, name) for name, count in source.get("unused_columns", {}).items()]
+    columns = [
+        (_meant(name, optional), count, name)
+        for name, count in source.get("unused_columns", {}).items()
+        if name.removeprefix("messages[].").lower() not in HARMLESS
+    ]
     columns.sort(key=lambda column: (not column[0], -column[1]))
     named = [f"{name!r} ({count} row{'s' * (count > 1)}{likely})" for likely, count, name in columns[:COLUMNS]]
     return ", ".join(named + [f"{len(columns) - COLUMNS} more"] * (len(columns) > COLUMNS))

@@ -199,6 +199,12 @@ def _template(tokenizer, tools) -> str:
     return tokenizer.get_chat_template(tools=tools)
 
 
+def unread(tokenizer, keys: frozenset[str]) -> list[str]:
+    """Those keys of messages that the tokenizer's chat templates do not speak of."""
+    template = json.dumps(tokenizer.chat_template) if keys else ""
+    return sorted(key for key in keys if key not in template)
+
+
 def documents(tokenizer, talk: Conversation, tags: tuple[str, ...]) -> list[RenderedText]:
     """One document; or one for each learned turn, where the template writes earlier turns otherwise than it wrote them
     (Qwen3 takes the reasoning out of them). `marks` are the tokens that may end a turn.

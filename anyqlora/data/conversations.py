@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anyqlora.core.registry import nearest
+from anyqlora.data.meanings import IMAGES, MEANINGS, is_empty
 from anyqlora.data.readers import strict_json
 from anyqlora.data.readers.bad_rows import BadRow, kind, shown, text
 
@@ -21,9 +22,19 @@ class Conversation:
     learned: frozenset[int]
     tools: tuple[dict, ...] | None = None
     put_before: int = 0  # messages that stand before the row's own
+    other_keys: frozenset[str] = frozenset()  # of messages, which only some templates read
 
 
 BESIDE = ("system", "tools")  # what a row may have beside its conversation
+# Whether a turn is learned, as OpenAI and others write it, as axolotl, ms-swift, and what counts the other way.
+SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight", "loss_scale")
+MASKS = ("mask", "masked")
+READ = {
+    *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking"),
+    *SWITCHES,
+    *MASKS,
+}
+DETAIL = "train_detail"  # of axolotl: which characters of a turn are learned
 
 
 def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conversation:
@@ -44,19 +55,53 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conver
         )
     messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
     _check_order([message["role"] for message in messages])
-    weights = [turn.get("weight") for turn in turns]
-    for number, weight in enumerate(weights, 1):
-        if weight is not None and weight not in (0, 1):
-            raise BadRow(f"'weight' of message {number} is {weight!r}", "0 (not learned) or 1")
+    switches = [_is_learned(turn, number) for number, turn in enumerate(turns, 1)]
     learned = [
-        i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first and weights[i] != 0
+        i
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant" and i >= first and switches[i] is not False
     ]
     if not learned:
         raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
     before = _system(row, messages[0])
     return Conversation(
-        (*before, *messages), frozenset(number + len(before) for number in learned), _tools(row), len(before)
+        (*before, *messages),
+        frozenset(number + len(before) for number in learned),
+        _tools(row),
+        len(before),
+        frozenset(key for turn in turns for key, value in turn.items() if key not in READ and not is_empty(value)),
     )
+
+
+def _is_learned(turn: dict, number: int) -> bool | None:
+    """What a message says of its being learned; None where it says nothing."""
+    said = {}
+    for key in (*SWITCHES, *MASKS):
+        value = turn.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            what = "a part of its loss, which nothing here weighs" if isinstance(value, float) else "neither yes nor no"
+            raise BadRow(f"{key!r} of message {number} is {value!r}: {what}", "0 or false (not learned), 1 or true")
+        said[key] = bool(value) != (key in MASKS)
+    for part in turn.get(DETAIL) or ():
+        if not isinstance(part, dict) or part.get("train") not in (0, 1):
+            raise BadRow(f"{DETAIL!r} of message {number} is no list of parts to train", '{"train": true, ...} in each')
+        said[DETAIL] = bool(part["train"])
+        if said[DETAIL] != bool(turn[DETAIL][0]["train"]):
+            raise BadRow(
+                f"{DETAIL!r} of message {number} trains some of its characters and not others",
+                "'train' for a whole message, or several messages",
+            )
+    if len({*said.values()}) > 1:
+        raise BadRow(f"message {number} says two things: {', '.join(said)}", "one of them")
+    is_learned = next(iter(said.values()), None)
+    if is_learned and turn.get("role") != "assistant" and not {"weight", *MASKS} & said.keys():
+        raise BadRow(
+            f"{next(iter(said))!r} of message {number} asks to learn what the {turn.get('role')} says",
+            "only what the assistant says is learned: false here, or leave it out",
+        )
+    return is_learned
 
 
 def _tools(row: dict) -> tuple[dict, ...] | None:
@@ -89,6 +134,9 @@ def _message(turn: object, number: int) -> dict:
     role = text(turn, "role", of=of)
     if role not in ROLES:
         raise BadRow(f"role {role!r}{of} is unknown{nearest(role, ROLES)}", f"one of {', '.join(ROLES)}")
+    for key in turn:
+        if MEANINGS.get(key) is IMAGES and not is_empty(turn[key]):
+            raise BadRow(f"{key!r}{of}: {IMAGES}", f"messages of text; or --ignore_columns {key}")
     content = turn.get("content")
     if isinstance(content, list):
         for part in content:
@@ -99,7 +147,11 @@ def _message(turn: object, number: int) -> dict:
                     "text parts only; images and sound cannot be trained on",
                 )
         turn = {**turn, "content": "".join(text(part, "text", empty=True, of=of) for part in content)}
-    message = {key: value for key, value in turn.items() if key not in ("weight", "tool_calls") and value is not None}
+    message = {
+        key: value
+        for key, value in turn.items()
+        if key not in (*SWITCHES, *MASKS, DETAIL, "tool_calls") and value is not None
+    }
     calls = turn.get("tool_calls") or []  # an empty list is none, and templates ask whether there is one
     message["content"] = text(turn, "content", of=of, empty=role == "tool" or role == "assistant" and bool(calls))
     return {**message, "tool_calls": _tool_calls(calls, of)} if calls else message

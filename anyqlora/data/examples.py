@@ -12,7 +12,7 @@ import numpy as np
 from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import printable
-from anyqlora.data import chat_template, formats
+from anyqlora.data import chat_template, formats, meanings
 from anyqlora.data.conversations import Conversation
 from anyqlora.data.readers import sources
 from anyqlora.data.readers.bad_rows import BadRow, LongRow
@@ -157,16 +157,21 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
     """The examples of one file, and what was counted on the way; what cannot be used is added to `source.bad`."""
     if not source.rows:
         return [], {}
-    values = [row.value for row in source.rows]
-    name = formats.choose(values, source.rows[0].where) if config.dataset_format == AUTO else config.dataset_format
-    examples, counts, unused, added = [], Counter(), Counter(), special_token_ids(tokenizer)
-    for start in range(0, len(source.rows), _CHUNK):
+    rows, counts = _meant(config, source)
+    values = [row.value for row in rows]
+    if not values:
+        return [], dict(counts)
+    name = formats.choose(values, rows[0].where) if config.dataset_format == AUTO else config.dataset_format
+    examples, unused, added = [], Counter(), special_token_ids(tokenizer)
+    for start in range(0, len(rows), _CHUNK):
         documents = []
-        for row in source.rows[start : start + _CHUNK]:
+        for row in rows[start : start + _CHUNK]:
             try:
                 parsed = formats.parse_row(row.value, name, config.prompt_format)
                 counts[DIALOGUES] += isinstance(parsed, formats.TextRow) and name == "text" and len(parsed.parts) > 1
                 unused.update(formats.unused_columns(row.value, name, parsed))
+                if isinstance(parsed, Conversation):
+                    unused.update(f"messages[].{key}" for key in chat_template.unread(tokenizer, parsed.other_keys))
                 texts = _documents(tokenizer, parsed, added, counts)
                 documents += [(row.where, _key(texts), document) for document in texts]
             except BadRow as bad:
@@ -181,6 +186,23 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
                 source.bad.append(bad.at(where))
     del counts[WHOLE]
     return examples, {"format": name, **+counts, "unused_columns": dict(unused)}
+
+
+def _meant(config: TrainConfig, source: sources.Source) -> tuple[list[sources.Row], Counter]:
+    """The rows that are to be learned from, without the columns that are passed over."""
+    rows, counts, ignored = [], Counter(), frozenset(filter(None, map(str.strip, config.ignore_columns.split(","))))
+    for row in source.rows:
+        value = meanings.ignoring(row.value, ignored)
+        try:
+            value = meanings.chosen(value) if config.preference_data == "chosen" else meanings.refuse_preferences(value)
+        except meanings.NotChosen:
+            counts["rows_that_are_not_chosen"] += 1
+            continue
+        except BadRow as bad:
+            source.bad.append(bad.at(row.where))
+            continue
+        rows.append(row if value is row.value else sources.Row(value, row.where))
+    return rows, counts
 
 
 def _documents(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
+from anyqlora.data import meanings
 from anyqlora.data.conversations import BESIDE, Conversation, conversation
 from anyqlora.data.readers.bad_rows import BadRow, kind, text
 
@@ -44,12 +45,22 @@ class TextRow:
 
 
 def exchange(prompt: str, answer: str, row: dict, style: str, question: str) -> TextRow | Conversation:
-    """One prompt and its answer; in chat style `question` is the user's turn instead."""
+    """One prompt and its answer; in chat style `question` is the user's turn instead, after those of "history"."""
     if style == "chat":
-        return conversation(
-            [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], row, style
-        )
+        turns = [*_history(row), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return conversation(turns, row, style)
     return TextRow(((prompt, False), (answer, True)))
+
+
+def _history(row: dict) -> list[dict]:
+    """The turns of "history", LLaMA-Factory's pairs of question and answer, which are learned, too."""
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(turn, str) for turn in pair) for pair in pairs
+    ):
+        raise BadRow("'history' is no list of pairs of text", '[["question", "answer"], ...]')
+    roles = ("user", "assistant")
+    return [{"role": role, "content": turn} for pair in pairs for role, turn in zip(roles, pair, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------------- the formats
@@ -122,7 +133,7 @@ def sharegpt(row: dict, style: str) -> Conversation:
             {
                 "role": SHAREGPT_ROLES[role],
                 "content": text(turn, "value", of=f" of turn {number}"),
-                **({"weight": turn["weight"]} if "weight" in turn else {}),
+                **{key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")},
             }
         )
     return conversation(messages, row, style)
@@ -160,6 +171,7 @@ class FormatInfo:
     keys: tuple[str, ...]  # by which a row is known
     parse: Callable[[dict, str], TextRow | Conversation]  # of (row, prompt_format); raises BadRow
     optional: tuple[str, ...] = ()  # keys that are read where they are there
+    in_chat: tuple[str, ...] = ()  # and those that only a conversation has a place for
     style: str = "plain"  # what --prompt_format auto is: chat, alpaca or plain
     question: str = ""  # the key of what is asked; "": a question is put as it stands, or as a user's turn
 
@@ -173,7 +185,12 @@ FORMATS = {
     "messages": FormatInfo(("messages",), messages, optional=BESIDE, style="chat"),
     "sharegpt": FormatInfo(("conversations",), sharegpt, optional=BESIDE, style="chat"),
     "alpaca": FormatInfo(
-        ("instruction", "output"), alpaca, optional=("input",), style="alpaca", question="instruction"
+        ("instruction", "output"),
+        alpaca,
+        optional=("input",),
+        in_chat=("history",),
+        style="alpaca",
+        question="instruction",
     ),
     "prompt_completion": FormatInfo(("prompt", "completion"), prompt_completion, question="prompt"),
     "question_answer": FormatInfo(("question", "answer"), question_answer, optional=("context",), question="question"),
@@ -215,11 +232,18 @@ def parse_row(row: dict, name: str, style: str) -> TextRow | Conversation:
             f"no {', '.join(map(repr, missing))} (format {name}){near}",
             f"it has {', '.join(map(repr, row)) or 'nothing'}",
         )
-    return info.parse(row, style)
+    parsed = info.parse(row, style)
+    meanings.check(row, used_columns(name, parsed))
+    return parsed
+
+
+def used_columns(name: str, parsed: TextRow | Conversation) -> tuple[str, ...]:
+    """The columns of a row that are read."""
+    info = FORMATS[name]
+    return info.keys + info.optional + ((*BESIDE, *info.in_chat) if isinstance(parsed, Conversation) else ())
 
 
 def unused_columns(row: dict, name: str, parsed: TextRow | Conversation) -> list[str]:
     """The columns of the row that hold something and are neither seen nor learned."""
-    info = FORMATS[name]
-    used = info.keys + info.optional + (BESIDE if isinstance(parsed, Conversation) else ())
-    return [key for key, value in row.items() if key not in used and value not in (None, "", [])]
+    used = used_columns(name, parsed)
+    return [key for key, value in row.items() if key not in used and not meanings.is_empty(value)]

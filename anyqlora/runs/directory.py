@@ -403,6 +403,11 @@ def run_identity(config: TrainConfig) -> dict:
     }
     if template := chat_template.requested_template(config):
         identity["chat_template"] = hashing.hash_text(template)
+    identity |= {
+        name: getattr(config, name)
+        for name in ("preference_data", "ignore_columns")
+        if getattr(config, name) != SETTINGS[name].default  # runs from before these were there have neither
+    }
     if config.init_adapter:
         identity["init_adapter"] = hashing.hash_files([init_adapter.init_adapter_directory(config) / ADAPTER])[0]
     return json.loads(to_json(identity))

@@ -596,6 +596,27 @@ def test_code_of_a_model_is_run_only_when_asked_for(tmp_path, monkeypatch):
     )
 
 
+@shows("preference_data", "ignore_columns")
+def test_what_rows_say_beside_their_answers_is_refused_or_passed_over(tmp_path):
+    rows = [{"prompt": str(i), "chosen": f"yes {i}", "rejected": "no", "score": i} for i in range(1, 9)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"dataset": str(path), "max_steps": 1}
+    for missing, more in (
+        ("--preference_data chosen", {}),
+        ("--ignore_columns score", {"preference_data": "chosen"}),
+    ):
+        with pytest.raises(UsageError) as refused:
+            run(tmp_path, "refused", **asked, **more)
+        assert missing in str(refused.value)
+    directory = run(tmp_path, "chosen", **asked, preference_data="chosen", ignore_columns="score")
+    report = json.loads((directory / "data_report.json").read_text())
+    assert report["train"]["examples"] == 8
+    identity = json.loads((directory / "identity.json").read_text())
+    assert identity["preference_data"] == "chosen" and identity["ignore_columns"] == "score"
+    assert resolve({"use": "chosen"}, environ={}).preference_data == "chosen"
+
+
 @shows("dataset", "dataset_format", "prompt_format", "context_length", "on_bad_row", "on_long_row")
 def test_what_becomes_of_the_rows(tmp_path):
     rows = [

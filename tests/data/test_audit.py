@@ -99,22 +99,20 @@ def test_columns_that_are_not_used_are_told_in_one_line(model, tmp_path, capsys)
             "output": "Good day",
             "id": 0,
             "source": None,
-            "system": "Be polite.",
+            "politeness": 3,
             "history": [],
         },
         {"instruction": "Add", "input": "2 and 2", "output": "4", "id": 1, "\u001b[31m": 1},
     ]
     path = write(tmp_path / "a.jsonl", *rows)
     report = dataset.load_data(settings(path), byte_level()).report
-    assert report["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "system": 1, "\u001b[31m": 1}
+    assert report["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "politeness": 1, "\u001b[31m": 1}
     told = (
-        r"columns that are not used: 'inputs' (1 row; did you mean 'input'?), 'id' (2 rows), 'system' (1 row), "
+        r"columns that are not used: 'inputs' (1 row; did you mean 'input'?), 'politeness' (1 row), "
         r"'\x1b[31m' (1 row)"
     )
     assert audit.warnings(report) == [f"{told}, in {path}"]
     assert f"\n  {told}\n" in shown(capsys, "--model_name", model, "--dataset", str(path))[1]
-    chat = dataset.load_data(settings(path, prompt_format="chat"), byte_level()).report
-    assert chat["sources"][0]["unused_columns"] == {"inputs": 1, "id": 2, "\u001b[31m": 1}
 
 
 @pytest.mark.parametrize(

@@ -237,8 +237,8 @@ FILES = {
     "CSV with a NUL byte": ("a.csv", b"prompt,completion\na,b\0\n" + GOOD * 9, "a.csv:2: a NUL byte"),
     "no known keys": (
         "a.jsonl",
-        b'{"chosen": "a", "rejected": "b"}\n',
-        "a.jsonl:1: no known format: the row has 'chosen', 'rejected'",
+        b'{"ask": "a", "say": "b"}\n',
+        "a.jsonl:1: no known format: the row has 'ask', 'say'",
     ),
     "an unknown suffix": ("a.xlsx", b"PK\x03\x04", "unknown kind of file '.xlsx'"),
 }
