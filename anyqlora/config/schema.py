@@ -113,6 +113,12 @@ class TrainConfig:
         on_resume="identity",
         choices=("truncate", "skip", "error"),
     )
+    columns: str = setting(
+        "",
+        "what the rows call a format's columns: prompt=question,completion=answers[0].text",
+        section="data",
+        on_resume="content",
+    )
     preference_data: str = setting(
         "error",
         "rows that say which of two answers is the better one, or whether an answer is good: stop, or train the chosen "

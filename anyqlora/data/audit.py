@@ -108,7 +108,8 @@ def _of_source(source: dict) -> list[str]:
         for name, count in source.items()
         if name.endswith(LEFT_OUT)
     }
-    lines = [
+    lines = [f"{note}, in {source['name']}" for note in source.get("notes", ())]
+    lines += [
         f"{what} that the chat template leaves out: {count}, in {source['name']}" for what, count in left_out.items()
     ]
     columns = unused(source)

@@ -10,6 +10,11 @@ from anyqlora.data.readers import strict_json
 from anyqlora.data.readers.bad_rows import BadRow, kind, shown, text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_ROLES = {  # as some data sets call them, in any case
+    **dict.fromkeys(("human", "prompter", "customer"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "ai", "chatgpt", "agent"), "assistant"),
+    **dict.fromkeys(("function", "observation", "ipython", "tool_response"), "tool"),
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,17 @@ BESIDE = ("system", "tools")  # what a row may have beside its conversation
 SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight", "loss_scale")
 MASKS = ("mask", "masked")
 READ = {
-    *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking"),
+    *(
+        "role",
+        "content",
+        "name",
+        "function_call",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning_content",
+        "reasoning",
+        "thinking",
+    ),
     *SWITCHES,
     *MASKS,
 }
@@ -96,12 +111,18 @@ def _is_learned(turn: dict, number: int) -> bool | None:
     if len({*said.values()}) > 1:
         raise BadRow(f"message {number} says two things: {', '.join(said)}", "one of them")
     is_learned = next(iter(said.values()), None)
-    if is_learned and turn.get("role") != "assistant" and not {"weight", *MASKS} & said.keys():
+    if is_learned and role_of(str(turn.get("role"))) != "assistant" and not {"weight", *MASKS} & said.keys():
         raise BadRow(
             f"{next(iter(said))!r} of message {number} asks to learn what the {turn.get('role')} says",
             "only what the assistant says is learned: false here, or leave it out",
         )
     return is_learned
+
+
+def role_of(name: str) -> str:
+    """One of ROLES for what a data set calls it; what is none of theirs as it is."""
+    low = name.strip().lower()
+    return OTHER_ROLES.get(low, low if low in ROLES else name)
 
 
 def _tools(row: dict) -> tuple[dict, ...] | None:
@@ -131,7 +152,7 @@ def _message(turn: object, number: int) -> dict:
     if not isinstance(turn, dict):
         raise BadRow(f"message {number} is a {kind(turn)}, not an object", '{"role": "user", "content": "..."}')
     of = f" of message {number}"
-    role = text(turn, "role", of=of)
+    role = role_of(text(turn, "role", of=of))
     if role not in ROLES:
         raise BadRow(f"role {role!r}{of} is unknown{nearest(role, ROLES)}", f"one of {', '.join(ROLES)}")
     for key in turn:
@@ -152,6 +173,9 @@ def _message(turn: object, number: int) -> dict:
         for key, value in turn.items()
         if key not in (*SWITCHES, *MASKS, DETAIL, "tool_calls") and value is not None
     }
+    message["role"] = role
+    if "function_call" in message:  # OpenAI's form before tool_calls
+        turn = {**turn, "tool_calls": [{"type": "function", "function": message.pop("function_call")}]}
     calls = turn.get("tool_calls") or []  # an empty list is none, and templates ask whether there is one
     message["content"] = text(turn, "content", of=of, empty=role == "tool" or role == "assistant" and bool(calls))
     return {**message, "tool_calls": _tool_calls(calls, of)} if calls else message

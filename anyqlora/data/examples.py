@@ -12,7 +12,7 @@ import numpy as np
 from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import printable
-from anyqlora.data import chat_template, formats, meanings
+from anyqlora.data import chat_template, columns, formats, meanings
 from anyqlora.data.conversations import Conversation
 from anyqlora.data.readers import sources
 from anyqlora.data.readers.bad_rows import BadRow, LongRow
@@ -191,9 +191,15 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
 def _meant(config: TrainConfig, source: sources.Source) -> tuple[list[sources.Row], Counter]:
     """The rows that are to be learned from, without the columns that are passed over."""
     rows, counts, ignored = [], Counter(), frozenset(filter(None, map(str.strip, config.ignore_columns.split(","))))
+    stated, read_as = columns.parse(config.columns, config.sources.get("columns", "")), Counter()
     for row in source.rows:
-        value = meanings.ignoring(row.value, ignored)
         try:
+            value = meanings.ignoring(columns.renamed(row.value, stated), ignored)
+            if not stated and config.dataset_format == AUTO and not formats.detect(value):
+                known = columns.recognised(value)
+                value = columns.renamed(value, known)
+                if known:
+                    read_as[", ".join(f"{ours} from {theirs!r}" for ours, theirs in known.items())] += 1
             value = meanings.chosen(value) if config.preference_data == "chosen" else meanings.refuse_preferences(value)
         except meanings.NotChosen:
             counts["rows_that_are_not_chosen"] += 1
@@ -202,6 +208,7 @@ def _meant(config: TrainConfig, source: sources.Source) -> tuple[list[sources.Ro
             source.bad.append(bad.at(row.where))
             continue
         rows.append(row if value is row.value else sources.Row(value, row.where))
+    source.notes += [f"{count} rows are read as {names}" for names, count in read_as.items()]
     return rows, counts
 
 

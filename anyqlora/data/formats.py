@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 from anyqlora.data import meanings
-from anyqlora.data.conversations import BESIDE, Conversation, conversation
+from anyqlora.data.conversations import BESIDE, Conversation, conversation, role_of
 from anyqlora.data.readers.bad_rows import BadRow, kind, text
 
 ALPACA = (
@@ -125,6 +125,7 @@ def sharegpt(row: dict, style: str) -> Conversation:
             messages.append(turn)
             continue
         role = text(turn, "from", of=f" of turn {number}")
+        role = role if role in SHAREGPT_ROLES else role_of(role)
         if role not in SHAREGPT_ROLES:
             raise BadRow(
                 f"turn {number} is from {role!r}{nearest(role, SHAREGPT_ROLES)}", f"one of {', '.join(SHAREGPT_ROLES)}"
@@ -212,7 +213,7 @@ def choose(rows: list[dict], where: str) -> str:
     raise UsageError(
         f"no known format: the row has {', '.join(map(repr, rows[0])) or 'nothing'}",
         where=where,
-        cure=f"keys of a format - {known}",
+        cure=f"--columns prompt=COLUMN,completion=COLUMN, or keys of a format - {known}",
     )
 
 

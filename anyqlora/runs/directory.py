@@ -405,7 +405,7 @@ def run_identity(config: TrainConfig) -> dict:
         identity["chat_template"] = hashing.hash_text(template)
     identity |= {
         name: getattr(config, name)
-        for name in ("preference_data", "ignore_columns")
+        for name in (*("columns", "preference_data"), "ignore_columns")
         if getattr(config, name) != SETTINGS[name].default  # runs from before these were there have neither
     }
     if config.init_adapter:

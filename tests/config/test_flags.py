@@ -596,6 +596,18 @@ def test_code_of_a_model_is_run_only_when_asked_for(tmp_path, monkeypatch):
     )
 
 
+@shows("columns")
+def test_columns_go_by_the_names_that_are_stated(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"q": str(i), "a": [{"text": f"yes {i}"}]}) + "\n" for i in range(8)))
+    asked = {"dataset": str(path), "max_steps": 1}
+    with pytest.raises(UsageError, match="--columns prompt=COLUMN"):
+        run(tmp_path, "unknown", **asked)
+    directory = run(tmp_path, "stated", **asked, columns="prompt=q,completion=a[0].text")
+    assert json.loads((directory / "data_report.json").read_text())["train"]["examples"] == 8
+    assert json.loads((directory / "identity.json").read_text())["columns"] == "prompt=q,completion=a[0].text"
+
+
 @shows("preference_data", "ignore_columns")
 def test_what_rows_say_beside_their_answers_is_refused_or_passed_over(tmp_path):
     rows = [{"prompt": str(i), "chosen": f"yes {i}", "rejected": "no", "score": i} for i in range(1, 9)]
