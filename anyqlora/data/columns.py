@@ -44,9 +44,7 @@ def parse(stated: str, where: str) -> dict[str, str]:
     for part in filter(None, map(str.strip, stated.split(","))):
         name, equals, path = (text.strip() for text in part.partition("="))
         if not (equals and path):
-            raise UsageError(
-                f"columns: {part!r} names no column", where=where, cure="prompt=question,completion=answer"
-            )
+            raise UsageError(f"{part!r} names no column", where=where, cure="prompt=question,completion=answer")
         if name not in NAMES:
             raise UsageError(
                 f"{name!r} is no name of a format{nearest(name, NAMES)}",
