@@ -59,9 +59,9 @@ def renamed(row: dict, stated: dict[str, str]) -> dict:
     """The row with the columns `stated` under our names; what they were called before is gone. Raises BadRow."""
     if not stated:
         return row
-    found = {name: value_at(row, path) for name, path in stated.items()}
+    values = {name: value_at(row, path) for name, path in stated.items()}
     taken = {_steps(path)[0] for path in stated.values()} - {*stated}
-    return {**{key: value for key, value in row.items() if key not in taken}, **found}
+    return {**{key: value for key, value in row.items() if key not in taken}, **values}
 
 
 def value_at(row: dict, path: str) -> object:

@@ -90,7 +90,7 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conver
 
 def _is_learned(turn: dict, number: int) -> bool | None:
     """What a message says of its being learned; None where it says nothing."""
-    said = {}
+    switches = {}
     for key in (*SWITCHES, *MASKS):
         value = turn.get(key)
         if value is None:
@@ -98,22 +98,22 @@ def _is_learned(turn: dict, number: int) -> bool | None:
         if value not in (0, 1):
             what = "a part of its loss, which nothing here weighs" if isinstance(value, float) else "neither yes nor no"
             raise BadRow(f"{key!r} of message {number} is {value!r}: {what}", "0 or false (not learned), 1 or true")
-        said[key] = bool(value) != (key in MASKS)
+        switches[key] = bool(value) != (key in MASKS)
     for part in turn.get(DETAIL) or ():
         if not isinstance(part, dict) or part.get("train") not in (0, 1):
             raise BadRow(f"{DETAIL!r} of message {number} is no list of parts to train", '{"train": true, ...} in each')
-        said[DETAIL] = bool(part["train"])
-        if said[DETAIL] != bool(turn[DETAIL][0]["train"]):
+        switches[DETAIL] = bool(part["train"])
+        if switches[DETAIL] != bool(turn[DETAIL][0]["train"]):
             raise BadRow(
                 f"{DETAIL!r} of message {number} trains some of its characters and not others",
                 "'train' for a whole message, or several messages",
             )
-    if len({*said.values()}) > 1:
-        raise BadRow(f"message {number} says two things: {', '.join(said)}", "one of them")
-    is_learned = next(iter(said.values()), None)
-    if is_learned and role_of(str(turn.get("role"))) != "assistant" and not {"weight", *MASKS} & said.keys():
+    if len({*switches.values()}) > 1:
+        raise BadRow(f"message {number} says two things: {', '.join(switches)}", "one of them")
+    is_learned = next(iter(switches.values()), None)
+    if is_learned and role_of(str(turn.get("role"))) != "assistant" and not {"weight", *MASKS} & switches.keys():
         raise BadRow(
-            f"{next(iter(said))!r} of message {number} asks to learn what the {turn.get('role')} says",
+            f"{next(iter(switches))!r} of message {number} asks to learn what the {turn.get('role')} says",
             "only what the assistant says is learned: false here, or leave it out",
         )
     return is_learned

@@ -6,8 +6,6 @@ then the row is refused, with that meaning. What is none of these is named befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from anyqlora.data.readers.bad_rows import BadRow, shown
 
 HARMLESS = frozenset(
@@ -146,13 +144,16 @@ def chosen(row: dict) -> dict:
         if key not in ("chosen", "rejected", "score_chosen", "score_rejected", "chosen_score", "rejected_score")
     }
     answer = row["chosen"]
-    read = next((read for kind, read in _CHOSEN if isinstance(answer, kind)), None)
-    if read is None:
-        raise BadRow(f"'chosen' is {shown(answer)}", "text, a message, or a list of messages")
-    return read(rest, answer, row.get("rejected"))
+    if isinstance(answer, str):
+        return _chosen_text(rest, answer)
+    if isinstance(answer, dict):
+        return _chosen_turn(rest, answer)
+    if isinstance(answer, list):
+        return _chosen_turns(rest, answer, row.get("rejected"))
+    raise BadRow(f"'chosen' is {shown(answer)}", "text, a message, or a list of messages")
 
 
-def _chosen_text(rest: dict, answer: str, rejected: object) -> dict:
+def _chosen_text(rest: dict, answer: str) -> dict:
     for question, key in (("instruction", "output"), ("prompt", "completion"), ("question", "answer")):
         if question in rest:
             return {**rest, key: answer}
@@ -171,16 +172,9 @@ def _chosen_turns(rest: dict, answer: list, rejected: object) -> dict:
     return {**rest, "prompt": answer[:alike], "completion": answer[alike:]}
 
 
-def _chosen_turn(rest: dict, answer: dict, rejected: object) -> dict:
+def _chosen_turn(rest: dict, answer: dict) -> dict:
     for key in ("conversations", "messages"):
         if isinstance(rest.get(key), list):
             turns = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in rest[key]]
             return {**rest, key: [*turns, answer]}
     raise BadRow("'chosen' is a message, and nothing says what was asked", "'conversations' or 'messages' beside it")
-
-
-_CHOSEN: tuple[tuple[type, Callable[[dict, object, object], dict]], ...] = (
-    (str, _chosen_text),
-    (list, _chosen_turns),
-    (dict, _chosen_turn),
-)
