@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
+import glob
+import gzip
 import io
+import lzma
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +36,12 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _SIGNATURES = {  # first bytes -> (what the file is instead of text, cure)
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
     b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
-    b"\x1f\x8b": ("gzip", "gunzip it"),
+    b"\x1f\x8b": ("gzip", "gunzip it, or name it .gz"),
     b"PK\x03\x04": ("a zip archive", "unzip it"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it, or name it .zst"),
     b"PAR1": ("Parquet", "name it .parquet"),
 }
+COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
 _DESCRIPTIONS = (
     "dataset_info.json",
     "dataset_infos.json",
@@ -97,7 +103,8 @@ def placed(spec: str, otherwise: Callable[[str], str]) -> str:
 
     def whole(name: str) -> str:
         path = Path(os.path.expanduser(name))
-        return str(path.absolute()) if path.exists() and name not in MADE_HERE else otherwise(name)
+        is_here = path.exists() or bool(_matches(name))
+        return str(path.absolute()) if is_here and name not in MADE_HERE else otherwise(name)
 
     weighted_names = [(whole(name), weight) for name, weight in weighted(spec)] if spec else []
     if all(weight == 1 for _, weight in weighted_names) and len(weighted_names) < 2:
@@ -120,10 +127,12 @@ def root(name: str, *, held_out: bool = False, offline: bool = False, is_default
         return None
     if path.exists():
         return path
-    if name in HUB or (_HUB_ID.fullmatch(name) and path.suffix.lower() not in READERS):
+    if name in HUB or (_HUB_ID.fullmatch(name) and suffix_of(path) not in READERS):
         return download(name, offline, is_default)
     raise UsageError(
-        "no such file or directory", where=name, cure=f"a path, a hub id (owner/name) or one of: {', '.join(BUILT_IN)}"
+        "no file has such a name" if glob.has_magic(name) else "no such file or directory",
+        where=name,
+        cure=f"a path, a hub id (owner/name) or one of: {', '.join(BUILT_IN)}",
     )
 
 
@@ -131,6 +140,8 @@ def files(name: str, *, held_out: bool = False, offline: bool = False, is_defaul
     """The files that one source is read from, in order. `held_out` chooses the split of a directory; `is_default`:
     nobody has named it.
     """
+    if matches := _matches(name):
+        return matches
     path = root(name, held_out=held_out, offline=offline, is_default=is_default)
     if path is None:
         return []
@@ -152,12 +163,27 @@ def read(
     sources = [file(path) for path in files(name, held_out=held_out, offline=offline, is_default=is_default)]
     if name == "alpaca_sample":
         del sources[0].rows[samples:]
+    if _matches(name):
+        return sources
     path = root(name, held_out=held_out, offline=offline)
     assert path, "dummy alone has none"
     left = [str(p.relative_to(path)) for p in split(path, held_out)[1]] if path.is_dir() else []
     if left and name != "alpaca_sample":
         sources[0].notes.append(f"left out, by their names another split or a description: {', '.join(left)}")
     return sources
+
+
+def _matches(name: str) -> list[Path]:
+    """The files that a pattern such as rows/*.jsonl or rows/**/part-[0-9].json names, in order; [] for a plain name."""
+    if not glob.has_magic(name) or Path(os.path.expanduser(name)).exists():
+        return []
+    return sorted(path for path in map(Path, glob.glob(os.path.expanduser(name), recursive=True)) if path.is_file())
+
+
+def suffix_of(path: Path) -> str:
+    """What kind of file it is, ".jsonl" of rows.jsonl.gz, too."""
+    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    return before if last in COMPRESSED else last
 
 
 def dummy(count: int) -> Source:
@@ -177,9 +203,10 @@ def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
         p
         for p in path.rglob("*")
         if p.is_file()
-        and p.suffix.lower() in READERS
+        and suffix_of(p) in READERS
         and not any(part.startswith(".") for part in p.relative_to(path).parts)
     )
+    paths = [p for p in paths if suffix_of(p) != ".txt"] or paths  # beside rows, text is about them
     if not paths:
         raise UsageError(
             "no file of rows in this directory", where=str(path), cure=f"files that end in {', '.join(READERS)}"
@@ -205,7 +232,10 @@ def download(name: str, offline: bool, is_default: bool = False) -> Path:
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
-    repository, wanted = HUB.get(name, name), [f"*{suffix}" for suffix in READERS]
+    repository, wanted = (
+        HUB.get(name, name),
+        [f"*{suffix}{compressed}" for suffix in READERS if suffix != ".txt" for compressed in ("", *COMPRESSED)],
+    )
     try:
         return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=wanted, local_files_only=offline))
     except hub.GatedRepoError:
@@ -230,10 +260,12 @@ def file(path: str | Path) -> Source:
     """
     path = Path(path)
     source = Source(str(path))
-    if path.suffix.lower() not in READERS:
-        raise UsageError(f"unknown kind of file {path.suffix!r}", where=str(path), cure=f"one of {', '.join(READERS)}")
+    if suffix_of(path) not in READERS:
+        kind = "".join(path.suffixes[-2:]) if path.suffix.lower() in COMPRESSED else path.suffix
+        cure = f"one of {', '.join(READERS)}, each perhaps with {', '.join(COMPRESSED)} behind it"
+        raise UsageError(f"unknown kind of file {kind!r}", where=str(path), cure=cure)
     try:
-        READERS[path.suffix.lower()](path, source)
+        READERS[suffix_of(path)](path, source)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
     if not source.rows and not source.bad:
@@ -243,7 +275,7 @@ def file(path: str | Path) -> Source:
 
 def _content(path: Path, source: Source) -> bytes:
     """The file's bytes without a UTF-8 byte order mark. Raises UsageError for what is visibly no text."""
-    content = path.read_bytes()
+    content = _bytes(path)
     for signature, (what, cure) in _SIGNATURES.items():
         if content.startswith(signature):
             raise UsageError(f"not UTF-8 text but {what}", where=str(path), cure=cure)
@@ -258,16 +290,54 @@ def _content(path: Path, source: Source) -> bytes:
     return content
 
 
+def _bytes(path: Path) -> bytes:
+    """What is in a file, without its compression. Raises UsageError for a file that breaks off or is something else."""
+    kind = COMPRESSED.get(path.suffix.lower())
+    if not kind:
+        return path.read_bytes()
+    try:
+        if kind == "zstd":
+            import pyarrow
+
+            with pyarrow.input_stream(str(path), compression="zstd") as file:
+                return file.read()
+        opened = {"gzip": gzip.open, "xz": lzma.open, "bz2": bz2.open}[kind]
+        with opened(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"not whole as {kind}: {reason}", where=str(path), cure="compress it anew") from None
+
+
+def _text(path: Path, source: Source) -> None:
+    """Documents with blank lines between them."""
+    content, first, lines = _content(path, source), 1, []
+    for number, raw in enumerate([*content.split(b"\n"), b""], 1):
+        if raw.strip():
+            first = first if lines else number
+            lines.append(raw.rstrip(b"\r"))
+            continue
+        if lines:
+            where = f"{path}:{first}"
+            try:
+                source.rows.append(Row({"text": strict_json.text_of(b"\n".join(lines), str(path), first)}, where))
+            except BadRow as bad:
+                source.bad.append(bad)
+        lines = []
+
+
 def _json(path: Path, source: Source) -> None:
     """A list of rows or one row per line, whichever the first character says: both are found under both suffixes."""
     content = _content(path, source)
-    is_list = content.lstrip()[:1] == b"[" and path.suffix.lower() == ".json"
+    is_list = content.lstrip()[:1] == b"[" and suffix_of(path) == ".json"
     for where, row in (strict_json.items if is_list else strict_json.lines)(content, str(path)):
         if isinstance(row, BadRow):
             source.bad.append(row)
         else:
             source.rows.append(Row(row, where))
-    if path.suffix.lower() == ".json" and not source.rows and source.bad and not is_list:
+    if suffix_of(path) == ".json" and not source.rows and source.bad and not is_list:
         raise UsageError(
             "neither a list of rows nor one row per line",
             where=source.bad[0].where,
@@ -286,7 +356,7 @@ def _csv(path: Path, source: Source) -> None:
         raise UsageError(bad.reason, where=bad.where, cure=bad.cure) from None
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
+        io.StringIO(text, newline=""), delimiter="\t" if suffix_of(path) == ".tsv" else ",", strict=True
     )
     names: list[str] = []
     while True:
@@ -323,7 +393,8 @@ def _parquet(path: Path, source: Source) -> None:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as table:
+        content = io.BytesIO(_bytes(path)) if path.suffix.lower() in COMPRESSED else path
+        with parquet.ParquetFile(content) as table:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
                 raise UsageError(
@@ -382,4 +453,12 @@ def _without_nulls(value: Any, inside: bool = False) -> Any:
     }
 
 
-READERS = {".jsonl": _json, ".json": _json, ".ndjson": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
+READERS = {
+    ".jsonl": _json,
+    ".json": _json,
+    ".ndjson": _json,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+    ".txt": _text,
+}
