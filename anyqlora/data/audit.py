@@ -9,6 +9,7 @@ import numpy as np
 
 from anyqlora.core.terminal import printable
 from anyqlora.data import formats
+from anyqlora.data.conversations import MENDED
 from anyqlora.data.examples import LEFT_OUT, Example
 from anyqlora.data.meanings import HARMLESS
 from anyqlora.data.readers.bad_rows import BadRow
@@ -109,6 +110,7 @@ def _of_source(source: dict) -> list[str]:
         if name.endswith(LEFT_OUT)
     }
     lines = [f"{note}, in {source['name']}" for note in source.get("notes", ())]
+    lines += [f"{what.replace('_', ' ')}: {source[what]}, in {source['name']}" for what in MENDED if source.get(what)]
     lines += [
         f"{what} that the chat template leaves out: {count}, in {source['name']}" for what, count in left_out.items()
     ]

@@ -28,8 +28,14 @@ class Conversation:
     tools: tuple[dict, ...] | None = None
     put_before: int = 0  # messages that stand before the row's own
     other_keys: frozenset[str] = frozenset()  # of messages, which only some templates read
+    mended: tuple[str, ...] = ()  # what was done to the row's order: of MENDED
 
 
+CUT, MERGED, BEGUN = MENDED = (
+    "conversations_cut_after_their_last_answer",
+    "conversations_with_turns_of_one_role_joined",
+    "conversations_that_the_assistant_begins_unlearned",
+)
 BESIDE = ("system", "tools")  # what a row may have beside its conversation
 # Whether a turn is learned, as OpenAI and others write it, as axolotl, ms-swift, and what counts the other way.
 SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight", "loss_scale")
@@ -69,13 +75,12 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conver
             '[{"role": "user", "content": "..."}, ...]',
         )
     messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
-    _check_order([message["role"] for message in messages])
-    switches = [_is_learned(turn, number) for number, turn in enumerate(turns, 1)]
-    learned = [
-        i
-        for i, message in enumerate(messages)
-        if message["role"] == "assistant" and i >= first and switches[i] is not False
+    is_learned = [
+        _is_learned(turn, i + 1) is not False and i >= first and messages[i]["role"] == "assistant"
+        for i, turn in enumerate(turns)
     ]
+    messages, is_learned, mended = _in_order(messages, is_learned)
+    learned = [i for i, flag in enumerate(is_learned) if flag]
     if not learned:
         raise BadRow("no assistant turn is learned", "an assistant message with content, of weight 1")
     before = _system(row, messages[0])
@@ -85,6 +90,7 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conver
         _tools(row),
         len(before),
         frozenset(key for turn in turns for key, value in turn.items() if key not in READ and not is_empty(value)),
+        tuple(mended),
     )
 
 
@@ -226,14 +232,46 @@ def _parsed(value: object, named: str, wanted: str) -> object:
         raise BadRow(f"{named} is text that is no JSON {wanted}: {bad.reason}", bad.cure) from None
 
 
+def _in_order(messages: list[dict], is_learned: list[bool]) -> tuple[list[dict], list[bool], list[str]]:
+    """The messages up to the last answer, neighbours of one role joined, an answer to nothing not learned; and what of
+    this was done. Raises BadRow for any other disorder.
+    """
+    mended, last = [], max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    if last < 0:
+        raise BadRow("no message is the assistant's, so there is nothing to learn", "an assistant message")
+    if last + 1 < len(messages):
+        mended.append(CUT)
+    ordered: list[tuple[dict, bool]] = []
+    for message, flag in zip(messages[: last + 1], is_learned, strict=False):
+        if ordered and _can_join(*ordered[-1], message, flag):
+            joined = {**ordered[-1][0], "content": f"{ordered[-1][0]['content']}\n\n{message['content']}"}
+            ordered[-1] = joined, flag
+            mended.append(MERGED)
+        else:
+            ordered.append((message, flag))
+    roles = [message["role"] for message, _ in ordered]
+    _check_order(roles)
+    begins = next(i for i, role in enumerate(roles) if role == "assistant")
+    if "user" not in roles[:begins]:
+        ordered[begins] = ordered[begins][0], False
+        mended.append(BEGUN)
+    return [message for message, _ in ordered], [flag for _, flag in ordered], list(dict.fromkeys(mended))
+
+
+def _can_join(before: dict, is_learned: bool, message: dict, flag: bool) -> bool:
+    """Whether two neighbours say one thing after the other: text of one role, both learned or neither."""
+    is_text = {*before, *message} == {"role", "content"}
+    return is_text and message["role"] == before["role"] != "tool" and is_learned == flag
+
+
 def _check_order(roles: list[str]) -> None:
-    """Raises BadRow unless it is [system] user assistant [tool... assistant] user ... assistant."""
+    """Raises BadRow where somebody speaks out of turn. A template may be stricter, and then gives its own reason."""
     follows = {
-        "start": ("system", "developer", "user"),
-        "system": ("user",),
-        "developer": ("user",),
-        "user": ("assistant",),
-        "assistant": ("user", "tool"),
+        "start": ("system", "developer", "user", "assistant"),
+        "system": ("user", "assistant"),
+        "developer": ("user", "assistant"),
+        "user": ("assistant", "system", "developer"),
+        "assistant": ("user", "tool", "system", "developer"),
         "tool": ("tool", "assistant"),
     }
     before = "start"
@@ -245,7 +283,3 @@ def _check_order(roles: list[str]) -> None:
                 f"{before if before != 'start' else 'first'}: {' or '.join(follows[before])} comes next",
             )
         before = role
-    if before != "assistant":
-        raise BadRow(
-            f"the last message is the {before}'s, so there is nothing to learn from it", "end with an assistant message"
-        )

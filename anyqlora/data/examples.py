@@ -226,6 +226,7 @@ def _documents(
     if isinstance(parsed, formats.TextRow):
         eos = tokenizer.eos_token
         return [RenderedText(parsed.parts, end=eos if parsed.parts[-1][0].endswith(eos) else "")]
+    counts.update(parsed.mended)
     documents = chat_template.documents(tokenizer, parsed, tuple(added))
     counts["conversations_split_by_turn"] += len(documents) > 1
     counts.update(f"{what}{LEFT_OUT}" for what in chat_template.dropped_content(parsed, documents))

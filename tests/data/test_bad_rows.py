@@ -102,19 +102,12 @@ TALKS = {
         b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
         "has a part that is no text: 'image_url'",
     ),
-    "assistant first": (
-        chat(("assistant", "a"), ("user", "b"), ("assistant", "c")),
-        "roles out of order: message 1 (assistant) comes first",
+    "assistant alone": (chat(("assistant", "a")), "no assistant turn is learned"),
+    "tool after user": (
+        chat(("user", "a"), ("tool", "b"), ("assistant", "c")),
+        "roles out of order: message 2 (tool) comes after user",
     ),
-    "two users": (
-        chat(("user", "a"), ("user", "b"), ("assistant", "c")),
-        "roles out of order: message 2 (user) comes after user",
-    ),
-    "system in the middle": (
-        chat(("user", "a"), ("system", "b"), ("assistant", "c")),
-        "roles out of order: message 2 (system) comes after user",
-    ),
-    "user last": (chat(("user", "a"), ("assistant", "b"), ("user", "c")), "the last message is the user's"),
+    "user alone": (chat(("user", "a")), "no message is the assistant's, so there is nothing to learn"),
     "a weight between": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}',
         "'weight' of message 2 is 0.5",
@@ -152,8 +145,8 @@ TALKS |= {
         "'system' says something else than the system message",
     ),
     "disorder under a system column": (
-        b'{"system": "x", ' + chat(("user", "a"), ("user", "b"), ("assistant", "c"))[1:],
-        "message 2 (user) comes after user",
+        b'{"system": "x", ' + chat(("user", "a"), ("tool", "b"), ("assistant", "c"))[1:],
+        "message 2 (tool) comes after user",
     ),
     "a system column that is no text": (
         b'{"system": 4, ' + chat(("user", "a"), ("assistant", "c"))[1:],

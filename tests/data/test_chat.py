@@ -409,3 +409,47 @@ def test_a_template_whose_tokens_the_model_has_not():
 def test_an_unknown_template_has_a_suggestion():
     with pytest.raises(errors.UsageError, match=r"chat_template: 'chatlm' cannot be read.*did you mean 'chatml'"):
         with_template("chatlm")
+
+
+U, A, S, T = "user", "assistant", "system", "tool"
+ORDERS = {  # roles of "0", "1", ... -> what is learned, what the model sees of others, what is said of it
+    "user last": ([U, A, U], ["1"], "0", "conversations cut after their last answer: 1"),
+    "several users last": ([U, A, S, U], ["1"], "0", "conversations cut after their last answer: 1"),
+    "two users": ([U, U, A], ["2"], "0\n\n1", "conversations with turns of one role joined: 1"),
+    "two systems": ([S, S, U, A], ["3"], "0\n\n1", "conversations with turns of one role joined: 1"),
+    "two answers": ([U, A, A], ["1\n\n2"], "0", "conversations with turns of one role joined: 1"),
+    "assistant first": ([A, U, A], ["2"], "0", "conversations that the assistant begins unlearned: 1"),
+    "assistant after system": ([S, A, U, A], ["3"], "1", "conversations that the assistant begins unlearned: 1"),
+    "system in the middle": ([U, A, S, U, A], ["1", "4"], "2", ""),
+    "system before the answer": ([U, S, A], ["2"], "1", ""),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_turns_in_other_orders_are_trained_and_said(order, tmp_path):
+    roles, answers, seen, line = ORDERS[order]
+    tokens = byte_level(CHATML)
+    data = prepared(tmp_path, tokens, [{"role": role, "content": str(i)} for i, role in enumerate(roles)])
+    (example,) = data.train
+    assert [text.removesuffix("<|im_end|>") for text in learned(example, tokens)] == answers
+    assert seen in tokens.decode(example.ids)
+    told = [text.partition(", in ")[0] for text in audit.warnings(data.report) if text.startswith("conversations")]
+    assert told == ([line] if line else [])
+
+
+def test_answers_of_which_one_is_not_learned_are_not_joined(tmp_path):
+    answers = [{"role": A, "content": "b", "weight": 0}, {"role": A, "content": "c"}]
+    row = {"messages": [{"role": U, "content": "a"}, *answers]}
+    with pytest.raises(errors.UsageError, match="message 3 .assistant. comes after assistant"):
+        dataset.load_data(settings(write(tmp_path / "rows.jsonl", row)), byte_level(CHATML))
+
+
+def test_an_order_that_the_template_refuses_is_refused_with_its_reason(tmp_path):
+    alternating = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
+    )
+    for roles in ([U, A, S, U, A], [A, U, A]):
+        turns = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+        with pytest.raises(errors.UsageError, match="rows.jsonl:1: the chat template refuses it: roles must alternate"):
+            prepared(tmp_path, byte_level(alternating), turns)
