@@ -253,9 +253,10 @@ def _check_calls(message: dict, number: int, rendered: str) -> None:
 
 
 def dropped_content(talk: Conversation, documents: list[RenderedText]) -> list[str]:
-    """What the template left out of what the model sees and learns, one name for each message.
+    """What the template left out of what the model sees, and of reasoning that it learns, one name for each message.
 
-    Of the assistant only learned turns count: templates take the reasoning out of earlier ones on purpose.
+    Of the assistant only learned turns count: templates take the reasoning out of earlier ones on purpose. Raises
+    BadRow for one whose content is not there: something else than the row says would be learned.
     """
     seen = _without_whitespace("".join(part for part, _ in documents[-1].parts))
     before = talk.messages[: max(talk.learned)]
@@ -271,17 +272,20 @@ def dropped_content(talk: Conversation, documents: list[RenderedText]) -> list[s
     ]
     for number, (prompt, answer) in zip(sorted(talk.learned), _trained_spans(documents), strict=True):
         message = talk.messages[number]
-        texts = {
-            "assistant_messages": message["content"],
-            "reasoning": next((message[key] for key in REASONING if isinstance(message.get(key), str)), ""),
-        }
-        dropped += [
-            name
-            for name, text in texts.items()
-            if text not in answer
-            and not _contains(text, _without_whitespace(prompt + answer), _without_whitespace(prompt))
-        ]
+        reasoning = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")
+        if not _is_written(message["content"], prompt, answer):
+            raise BadRow(
+                f"the chat template leaves out what the assistant says in message {number + 1 - talk.put_before}",
+                "--chat_template with one that writes it, or the message as the template has it",
+            )
+        dropped += ["reasoning"] * (not _is_written(reasoning, prompt, answer))
     return dropped
+
+
+def _is_written(text: str, prompt: str, answer: str) -> bool:
+    """Whether a turn's words are in it, or at least once more than they were before it."""
+    squeezed = _without_whitespace(prompt + answer), _without_whitespace(prompt)
+    return text in answer or _contains(text, *squeezed)
 
 
 def _trained_spans(documents: list[RenderedText]) -> Iterator[tuple[str, str]]:

@@ -116,6 +116,7 @@ REASONS = [
     {"role": "user", "content": "two"},
     {"role": "assistant", "content": "<think>hm</think>2"},
 ]
+SAYS_YES = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "yes"}]
 ASKED = [
     *call("{}", weight=0),
     {"role": "tool", "content": '{"sky": "gr\u00e4y"}\n'},
@@ -142,18 +143,6 @@ ASKED = [
             None,
             {},
         ),  # what is asked has the answer's beginning
-        (
-            THINK.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"),
-            REASONS[2:],
-            None,
-            {"assistant_messages": 1},
-        ),
-        (
-            TOOLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"),
-            call("{}", "And now?"),
-            None,
-            {"assistant_messages": 1},
-        ),
     ],
 )
 def test_what_a_template_leaves_out_is_counted_and_told(template, turns, tools, expected, tmp_path):
@@ -170,6 +159,24 @@ def test_what_a_template_leaves_out_is_counted_and_told(template, turns, tools, 
         f"{name.replace('_', ' ')} that the chat template leaves out: {n}, in {path}" for name, n in expected.items()
     ]
     assert audit.warnings(report) == audit.warnings(dataset.read_held_out(settings(path), str(path), tokens)[1]) == told
+
+
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        (THINK.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"), REASONS[2:]),
+        (TOOLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"), call("{}", "And now?")),
+        (CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"), SAYS_YES),
+        (CHATML.replace("{{ m.content }}", "{{ m.content[:2] }}"), SAYS_YES),
+        (CHATML.replace("{{ m.content }}", "{{ m.text }}"), SAYS_YES),
+    ],
+)
+def test_a_template_that_leaves_out_what_is_learned_is_refused(template, turns, tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"messages": turns})
+    with pytest.raises(
+        errors.UsageError, match="rows.jsonl:1: the chat template leaves out what the assistant says in"
+    ):
+        dataset.load_data(settings(path), byte_level(template))
 
 
 @pytest.mark.parametrize(
