@@ -392,7 +392,9 @@ def test_an_installation_with_objects_needs_no_compiler(installed):
     assert not list((installed / "cache").rglob("*.so"))
 
 
-KERNEL_TESTS = [f"tests/on_torch/kernels/test_{name}.py" for name in ("cpu", "frozen_matmul", "lm_head_int8")]
+KERNEL_TESTS = [
+    f"tests/on_torch/kernels/test_{name}.py" for name in ("cpu", "dropout", "frozen_matmul", "lm_head_int8")
+]
 
 
 @needs_native
@@ -406,7 +408,7 @@ def test_the_kernels_of_a_wheel_pass_their_tests(installed):
     for name in ("pyproject.toml", "configs", "train.py", "backend_manager.py"):
         source = ROOT / name
         shutil.copytree(source, installed / name) if source.is_dir() else shutil.copy(source, installed / name)
-    command = [sys.executable, "-m", "pytest", *KERNEL_TESTS, "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *KERNEL_TESTS, "-p", "no:cacheprovider"]  # pyproject.toml has -q
     done = subprocess.run(command, cwd=installed, env=bare(installed), capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-3000:]
     assert not list((installed / "cache").rglob("*.so"))
@@ -440,7 +442,6 @@ def test_the_kernels_read_and_write_what_is_theirs_and_compute_nothing_undefined
         "-m",
         "pytest",
         *KERNEL_TESTS,
-        "-q",
         "-s",
         "-p",
         "no:cacheprovider",
