@@ -105,11 +105,12 @@ def _is_learned(turn: dict, number: int) -> bool | None:
             what = "a part of its loss, which nothing here weighs" if isinstance(value, float) else "neither yes nor no"
             raise BadRow(f"{key!r} of message {number} is {value!r}: {what}", "0 or false (not learned), 1 or true")
         switches[key] = bool(value) != (key in MASKS)
-    for part in turn.get(DETAIL) or ():
+    detail = turn.get(DETAIL) or []
+    for part in detail if isinstance(detail, list) else [None]:
         if not isinstance(part, dict) or part.get("train") not in (0, 1):
             raise BadRow(f"{DETAIL!r} of message {number} is no list of parts to train", '{"train": true, ...} in each')
         switches[DETAIL] = bool(part["train"])
-        if switches[DETAIL] != bool(turn[DETAIL][0]["train"]):
+        if switches[DETAIL] != bool(detail[0]["train"]):
             raise BadRow(
                 f"{DETAIL!r} of message {number} trains some of its characters and not others",
                 "'train' for a whole message, or several messages",

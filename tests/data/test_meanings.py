@@ -74,6 +74,9 @@ def test_a_turn_that_is_switched_on_is_learned_like_others(key, value, tmp_path)
         ("weight", 0.5, "'weight' of message 2 is 0.5: a part of its loss"),
         ("train", "no", "'train' of message 2 is 'no': neither yes nor no"),
         ("train_detail", "all", "'train_detail' of message 2 is no list"),
+        ("train_detail", 5, "'train_detail' of message 2 is no list"),
+        ("train_detail", {"train": True}, "'train_detail' of message 2 is no list"),
+        ("weight", [1], "'weight' of message 2 is [1]: neither yes nor no"),
         (
             "train_detail",
             [{"begin_offset": 0, "end_offset": 0, "train": True}, {"begin_offset": 1, "end_offset": 2, "train": False}],
