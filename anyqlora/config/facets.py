@@ -31,6 +31,7 @@ SECTIONS = {  # section of a setting -> (its title, what is in it), in the order
 }
 ON_RESUME = {  # what the value of a setting means to a run that goes on
     "identity": "another value is another run, which only --resume force goes on with",
+    "stated": "as identity, where it is not the default: runs from before the setting was there have none",
     "content": "what it names or decides is compared, not the value: files by their content",
     "planned": "what the plan chose when the run began stays in effect where nobody states a value; else as recorded",
     "recorded": "it stands in checkpoints and env.json: another value is told, since the bytes may be others",

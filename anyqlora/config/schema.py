@@ -117,14 +117,14 @@ class TrainConfig:
         "",
         "what the rows call a format's columns: prompt=question,completion=answers[0].text",
         section="data",
-        on_resume="content",
+        on_resume="stated",
     )
     preference_data: str = setting(
         "error",
         "rows that say which of two answers is the better one, or whether an answer is good: stop, or train the chosen "
         "answers as any others",
         section="data",
-        on_resume="content",
+        on_resume="stated",
         choices=("error", "chosen"),
         aliases=("use",),
     )
@@ -132,7 +132,7 @@ class TrainConfig:
         "",
         "keys of rows and of messages that are passed over, whatever they mean: a,b",
         section="data",
-        on_resume="content",
+        on_resume="stated",
     )
     dataset_samples: int = setting(
         512, "rows of alpaca_sample and dummy", section="data", on_resume="identity", low=1, needs=("built_in_rows",)

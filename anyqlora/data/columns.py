@@ -91,7 +91,8 @@ def recognised(row: dict) -> dict[str, str]:
                 return {"messages": name}
             if {"from", "value"} <= turns[0].keys():
                 return {"conversations": name}
+    free = [name for name in NAMES if name not in row]  # nothing takes the place of what the row has
     for needed, optional in KNOWN:
-        if all(theirs in row for theirs in needed.values()):
-            return needed | {ours: theirs for ours, theirs in optional.items() if theirs in row}
+        if all(theirs in row and ours in (theirs, *free) for ours, theirs in needed.items()):
+            return needed | {ours: theirs for ours, theirs in optional.items() if theirs in row and ours in free}
     return {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 from anyqlora.data import meanings
-from anyqlora.data.conversations import BESIDE, Conversation, conversation, role_of
+from anyqlora.data.conversations import BESIDE, OTHER_ROLES, ROLES, Conversation, conversation, role_of
 from anyqlora.data.readers.bad_rows import BadRow, kind, text
 
 ALPACA = (
@@ -23,17 +23,6 @@ ALPACA_INPUT = (
 )
 QUESTION = "###Question:\n{question}\n###Answer:\n"
 QUESTION_CONTEXT = "###Context:\n{context}\n###Question:\n{question}\n###Answer:\n"
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
 _HUMAN = re.compile(r"(### (?:Human|Assistant): ?)")
 
 
@@ -124,15 +113,13 @@ def sharegpt(row: dict, style: str) -> Conversation:
         if "role" in turn and "from" not in turn:  # sets converted half way
             messages.append(turn)
             continue
-        role = text(turn, "from", of=f" of turn {number}")
-        role = role if role in SHAREGPT_ROLES else role_of(role)
-        if role not in SHAREGPT_ROLES:
-            raise BadRow(
-                f"turn {number} is from {role!r}{nearest(role, SHAREGPT_ROLES)}", f"one of {', '.join(SHAREGPT_ROLES)}"
-            )
+        role = role_of(text(turn, "from", of=f" of turn {number}"))
+        if role not in ROLES:
+            known = (*ROLES, *OTHER_ROLES)
+            raise BadRow(f"turn {number} is from {role!r}{nearest(role, known)}", f"one of {', '.join(known)}")
         messages.append(
             {
-                "role": SHAREGPT_ROLES[role],
+                "role": role,
                 "content": text(turn, "value", of=f" of turn {number}"),
                 **{key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")},
             }

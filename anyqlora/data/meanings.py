@@ -38,6 +38,7 @@ TOKENS = "the row is tokens already"
 TEMPLATE = "how the chat template is to write the row"
 PREFERENCE = "an answer that was preferred to another"
 DESIRABLE = "whether the answer is a good one"
+TOOLS = "the tools that the model may call"
 CONTEXT = "what the model is told before the question"
 # A key -> what it means. Whatever else a row may have under these names is not for training on without a word.
 MEANINGS = {
@@ -62,13 +63,13 @@ MEANINGS = {
     **dict.fromkeys(("input_ids", "labels", "attention_mask", "token_ids", "segments"), TOKENS),
     **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "reasoning_effort", "chat_template"), TEMPLATE),
     **dict.fromkeys(("system", "system_prompt", "system_message", "history", "persona", "character"), CONTEXT),
-    **dict.fromkeys(("tools", "functions", "available_tools"), "the tools that the model may call"),
+    **dict.fromkeys(("tools", "functions", "available_tools"), TOOLS),
 }
 CURES = {
     PREFERENCE: "--preference_data chosen, which trains the preferred answers as any others (there is no DPO here)",
     DESIRABLE: "--preference_data chosen, which trains the good ones and leaves the others out (there is no KTO here)",
     CONTEXT: "--prompt_format chat where the tokenizer has a chat template",
-    "the tools that the model may call": "rows of messages, with 'tools' beside them",
+    TOOLS: "rows of messages, with 'tools' beside them",
     TREE: "conversations, one to a row: messages from the root to a leaf",
     WEIGHED: "'train' or 'weight', 0 or 1, in each message",
     TOKENS: "rows of text",

@@ -405,8 +405,8 @@ def run_identity(config: TrainConfig) -> dict:
         identity["chat_template"] = hashing.hash_text(template)
     identity |= {
         name: getattr(config, name)
-        for name in (*("columns", "preference_data"), "ignore_columns")
-        if getattr(config, name) != SETTINGS[name].default  # runs from before these were there have neither
+        for name in settings_with("on_resume", "stated")
+        if getattr(config, name) != SETTINGS[name].default
     }
     if config.init_adapter:
         identity["init_adapter"] = hashing.hash_files([init_adapter.init_adapter_directory(config) / ADAPTER])[0]

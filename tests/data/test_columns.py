@@ -48,6 +48,19 @@ def test_text_under_content_is_text_and_a_single_message_is_not(tmp_path):
     assert "a message of a tree" in refused(tmp_path, {"role": "user", "content": "any words"})
 
 
+def test_no_known_name_takes_the_place_of_what_a_row_has(tmp_path):
+    """Half of a format and half of a data set are neither: the row is refused, and nothing of it lost."""
+    for row in (
+        {"prompt": "mine", "source": "web", "target": "yes"},
+        {"question": "mine", "query": "other", "prompt": "third"},
+    ):
+        assert "no known format" in refused(tmp_path, row)
+    both = {"instruction": "ask", "input": "mine", "context": "other", "response": "yes"}
+    data, tokens = loaded(tmp_path, both)
+    assert "mine" in tokens.decode(data.train[0].ids) and "other" not in tokens.decode(data.train[0].ids)
+    assert any("'context' (1 row" in line for line in audit.warnings(data.report))
+
+
 def test_what_a_system_prompt_says_is_not_dropped(tmp_path):
     row = {"system_prompt": "Be kind.", "question": "ask", "response": "yes"}
     assert "--prompt_format chat" in refused(tmp_path, row)

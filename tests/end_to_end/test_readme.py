@@ -77,7 +77,7 @@ def test_what_ran_where_is_what_the_table_of_capabilities_says():
         names = rf"\b{'MLX' if backend == 'mlx' else 'CPU' if backend == 'cpu' else backend}\b"
         said = next(where for what, where in rows if re.search(names, what))
         assert said.startswith("tested") == bool(capabilities.tested), (backend, said)
-    assert "one commit was, on one NVIDIA H200" in README.text
+    assert "commits of one day (2026-11-26) were, on one NVIDIA H200" in README.text
 
 
 def test_links_lead_somewhere_in_the_repository():

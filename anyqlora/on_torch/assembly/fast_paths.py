@@ -18,7 +18,7 @@ from anyqlora.on_torch.assembly.context import BuildContext
 from anyqlora.on_torch.generate import evaluating
 from anyqlora.on_torch.kernels.cpu import bindings
 from anyqlora.on_torch.kernels.cross_entropy import LogitTransform
-from anyqlora.on_torch.kernels.dropout import token_dropouts
+from anyqlora.on_torch.kernels.dropout import recomputing_contexts, token_dropouts
 from anyqlora.on_torch.kernels.frozen_matmul import (
     CpuFullMatmul,
     CpuInt8Matmul,
@@ -91,7 +91,8 @@ def checkpoint_layers(context: BuildContext) -> list[str]:
     model, config = context.model, context.config
     if not context.runtime.plan.use_gradient_checkpointing:
         return []
-    model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing})
+    options = {} if config.reentrant_checkpointing else {"context_fn": recomputing_contexts}
+    model.gradient_checkpointing_enable({"use_reentrant": config.reentrant_checkpointing, **options})
     if config.checkpointed_layers != AUTO:
         for block in blocks(model)[config.checkpointed_layers :]:
             block.gradient_checkpointing = False

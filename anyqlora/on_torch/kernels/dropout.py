@@ -4,7 +4,9 @@ padding or kernels it is computed with; torch's own draws from a generator of ea
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -57,7 +59,8 @@ class CurrentTokens:
     """The keys of the tokens that were last given to a model, int64 [B, T], for the dropout in it.
 
     They are held until the end of the backward pass, in which checkpointed layers run again, on a GPU in a thread of
-    autograd's (which a context variable would not reach).
+    autograd's (which a context variable would not reach). With the reentrant checkpointing of torch a batch's backward has
+    to come before the next one's forward.
     """
 
     def __init__(self) -> None:
@@ -65,6 +68,15 @@ class CurrentTokens:
 
     def set(self, keys: torch.Tensor | None) -> None:
         self.keys = keys
+
+    @contextlib.contextmanager
+    def holding(self, keys: torch.Tensor | None) -> Iterator[None]:
+        """Within, the current tokens are those of these keys."""
+        before, self.keys = self.keys, keys
+        try:
+            yield
+        finally:
+            self.keys = before
 
     def of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The keys [M] of x [..., in] of M tokens; None where they are not known: of what a loop of somebody else's
@@ -76,6 +88,13 @@ class CurrentTokens:
 
 
 current_tokens = CurrentTokens()
+
+
+def recomputing_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """torch.utils.checkpoint's context_fn: what a layer drops in forward it drops when it runs again, whatever the
+    model has been given in between.
+    """
+    return contextlib.nullcontext(), current_tokens.holding(current_tokens.keys)
 
 
 class TokenDropout(nn.Dropout):

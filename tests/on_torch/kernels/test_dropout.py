@@ -184,6 +184,28 @@ def test_a_loop_of_its_own_gets_no_masks_of_a_batch_before(tmp_path):
     assert not torch.equal(one, other)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_two_batches_before_one_backward_each_drop_what_is_theirs(recomputed, tmp_path):
+    """As a loop of somebody's own may have it; the reference is a backward after each forward."""
+    base = tiny_models.make(tmp_path / "base", "llama")
+    settings = {"train_type": "lora", "lora_dropout": 0.5, "use_gradient_checkpointing": recomputed, "batch_size": 2}
+    found = []
+    for together in (True, False):
+        started = tiny_models.Started(tmp_path / str(together), base, **settings, max_steps=2)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in started.built.trainable.values():
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+        (one,), (other,) = started.run.stream[0], started.run.stream[1]
+        if together:
+            (started.loss(one) + started.loss(other)).backward()
+        else:
+            for batch in (one, other):
+                started.loss(batch).backward()
+        found.append({name: parameter.grad for name, parameter in started.built.trainable.items()})
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
 SETTINGS = {
     "model_name": "demo",
     "dataset": "demo",
