@@ -59,8 +59,8 @@ class CurrentTokens:
     """The keys of the tokens that were last given to a model, int64 [B, T], for the dropout in it.
 
     They are held until the end of the backward pass, in which checkpointed layers run again, on a GPU in a thread of
-    autograd's (which a context variable would not reach). With torch's reentrant checkpointing a batch's backward has to
-    come before the next one's forward.
+    autograd's (which a context variable would not reach). With torch's reentrant checkpointing the backward of a batch
+    has to come before the next one's forward.
     """
 
     def __init__(self) -> None:
