@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from anyqlora.core.registry import nearest
 from anyqlora.data.meanings import IMAGES, MEANINGS, is_empty
@@ -29,6 +29,7 @@ class Conversation:
     put_before: int = 0  # messages that stand before the row's own
     other_keys: frozenset[str] = frozenset()  # of messages, which only some templates read
     mended: tuple[str, ...] = ()  # what was done to the row's order: of MENDED
+    template_variables: dict = field(default_factory=dict)  # of the row's own, for the template
 
 
 CUT, MERGED, BEGUN = MENDED = (

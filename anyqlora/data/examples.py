@@ -16,7 +16,8 @@ from anyqlora.data import chat_template, columns, formats, meanings
 from anyqlora.data.conversations import Conversation
 from anyqlora.data.readers import sources
 from anyqlora.data.readers.bad_rows import BadRow, LongRow
-from anyqlora.data.tokenizer import WHOLE, RenderedText, TokenizedText, special_token_ids, tokenize
+from anyqlora.data.tokenizer import WHOLE, RenderedText, TokenizedText, tokenize
+from anyqlora.data.turns import TurnReader, dropped_content
 
 LISTED = 20  # bad rows, or reasons, in one message
 LEFT_OUT = "_not_in_template"  # ends the count of what a chat template has not written
@@ -109,7 +110,7 @@ def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
     if style == "chat":
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         try:
-            prompt = chat_template.render(tokenizer, messages, generation=True)
+            prompt = chat_template.ChatTemplate(tokenizer).render(messages, generation=True)
         except BadRow as bad:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
         document = RenderedText(((prompt, False), ("", True)), rendered=True)
@@ -162,7 +163,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
     if not values:
         return [], dict(counts)
     name = formats.choose(values, rows[0].where) if config.dataset_format == AUTO else config.dataset_format
-    examples, unused, added = [], Counter(), special_token_ids(tokenizer)
+    examples, unused, reader = [], Counter(), TurnReader(chat_template.ChatTemplate(tokenizer))
     for start in range(0, len(rows), _CHUNK):
         documents = []
         for row in rows[start : start + _CHUNK]:
@@ -172,7 +173,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
                 unused.update(formats.unused_columns(row.value, name, parsed))
                 if isinstance(parsed, Conversation):
                     unused.update(f"messages[].{key}" for key in chat_template.unread(tokenizer, parsed.other_keys))
-                texts = _documents(tokenizer, parsed, added, counts)
+                texts = _documents(reader, parsed, counts)
                 documents += [(row.where, _key(texts), document) for document in texts]
             except BadRow as bad:
                 source.bad.append(bad.at(row.where))
@@ -213,7 +214,7 @@ def _meant(config: TrainConfig, source: sources.Source) -> tuple[list[sources.Ro
 
 
 def _documents(
-    tokenizer, parsed: formats.TextRow | Conversation, added: dict[str, bool], counts: Counter
+    reader: TurnReader, parsed: formats.TextRow | Conversation, counts: Counter
 ) -> list[RenderedText]:
     texts = (
         [part for part, _ in parsed.parts]
@@ -221,15 +222,15 @@ def _documents(
         else [m.get("content", "") for m in parsed.messages]
     )
     counts["rows_with_special_tokens_in_their_text"] += any(
-        name in text for name, special in added.items() if special for text in texts
+        name in text for name, special in reader.template.tags.items() if special for text in texts
     )
     if isinstance(parsed, formats.TextRow):
-        eos = tokenizer.eos_token
+        eos = reader.template.tokenizer.eos_token
         return [RenderedText(parsed.parts, end=eos if parsed.parts[-1][0].endswith(eos) else "")]
     counts.update(parsed.mended)
-    documents = chat_template.documents(tokenizer, parsed, tuple(added))
-    counts["conversations_split_by_turn"] += len(documents) > 1
-    counts.update(f"{what}{LEFT_OUT}" for what in chat_template.dropped_content(parsed, documents))
+    documents, done = reader.documents(parsed)
+    counts.update(done)
+    counts.update(f"{what}{LEFT_OUT}" for what in dropped_content(parsed, documents))
     return documents
 
 

@@ -13,6 +13,7 @@ from anyqlora.core.errors import UsageError
 from anyqlora.core.lazy_imports import uncollected
 
 DEMO = Path(__file__).parents[1] / "demo" / "base"
+_MANY_PARTS = 16
 _LEADS = ("", "\n", "a")  # what may stand before a part so that a tokenizer adds no space of its own
 
 
@@ -104,16 +105,55 @@ def tokenize(tokenizer, documents: Sequence[RenderedText]) -> list[TokenizedText
     taken.
     """
     before = added_special_tokens(tokenizer)
-    wholes = iter(
-        encode_all(
-            tokenizer, ["".join(p for p, _ in d.parts[:n]) for d in documents for n in range(1, len(d.parts) + 1)]
-        )
-    )
+    prefixes = ["".join(p for p, _ in d.parts[:n]) for d in documents for n in range(1, _prefixes(d) + 1)]
+    wholes = iter(encode_all(tokenizer, prefixes))
     out = []
     for document in documents:
-        prefixes = [next(wholes) for _ in document.parts]
-        out.append(_tokenize(tokenizer, document, prefixes, [] if _begins(tokenizer, document) else before))
+        own = [] if _begins(tokenizer, document) else before
+        if _prefixes(document):
+            out.append(_tokenize(tokenizer, document, [next(wholes) for _ in document.parts], own))
+        else:
+            out.append(_tokenize_apart(tokenizer, document, own))
     return out
+
+
+def _prefixes(document: RenderedText) -> int:
+    """How many beginnings of a document are tokenised: with each of its parts one, which is too much for many parts."""
+    return len(document.parts) if len(document.parts) <= _MANY_PARTS else 0
+
+
+def _tokenize_apart(tokenizer, document: RenderedText, before: list[int]) -> TokenizedText:
+    """The same of many parts, in a time that grows with them and not with their square.
+
+    The document is cut where a special token begins, before which no tokenizer looks back; where the tokens of the
+    pieces are not those of the whole all the same, it is done as with few.
+    """
+    pieces = _cut_at_special_tokens(tokenizer, document)
+    texts = ["".join(p for p, _ in piece[:n]) for piece in pieces for n in range(1, len(piece) + 1)]
+    encoded = iter(encode_all(tokenizer, texts))
+    whole = encode_all(tokenizer, ["".join(part for part, _ in document.parts)])[0]
+    read = [_parts(tokenizer, piece, [next(encoded) for _ in piece]) for piece in pieces]
+    ids = [token for part in read if part for token in part[0]]
+    if any(part is None or part[2] != WHOLE for part in read) or ids != whole:
+        texts = ["".join(p for p, _ in document.parts[:n]) for n in range(1, len(document.parts) + 1)]
+        return _tokenize(tokenizer, document, encode_all(tokenizer, texts), before)
+    learned = [flag for part in read if part for flag in part[1]]
+    return _ended(tokenizer, document, before + ids, [False] * len(before) + learned, WHOLE)
+
+
+def _cut_at_special_tokens(tokenizer, document: RenderedText) -> list[list[tuple[str, bool]]]:
+    """The parts in groups, each of which but the first begins with a special token and ends with a learned part."""
+    names = [name for name, special in special_token_ids(tokenizer).items() if special]
+    special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+    pieces: list[list[tuple[str, bool]]] = [[]]
+    for text, is_learned in document.parts:
+        found = None if is_learned else special.search(text)
+        if found and any(flag for _, flag in pieces[-1]):
+            pieces[-1] += [(text[: found.start()], False)] * bool(found.start())
+            pieces.append([(text[found.start() :], False)])
+        else:
+            pieces[-1].append((text, is_learned))
+    return pieces
 
 
 def _begins(tokenizer, document: RenderedText) -> bool:
@@ -123,20 +163,29 @@ def _begins(tokenizer, document: RenderedText) -> bool:
 
 
 def _tokenize(tokenizer, document: RenderedText, prefixes: list[list[int]], before: list[int]) -> TokenizedText:
+    read = _parts(tokenizer, document.parts, prefixes)
+    if read is None:
+        return _merged(tokenizer, document, prefixes, before)
+    ids, learned, way = read
+    return _ended(tokenizer, document, before + ids, [False] * len(before) + learned, way)
+
+
+def _parts(
+    tokenizer, parts: Sequence[tuple[str, bool]], prefixes: list[list[int]]
+) -> tuple[list[int], list[bool], str] | None:
+    """(tokens, whether each is learned, the way); None where the text cannot be tokenised in parts."""
     ids, ends, way = prefixes[0], [len(prefixes[0])], WHOLE
-    for (part, _), whole in zip(document.parts[1:], prefixes[1:], strict=True):
+    for (part, _), whole in zip(parts[1:], prefixes[1:], strict=True):
         if whole[: len(ids)] == ids:
             ids = whole
         else:
             tail = _tail(tokenizer, ids, part, whole)
             if tail is None:
-                return _merged(tokenizer, document, prefixes, before)
+                return None
             ids, way = ids + tail, IN_PARTS
         ends.append(len(ids))
-    learned = [
-        flag for (_, flag), start, end in zip(document.parts, [0, *ends], ends, strict=False) for _ in range(start, end)
-    ]
-    return _ended(tokenizer, document, before + ids, [False] * len(before) + learned, way)
+    learned = [flag for (_, flag), start, end in zip(parts, [0, *ends], ends, strict=False) for _ in range(start, end)]
+    return ids, learned, way
 
 
 def _tail(tokenizer, ids: list[int], part: str, whole: list[int]) -> list[int] | None:
