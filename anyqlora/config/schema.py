@@ -85,11 +85,11 @@ class TrainConfig:
     )
     prompt_format: str = setting(
         AUTO,
-        "how rows are written as text; auto: messages by the chat template, Alpaca rows by Alpaca's text, the rest as "
-        "it stands",
+        "how rows are written; auto: by the model's chat template where it has one, else, as with text, Alpaca rows in "
+        "Alpaca's words and the rest as it stands",
         section="data",
         on_resume="identity",
-        choices=(AUTO, "chat", "alpaca", "plain"),
+        choices=(AUTO, "chat", "text", "alpaca", "plain"),
     )
     chat_template: str = setting(
         "",
@@ -98,6 +98,21 @@ class TrainConfig:
         section="data",
         on_resume="content",
         aliases=("chat_template_path",),
+    )
+    chat_template_kwargs: str = setting(
+        "",
+        'what the chat template is told of every row: {"enable_thinking": false}; a column of this name tells it of '
+        "one row",
+        section="data",
+        on_resume="stated",
+    )
+    multi_turn: str = setting(
+        AUTO,
+        "which answers of a conversation are learned: all in one sequence (auto: as long as no thought of an earlier "
+        "turn is to be left out), the last, or each as it is asked, in sequences of their own (split)",
+        section="data",
+        on_resume="stated",
+        choices=(AUTO, "all", "last", "split"),
     )
     on_bad_row: str = setting(
         "error",

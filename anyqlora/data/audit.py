@@ -145,6 +145,29 @@ def _meant(name: str, columns: tuple[str, ...]) -> str:
     return f"; did you mean {likely!r}?" if likely else ""
 
 
+def written_as(report: dict) -> str:
+    """How the rows become text, in a sentence."""
+    names = {"chat": "by the chat template", "alpaca": "in Alpaca's words", "plain": "as plain text"}
+    styles = dict.fromkeys(
+        names.get(source["style"]) or names[formats.FORMATS[source["format"]].style]
+        for source in report["sources"]
+        if "style" in source
+    )
+    asks = "; --prompt_format text for plain text" if "by the chat template" in styles else ""
+    return f"rows are written {' or '.join(styles)}{asks}"
+
+
+def shortened(example: Example, tokenizer, characters: int = 160) -> str:
+    """The row as the model gets it, on one line: what is trained in [[ ]], of each part its beginning and end."""
+
+    def cut(text: str) -> str:
+        return text if len(text) <= characters else f"{text[: characters // 2]} ... {text[-characters // 2 :]}"
+
+    return "".join(
+        f"[[{cut(text)}]]" if trained else cut(text) for text, trained in token_spans(example, tokenizer)
+    ).replace("\n", "\\n")
+
+
 def token_spans(example: Example, tokenizer) -> Iterator[tuple[str, bool]]:
     """(text, whether it is trained) of each run of tokens of one kind, harmless to a terminal."""
     borders = [0, *(np.flatnonzero(np.diff(example.trained)) + 1).tolist(), len(example.ids)]

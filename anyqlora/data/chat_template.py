@@ -15,6 +15,7 @@ from anyqlora.data.conversations import functions
 from anyqlora.data.readers.bad_rows import BadRow, writable
 from anyqlora.data.tokenizer import special_token_ids
 
+_VARIABLES = '{"enable_thinking": false}'
 _TAG_LENGTH = 100  # characters, no tag has more
 _MARKUP = r"</?[\w:|-]{1,40}>|\[/?[A-Z_]{2,40}\]"  # <think> and its like are no tokens of their own in some tokenizers
 _WORD = "qzxwq"  # that no template writes of its own accord
@@ -56,6 +57,21 @@ def requested_template(config: TrainConfig) -> str:
     if not text.strip():
         raise UsageError("an empty chat template", where=name, cure=f"{', '.join(CHAT_TEMPLATES)}, or a Jinja file")
     return text
+
+
+def template_variables(config: TrainConfig) -> dict:
+    """What the setting chat_template_kwargs tells the template. Raises UsageError for what is no JSON object."""
+    where = config.sources.get("chat_template_kwargs", "")
+    try:
+        variables = json.loads(config.chat_template_kwargs or "{}")
+    except ValueError as error:
+        raise UsageError(f"chat_template_kwargs: no JSON: {error}", where=where, cure=_VARIABLES) from None
+    if not isinstance(variables, dict) or not all(name.isidentifier() for name in variables):
+        raise UsageError("chat_template_kwargs: no JSON object of names and values", where=where, cure=_VARIABLES)
+    taken = sorted({"messages", "tools", "add_generation_prompt", "tokenize", "chat_template"} & variables.keys())
+    if taken:
+        raise UsageError(f"chat_template_kwargs: {taken[0]!r} comes from the rows", where=where, cure=_VARIABLES)
+    return variables
 
 
 def set_template(tokenizer, config: TrainConfig) -> None:
@@ -139,6 +155,10 @@ class ChatTemplate:
                 "the chat template writes the arguments of a tool call as Python does", "a template that writes JSON"
             )
         )
+
+    def reads(self, variable: str, tools=None) -> bool:
+        """Whether the template speaks of what it is told under this name."""
+        return variable in self._text(tools)
 
     def common(self, one: str, other: str) -> str:
         """What both texts begin with; a tag, or what looks like one, is in it whole or not at all."""

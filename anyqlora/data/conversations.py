@@ -37,7 +37,9 @@ CUT, MERGED, BEGUN = MENDED = (
     "conversations_with_turns_of_one_role_joined",
     "conversations_that_the_assistant_begins_unlearned",
 )
-BESIDE = ("system", "tools")  # what a row may have beside its conversation
+VARIABLES = "chat_template_kwargs"
+TOLD = ("enable_thinking", "reasoning_effort")  # columns that the chat template is told of
+BESIDE = ("system", "tools", VARIABLES, *TOLD)  # what a row may have beside its conversation
 # Whether a turn is learned, as OpenAI and others write it, as axolotl, ms-swift, and what counts the other way.
 SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight", "loss_scale")
 MASKS = ("mask", "masked")
@@ -92,6 +94,7 @@ def conversation(turns: object, row: dict, style: str, first: int = 0) -> Conver
         len(before),
         frozenset(key for turn in turns for key, value in turn.items() if key not in READ and not is_empty(value)),
         tuple(mended),
+        _template_variables(row),
     )
 
 
@@ -141,6 +144,14 @@ def _tools(row: dict) -> tuple[dict, ...] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow(f"'tools' is {shown(tools)}, not a list of objects", "tools as JSON schemas")
     return tuple(tools) if tools else None
+
+
+def _template_variables(row: dict) -> dict:
+    """What the row's own columns tell the chat template."""
+    variables = _parsed(row.get(VARIABLES) or {}, f"{VARIABLES!r}", "object")
+    if not isinstance(variables, dict):
+        raise BadRow(f"{VARIABLES!r} is {shown(variables)}, not an object", '{"enable_thinking": false}')
+    return variables | {name: row[name] for name in TOLD if row.get(name) is not None}
 
 
 def _system(row: dict, first: dict) -> list[dict]:

@@ -101,16 +101,16 @@ def report_skipped(config: TrainConfig, *parts: LoadedSource, can_skip: bool = T
     return bad
 
 
-def prompt_ids(tokenizer, asked: str | list[dict], style: str) -> list[int]:
+def prompt_ids(tokenizer, asked: str | list[dict], style: str, variables: dict | None = None) -> list[int]:
     """The tokens with which a model is asked that was trained on rows of this style (chat, alpaca or plain).
 
-    `asked` is a question, or for chat perhaps the messages so far. Raises UsageError without a chat template, and for
-    what it refuses.
+    `asked` is a question, or for chat perhaps the messages so far, and `variables` what the chat template is told.
+    Raises UsageError without a chat template, and for what it refuses.
     """
     if style == "chat":
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         try:
-            prompt = chat_template.ChatTemplate(tokenizer).render(messages, generation=True)
+            prompt = chat_template.ChatTemplate(tokenizer, variables).render(messages, generation=True)
         except BadRow as bad:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
         document = RenderedText(((prompt, False), ("", True)), rendered=True)
@@ -163,17 +163,19 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
     if not values:
         return [], dict(counts)
     name = formats.choose(values, rows[0].where) if config.dataset_format == AUTO else config.dataset_format
-    examples, unused, reader = [], Counter(), TurnReader(chat_template.ChatTemplate(tokenizer))
+    template = chat_template.ChatTemplate(tokenizer, chat_template.template_variables(config))
+    examples, unused, reader = [], Counter(), TurnReader(template)
+    style = formats.style_of(name, config.prompt_format, bool(tokenizer.chat_template))
     for start in range(0, len(rows), _CHUNK):
         documents = []
         for row in rows[start : start + _CHUNK]:
             try:
-                parsed = formats.parse_row(row.value, name, config.prompt_format)
+                parsed = formats.parse_row(row.value, name, style)
                 counts[DIALOGUES] += isinstance(parsed, formats.TextRow) and name == "text" and len(parsed.parts) > 1
                 unused.update(formats.unused_columns(row.value, name, parsed))
                 if isinstance(parsed, Conversation):
                     unused.update(f"messages[].{key}" for key in chat_template.unread(tokenizer, parsed.other_keys))
-                texts = _documents(reader, parsed, counts)
+                texts = _documents(reader, parsed, counts, config.multi_turn)
                 documents += [(row.where, _key(texts), document) for document in texts]
             except BadRow as bad:
                 source.bad.append(bad.at(row.where))
@@ -186,7 +188,7 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
             except BadRow as bad:
                 source.bad.append(bad.at(where))
     del counts[WHOLE]
-    return examples, {"format": name, **+counts, "unused_columns": dict(unused)}
+    return examples, {"format": name, "style": style, **+counts, "unused_columns": dict(unused)}
 
 
 def _meant(config: TrainConfig, source: sources.Source) -> tuple[list[sources.Row], Counter]:
@@ -214,7 +216,7 @@ def _meant(config: TrainConfig, source: sources.Source) -> tuple[list[sources.Ro
 
 
 def _documents(
-    reader: TurnReader, parsed: formats.TextRow | Conversation, counts: Counter
+    reader: TurnReader, parsed: formats.TextRow | Conversation, counts: Counter, multi_turn: str
 ) -> list[RenderedText]:
     texts = (
         [part for part, _ in parsed.parts]
@@ -228,7 +230,7 @@ def _documents(
         eos = reader.template.tokenizer.eos_token
         return [RenderedText(parsed.parts, end=eos if parsed.parts[-1][0].endswith(eos) else "")]
     counts.update(parsed.mended)
-    documents, done = reader.documents(parsed)
+    documents, done = reader.documents(parsed, multi_turn)
     counts.update(done)
     counts.update(f"{what}{LEFT_OUT}" for what in dropped_content(parsed, documents))
     return documents

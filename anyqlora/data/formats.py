@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from anyqlora.config.schema import AUTO
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 from anyqlora.data import meanings
@@ -157,10 +158,10 @@ class FormatInfo:
     """How rows of one format are known and read, and how a question is put as they put theirs."""
 
     keys: tuple[str, ...]  # by which a row is known
-    parse: Callable[[dict, str], TextRow | Conversation]  # of (row, prompt_format); raises BadRow
+    parse: Callable[[dict, str], TextRow | Conversation]  # of (row, style); raises BadRow
     optional: tuple[str, ...] = ()  # keys that are read where they are there
     in_chat: tuple[str, ...] = ()  # and those that only a conversation has a place for
-    style: str = "plain"  # what --prompt_format auto is: chat, alpaca or plain
+    style: str = "plain"  # what --prompt_format text is: chat, alpaca or plain
     question: str = ""  # the key of what is asked; "": a question is put as it stands, or as a user's turn
 
     def question_row(self, question: str) -> dict[str, str]:
@@ -184,6 +185,13 @@ FORMATS = {
     "question_answer": FormatInfo(("question", "answer"), question_answer, optional=("context",), question="question"),
     "text": FormatInfo(("text",), raw_text),
 }
+
+
+def style_of(name: str, prompt_format: str, has_template: bool) -> str:
+    """How rows of format `name` are written: chat, alpaca or plain, or text where each format has its own words."""
+    if prompt_format == AUTO:
+        return "chat" if has_template and name != "text" else "text"
+    return prompt_format
 
 
 def detect(row: dict) -> str | None:

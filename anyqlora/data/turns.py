@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from anyqlora.core.errors import UsageError
 from anyqlora.data.chat_template import ChatTemplate, fingerprint
-from anyqlora.data.conversations import Conversation, functions, tool_name
+from anyqlora.data.conversations import VARIABLES, Conversation, functions, tool_name
 from anyqlora.data.readers.bad_rows import BadRow
 from anyqlora.data.tokenizer import RenderedText
 
@@ -57,6 +58,7 @@ class TurnReader:
 
         Raises BadRow for a conversation of which the template makes something that cannot be learned.
         """
+        self._check_variables(talk)
         numbers = sorted(talk.learned)[-1 if multi_turn == "last" else 0 :]
         groups = self._read_apart(talk, numbers, multi_turn) if len(talk.messages) > _LONG else None
         groups = groups or self._groups(talk, numbers, multi_turn, None)
@@ -68,6 +70,19 @@ class TurnReader:
             }
         )
         return [_document(group) for group in groups], counts
+
+    def _check_variables(self, talk: Conversation) -> None:
+        """Raises for what the template is told and does not ask: it would change nothing, and nobody would know."""
+        for name in self.template.variables:
+            if not self.template.reads(name, talk.tools):
+                raise UsageError(
+                    f"chat_template_kwargs: the chat template does not read {name!r}",
+                    where=self.template.name,
+                    cure="a name that is in the template, or leave it out",
+                )
+        for name in talk.template_variables:
+            if not self.template.reads(name, talk.tools):
+                raise BadRow(f"the chat template does not read {name!r}", f"--ignore_columns {name},{VARIABLES}")
 
     def _read_apart(self, talk: Conversation, numbers: list[int], multi_turn: str) -> list[list[_Placed]] | None:
         """The same in a time that grows with the conversation, not with its square; None where it is not the same."""
@@ -142,9 +157,7 @@ class TurnReader:
             talk.messages[:count], talk.tools, generation=generation, variables=talk.template_variables
         )
 
-    def _answer(
-        self, form: _Form, message: dict, tail: str, written: str, prompt: str, whole: str
-    ) -> tuple[str, bool]:
+    def _answer(self, form: _Form, message: dict, tail: str, written: str, prompt: str, whole: str) -> tuple[str, bool]:
         """(what generation would write behind the prompt, whether a thought was put there that holds nothing).
 
         `tail` is the prompt's end that the template does not write into the turn, `written` what it writes there.
@@ -159,11 +172,11 @@ class TurnReader:
             thought = _thought(message, closing_tag).strip()
             line = "\n" if prompt.endswith("\n") else ""
             closing = form.closing or f"{line}{closing_tag}{2 * line}"
-            return f"{thought}{closing}{written.lstrip()}", not thought
+            return f"{thought}{closing}{written}", not thought
         if tail.strip():
             closing_tag = next((tag for tag in _thought_tags(tail) if _CLOSING.search(tag)), "")
             if closing_tag or self._is_closed(tail):
-                return _without_thought(written, closing_tag).lstrip(), False
+                return _without_thought(written, closing_tag).removeprefix(prompt[len(prompt.rstrip()) :]), False
             if tail == form.asks:  # words that ask, and stand nowhere once there is an answer
                 return written, False
             place = self._asked_at(prompt, whole)
@@ -292,9 +305,7 @@ class TurnReader:
         """How the template writes turns, seen on words of our own; a form that knows nothing where it refuses them."""
 
         def render(*messages: dict, generation: bool = False) -> str:
-            return self.template.render(
-                messages, talk.tools, generation=generation, variables=talk.template_variables
-            )
+            return self.template.render(messages, talk.tools, generation=generation, variables=talk.template_variables)
 
         user, answer, more = (
             {"role": role, "content": word}
@@ -324,6 +335,8 @@ class TurnReader:
         if not behind.endswith(end + after):  # it was taken from what follows
             end, after = "", ""
         asks = asked[len(unasked) :] if asked.startswith(unasked) else ""
+        if thoughts := _thought_tags(asks):
+            asks = asks.partition(thoughts[0])[0] or asks
         return _Form(end, after, header, asks, closing, self._closing_tag(asked, closing))
 
     def _header(self, before: str, behind: str, following: str) -> str:
@@ -484,9 +497,9 @@ def dropped_content(talk: Conversation, documents: list[RenderedText], closing_t
     spans = list(_trained_spans(documents))
     for number, (prompt, answer) in zip(sorted(talk.learned)[-len(spans) :], spans, strict=True):
         message = talk.messages[number]
-        reasoning = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")
-        content = message["content"]
-        if not any(_is_written(text, prompt, answer) for text in (content, _without_thought(content, closing_tag))):
+        reasoning, content = _thought({**message, "content": ""}, closing_tag), message["content"]
+        in_parts = (_without_thought(content, closing_tag), _thought({"content": content}, closing_tag))
+        if not (_is_written(content, prompt, answer) or all(_is_written(text, prompt, answer) for text in in_parts)):
             raise BadRow(
                 f"the chat template leaves out what the assistant says in message {number + 1 - talk.put_before}",
                 "--chat_template with one that writes it, or the message as the template has it",

@@ -35,6 +35,7 @@ from anyqlora.processes.group import SingleProcess
 from anyqlora.runs.checkpoints import Checkpoints, LoadedCheckpoint
 
 RESULT, IDENTITY = "result.json", "identity.json"
+RENDERING = "rendering"  # in an identity: how rows become text, a number that grows where that changes
 TOKENIZER_FILES = (
     "tokenizer*",
     "chat_template*",
@@ -136,6 +137,7 @@ class RunDirectory:
         """`config` with what the plan chose when the checkpoint was written, where nobody states it now and device and
         strategy are the same: the free memory of today does not change the bytes of a run that goes on.
         """
+        config = self._keep_rendering(config)
         before = self.restored.machine if self.restored else {}
         if not before or any(
             before.get(name) != getattr(plan, name) for name in ("backend", "device", "world_size", "strategy")
@@ -150,6 +152,10 @@ class RunDirectory:
             if decisions[name] not in stated and name in before and getattr(plan.config, name) != "auto"
         }  # which some backends leave alone
         return config.with_(**state, sources={**config.sources, **dict.fromkeys(state, "plan")})
+
+    def _keep_rendering(self, config: TrainConfig) -> TrainConfig:
+        """A run that began before instruct models' rows went through their chat template goes on without."""
+        return config if RENDERING in self.identity else as_before_rendering(config)
 
     def reopen(self, disk: FileSystem) -> None:
         """A finished run that goes on is an unfinished one from now on: its result.json steps aside, under the number
@@ -232,7 +238,7 @@ def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
         else _newest_unfinished_run(config, root, identity) or _new_run(config, root)
     )
     old = read_identity(directory) or {}
-    identity = _with_same_process_count(config, identity, old)
+    identity = _as_compared(config, identity, old)
     has_ended = read_json(directory / RESULT) is not None
     replaces = config.resume == "force" and bool(old) and old != identity
     run_dir = RunDirectory(
@@ -248,6 +254,13 @@ def locate_run(config: TrainConfig, name: str = "") -> RunDirectory:
             raise
     run_dir.seconds = time.perf_counter() - began
     return run_dir
+
+
+def as_before_rendering(config: TrainConfig) -> TrainConfig:
+    """The settings by which the rows of an older run are written as they were."""
+    then = {"prompt_format": ("auto", "text"), "multi_turn": ("auto", "split")}
+    state = {name: old for name, (now, old) in then.items() if getattr(config, name) == now}
+    return config.with_(**state, sources={**config.sources, **dict.fromkeys(state, "the run, which is older")})
 
 
 def unknown_run_directory() -> RunDirectory:
@@ -298,7 +311,7 @@ def _named_run(config: TrainConfig, directory: Path, identity: dict) -> Path:
         raise UsageError(f"{directory} leads out of {root}", where=where, cure="another --run_name, or remove the link")
     old = read_identity(directory)
     if old is not None:
-        identity = _with_same_process_count(config, identity, old)
+        identity = _as_compared(config, identity, old)
     if config.resume == "never" and (old is not None or Checkpoints(directory / "checkpoints").steps()):
         raise UsageError(
             f"{directory} already holds a run", where=where, cure="another --run_name, or leave out --resume never"
@@ -341,13 +354,15 @@ def _newest_unfinished_run(config: TrainConfig, root: Path, identity: dict) -> P
 
 
 def _is_same_identity(config: TrainConfig, identity: dict, old: dict | None) -> bool:
-    return old is not None and old == _with_same_process_count(config, identity, old)
+    return old is not None and old == _as_compared(config, identity, old)
 
 
-def _with_same_process_count(config: TrainConfig, identity: dict, old: dict) -> dict:
+def _as_compared(config: TrainConfig, identity: dict, old: dict) -> dict:
     """`identity` with the global batch of `old`, where only the machine can tell how many processes there will be: the
-    plan will know, and `Place.check` compares then.
+    plan will know, and `Place.check` compares then. And without what a run had no choice of when it began.
     """
+    if old and RENDERING not in old:
+        identity = {name: value for name, value in identity.items() if name != RENDERING}
     there, here = old.get("global_batch"), identity["global_batch"]
     is_open = config.world_size == -1 and may_have_several_gpus() and isinstance(there, int) and there % here == 0
     return {**identity, "global_batch": there} if is_open else identity
@@ -400,7 +415,9 @@ def run_identity(config: TrainConfig) -> dict:
         "held_out": rows_identity(config.eval_dataset, config, held_out=True) if config.eval_dataset else "",
         "base": hashing.hash_named([*directory.glob("*.safetensors"), directory / "config.json"]),
         "tokenizer": hashing.hash_named(tokenizer_files),
+        RENDERING: 2,
     }
+    chat_template.template_variables(config)
     if template := chat_template.requested_template(config):
         identity["chat_template"] = hashing.hash_text(template)
     identity |= {

@@ -23,6 +23,7 @@ from anyqlora.data.examples import DIALOGUES, Example
 from anyqlora.data.readers.bad_rows import BadRow
 from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import ConsoleReporter
+from anyqlora.runs.directory import as_before_rendering
 
 WEIGHTS = {"adapter": "adapter_model.safetensors", "model": "model.safetensors"}
 
@@ -44,9 +45,12 @@ class FinishedRun:
     @property
     def style(self) -> str:
         """How its rows were written: chat, alpaca or plain."""
-        if self.config.prompt_format != "auto":
-            return self.config.prompt_format
-        return formats.FORMATS[self.format].style
+        return formats.FORMATS[self.format].style if self._written in (AUTO, "text") else self._written
+
+    @property
+    def _written(self) -> str:
+        """How its rows were written, with "text" where each format has its own words."""
+        return self.report["sources"][0].get("style") or self.config.prompt_format
 
     @property
     def format(self) -> str:
@@ -70,7 +74,7 @@ class FinishedRun:
         elif self.format == "text" and self.is_dialogue:
             row = {"text": f"### Human: {question}### Assistant: -"}
         try:
-            parsed = formats.parse_row(row, self.format, self.config.prompt_format) if row else None
+            parsed = formats.parse_row(row, self.format, self._written) if row else None
         except BadRow as bad:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
         if isinstance(parsed, Conversation) or self.style == "chat":
@@ -139,6 +143,8 @@ def read_run(directory: Path) -> FinishedRun:
         **{name: parse_value(name, raw, where) for name, (raw, where) in settings.items()},
         sources={name: where for name, (_, where) in settings.items()},
     )
+    if "multi_turn" not in settings:
+        config = as_before_rendering(config)
     try:
         result, report = (json.loads((directory / name).read_bytes()) for name in ("result.json", "data_report.json"))
     except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ from typing import Any, cast, overload
 from anyqlora.config.resolve import parse_value
 from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
+from anyqlora.data.chat_template import template_variables
 from anyqlora.data.dataset import DataSplits, check_tokens, iterate_tokens
 from anyqlora.data.examples import Example, prompt_ids
 from anyqlora.planning.planner import RunPlan
@@ -98,7 +99,8 @@ class FineTunedModel(ABC):
 
     def _ids(self, prompt: Prompt) -> list[int]:
         put = self.run.format_prompt(prompt) if isinstance(prompt, str) else prompt
-        return prompt_ids(self.tokenizer, put, "plain" if isinstance(put, str) else "chat")
+        style = "plain" if isinstance(put, str) else "chat"
+        return prompt_ids(self.tokenizer, put, style, template_variables(self.run.config))
 
     def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
         named = [

@@ -19,7 +19,7 @@ from anyqlora.config import init_adapter
 from anyqlora.core.errors import NonFinite, OutOfMemory, RunError, UsageError
 from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
-from anyqlora.data.audit import warnings
+from anyqlora.data.audit import shortened, warnings, written_as
 from anyqlora.data.dataset import DataSplits
 from anyqlora.data.stream import Batch, BatchStream
 from anyqlora.planning.fitting import halve
@@ -87,6 +87,9 @@ class TrainingSession:
             self._write_stacks(self.process_group)
         for warning in warnings(self.data.report):
             self.console.warn(warning)
+        if not restored and self.data.train:
+            self.console.info(written_as(self.data.report))
+            self.console.info(f"the first: {shortened(self.data.train[0], self.tokenizer)}")
         self.evaluations = EvaluationPolicy(
             self.config, self.state, self.outputs, bool(self.data.held_out), is_resumed=restored is not None
         )

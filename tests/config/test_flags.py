@@ -608,6 +608,31 @@ def test_columns_go_by_the_names_that_are_stated(tmp_path):
     assert json.loads((directory / "identity.json").read_text())["columns"] == "prompt=q,completion=a[0].text"
 
 
+@shows("chat_template_kwargs", "multi_turn")
+def test_a_template_is_told_what_is_stated_and_only_the_last_answer_learned(tmp_path):
+    talk = [{"role": role, "content": f"{role} {i}"} for i in range(2) for role in ("user", "assistant")]
+    path, template = write(tmp_path / "rows.jsonl", *[{"messages": talk}] * 8), tmp_path / "own.jinja"
+    template.write_text(
+        "{{ mood }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    asked = {"dataset": str(path), "max_steps": 1, "chat_template": str(template)}
+    told = json.dumps({"mood": "glad"})
+    reports = {
+        name: read(run(tmp_path, name, **asked, **more), "data_report.json")["train"]
+        for name, more in {
+            "as it is": {},
+            "told": {"chat_template_kwargs": told},
+            "last": {"multi_turn": "last"},
+        }.items()
+    }
+    assert reports["told"]["tokens"] > reports["as it is"]["tokens"] == reports["last"]["tokens"]
+    assert 0 < reports["last"]["trained_tokens"] < reports["as it is"]["trained_tokens"]
+    assert read(tmp_path / "told", "identity.json")["chat_template_kwargs"] == told
+    with pytest.raises(UsageError, match="does not read 'temper'"):
+        run(tmp_path, "wrong", **asked, chat_template_kwargs='{"temper": 1}')
+
+
 @shows("preference_data", "ignore_columns")
 def test_what_rows_say_beside_their_answers_is_refused_or_passed_over(tmp_path):
     rows = [{"prompt": str(i), "chosen": f"yes {i}", "rejected": "no", "score": i} for i in range(1, 9)]

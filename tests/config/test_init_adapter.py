@@ -156,7 +156,13 @@ def test_a_run_is_found_again_from_anywhere(first, tmp_path, monkeypatch):
     shutil.copytree(first / "adapter", tmp_path / "theirs")
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     monkeypatch.chdir(tmp_path)
-    settings = {**SMALL, "max_steps": 1, "init_adapter": "theirs", "chat_template": "mine.jinja"}
+    settings = {
+        **SMALL,
+        "max_steps": 1,
+        "init_adapter": "theirs",
+        "chat_template": "mine.jinja",
+        "prompt_format": "text",
+    }
     directory = runs.run("out", **settings).absolute()
     monkeypatch.chdir(first)
     again = resolve({"config": str(directory / "config.resolved.yaml")}, environ={}, origin="test")

@@ -20,7 +20,8 @@ def model(tmp_path):
 
 
 def shown(capsys, *argv):
-    code = program.main(["data", *argv])
+    stated = [] if "--prompt-format" in argv else ["--prompt_format=text"]
+    code = program.main(["data", *argv, *stated])
     out = capsys.readouterr()
     return code, out.out, out.err
 

@@ -73,7 +73,7 @@ def test_every_learned_turn_begins_as_inference_asks_it(template, make, tmp_path
     tokens, rng = make(template), random.Random(3)
     conversations = [talk(rng, rng.randint(1, 3), rng.random() < 0.5) for _ in range(40)]
     conversations.append([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "\n\nfour\n"}])
-    read = prepared(tmp_path, tokens, *conversations)
+    read = prepared(tmp_path, tokens, *conversations, multi_turn="split")
     for example in read.train:
         conversation = conversations[int(example.where.rpartition(":")[2]) - 1]
         turns = [i for i, m in enumerate(conversation) if m["role"] == "assistant"]
@@ -111,15 +111,37 @@ def test_a_template_that_rewrites_earlier_turns_gives_one_example_per_turn(tmp_p
 
 def test_turns_of_one_conversation_are_never_held_out_apart(tmp_path):
     conversations = [talk(random.Random(i), 3) for i in range(30)]
-    read = prepared(tmp_path, byte_level(THINK), *conversations, eval_fraction=0.3)
+    read = prepared(tmp_path, byte_level(THINK), *conversations, eval_fraction=0.3, multi_turn="split")
     assert len(read.held_out) == 27 and not {e.where for e in read.train} & {e.where for e in read.held_out}
 
 
 def test_a_template_that_asks_otherwise_than_it_writes_is_refused_by_name(tmp_path):
+    """The row is named, as any other that cannot be used, and can be passed over."""
+    reasons = CHATML.replace("assistant\n{% endif %}", "assistant\nHere are my reasoning steps:\n{% endif %}")
+    rows = [talk(random.Random(0), 1)]
     with pytest.raises(
-        errors.UsageError, match=r"chat template \(sha256 [0-9a-f]{12}\) asks the assistant with .*<think>"
+        errors.UsageError,
+        match=r"rows.jsonl:1: its chat template \(sha256 [0-9a-f]{12}\) asks the assistant with .*reasoning steps",
     ):
-        prepared(tmp_path, byte_level(NO_PREFIX), talk(random.Random(0), 1))
+        prepared(tmp_path, byte_level(reasons), *rows)
+    with pytest.raises(errors.UsageError, match="no row can be used"):
+        prepared(tmp_path, byte_level(reasons), *rows, on_bad_row="skip")
+
+
+def test_an_open_thought_of_the_prompt_is_closed_before_the_answer(tmp_path):
+    """As DeepSeek-R1's: the prompt ends with <think>, and answered turns have none."""
+    tokens, turns = (
+        byte_level(NO_PREFIX),
+        [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "four"}],
+    )
+    thinks = [turns[0], {"role": "assistant", "content": "four", "reasoning_content": "two and two"}]
+    read = prepared(tmp_path, tokens, turns, thinks)
+    assert [learned(example, tokens) for example in read.train] == [
+        ["\n</think>\n\nfour<|im_end|>"],
+        ["two and two\n</think>\n\nfour<|im_end|>"],
+    ]
+    assert all(example.prompt.endswith("<|im_start|>assistant\n<think>\n") for example in read.train)
+    assert read.report["sources"][0]["answers_with_an_empty_thought_before_them"] == 1
 
 
 def test_roles_the_template_refuses_are_bad_rows(tmp_path):

@@ -128,7 +128,9 @@ SAYS = {  # of each meaning one value
     meanings.TEMPLATE: {"enable_thinking": False},
     meanings.CONTEXT: "Be kind.",
 }
-READ = {"system": ("messages", "sharegpt"), "tools": ("messages", "sharegpt")}
+READ = dict.fromkeys(
+    ("system", "tools", "chat_template_kwargs", "enable_thinking", "reasoning_effort"), ("messages", "sharegpt")
+)
 
 
 @pytest.mark.parametrize("key", [*meanings.MEANINGS, "Images", "LABEL"])

@@ -119,8 +119,10 @@ def composing():
 
 
 def settings(dataset, **more) -> resolve.TrainConfig:
-    """A configuration of this dataset, as the command line makes it."""
-    return resolve.resolve({"model_name": "none", "dataset": str(dataset), **more}, environ={})
+    """A configuration of this dataset, as the command line makes it; rows are plain text, which `auto` makes of them
+    where the tokenizer has no chat template (these have one).
+    """
+    return resolve.resolve({"model_name": "none", "dataset": str(dataset), "prompt_format": "text", **more}, environ={})
 
 
 def write(path, *rows):
