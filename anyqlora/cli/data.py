@@ -107,7 +107,8 @@ def report(audited: dict) -> list[str]:
 def _part(name: str, part: dict) -> list[str]:
     lines = [
         f"{name}: {part['examples']} examples, {part['tokens']} tokens, {part['trained_tokens']} of them trained, "
-        f"longest {part['longest']}"
+        f"longest {part['longest']}",
+        f"  tokens of a row, before any is cut: {', '.join(f'{n} {v}' for n, v in part['percentiles'].items())}",
     ]
     lines.append(
         "  answers end with "

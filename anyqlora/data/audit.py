@@ -26,15 +26,17 @@ def statistics(examples: list[Example], tokenizer) -> dict:
     bos = tokenizer.bos_token_id
     ends = {tokenizer.convert_tokens_to_ids(name): name for name in special_token_ids(tokenizer)}
     last = [e.ids[_last(e.trained)].tolist() for e in examples]  # of each answer
+    whole = [ids[:-1] if e.truncated else ids for e, ids in zip(examples, last, strict=True)]  # none that was cut off
     return {
         "examples": len(examples),
         "tokens": int(lengths.sum()),
         "trained_tokens": int(trained.sum()),
         "longest": int(lengths.max(initial=0)),
+        "percentiles": percentiles(examples),
         "lengths": histogram(lengths),
         "fully_masked": rows(e for e, count in zip(examples, trained, strict=True) if not count),
         "truncated": rows(e for e in examples if e.truncated),
-        "end_tokens": dict(Counter(ends[id] for ids in last for id in ids if id in ends)),
+        "end_tokens": dict(Counter(ends[id] for ids in whole for id in ids if id in ends)),
         "without_end_token": rows(
             e for e, ids in zip(examples, last, strict=True) if not all(id in ends for id in ids)
         ),
@@ -45,6 +47,23 @@ def statistics(examples: list[Example], tokenizer) -> dict:
 def _last(trained: np.ndarray) -> np.ndarray:
     """Places of the last token of each run of trained tokens."""
     return np.flatnonzero(np.diff(trained.astype(np.int8), append=0) < 0)
+
+
+def percentiles(examples: list[Example]) -> dict[str, int]:
+    """{"p50": tokens, "p95", "p99", "max"} of rows before they are cut: so many a row has at most."""
+    lengths = whole_lengths(examples)
+    return {
+        name: int(np.quantile(lengths, share, method="inverted_cdf"))
+        for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1))
+        if len(lengths)
+    }
+
+
+def whole_lengths(examples: list[Example]) -> np.ndarray:
+    """int64 [examples]: tokens before a row was cut; of texts of more than 64 characters for each token of the context
+    an estimate.
+    """
+    return np.array([example.length or len(example.ids) for example in examples], np.int64)
 
 
 def rows(loaded) -> dict:

@@ -54,6 +54,7 @@ def load_data(config: TrainConfig, tokenizer) -> DataSplits:
     if config.eval_fraction:
         rows, held_out = _split_held_out(rows, config.eval_fraction, config.seed)
     train = _mix_by_weight(rows, read.weights, config.seed)
+    _check_ends(config, train)
     check_tokens(config, tokenizer, iterate_tokens(train + held_out))
     whole = data_identity(train, held_out)
     report = {
@@ -63,6 +64,7 @@ def load_data(config: TrainConfig, tokenizer) -> DataSplits:
         "context_length": config.context_length,
         "prompt_format": config.prompt_format,
         "template": chat_template.fingerprint(tokenizer),
+        "end_token": tokenizer.eos_token,
         "sources": read.sources,
         "eval_sources": other.sources,
         "rows": sum(source["rows"] for source in read.sources),
@@ -150,6 +152,25 @@ def _mix_by_weight(rows: list[tuple[Example, int]], weights: list[float], seed: 
     if not train:
         raise UsageError("the weights of the sources leave no row", cure="greater weights")
     return train
+
+
+def _check_ends(config: TrainConfig, train: list[Example]) -> None:
+    """Raises UsageError where most answers would be cut: nothing would teach the model to end one.
+
+    Who states on_long_row has decided.
+    """
+    answered = [example for example in train if example.answer is not None]
+    cut = [example for example in answered if example.truncated]
+    if 2 * len(cut) <= len(answered) or config.sources.get("on_long_row", "default") != "default":
+        return
+    lengths = audit.whole_lengths(answered)
+    none, few, some = (int(np.quantile(lengths, share, method="inverted_cdf")) for share in (1, 0.99, 0.95))
+    raise UsageError(
+        f"{len(cut)} of {len(answered)} rows have more than {config.context_length} tokens: they would be cut, and "
+        f"lose the token that ends the answer",
+        where=cut[0].where,
+        cure=f"--context_length {none} cuts none, {few} cuts 1 %, {some} cuts 5 % of them; or --on_long_row truncate",
+    )
 
 
 def data_identity(train: list[Example], held_out: list[Example]) -> str:

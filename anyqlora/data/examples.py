@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -38,6 +40,7 @@ class Example:
     answer: str | None  # text of the last answer; None for raw text
     truncated: bool = False
     key: str = ""  # hash of the row's text: equal for duplicates
+    length: int = 0  # tokens before it was cut; 0: as many as there are
 
 
 @dataclass
@@ -183,7 +186,8 @@ def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[l
         short = [_shortened(document, limit) for _, _, document in documents]
         for (where, key, document), shortened, tokens in zip(documents, short, tokenize(tokenizer, short), strict=True):
             try:
-                examples.append(_example(config, where, key, document, tokens, document is not shortened))
+                whole = partial(_whole, tokenizer, document, tokens if document is shortened else None)
+                examples.append(_example(config, where, key, document, tokens, document is not shortened, whole))
                 counts[tokens.way] += 1
             except BadRow as bad:
                 source.bad.append(bad.at(where))
@@ -243,6 +247,11 @@ def _key(documents: list[RenderedText]) -> str:
     ).hexdigest()
 
 
+def _whole(tokenizer, document: RenderedText, tokens: TokenizedText | None) -> TokenizedText:
+    """The tokens of all of a document: those that there are, where it was not shortened."""
+    return tokens or tokenize(tokenizer, [document])[0]
+
+
 def _shortened(document: RenderedText, limit: int) -> RenderedText:
     """The document's first `limit` characters; the document itself where it has no more."""
     if sum(len(part) for part, _ in document.parts) <= limit:
@@ -256,31 +265,40 @@ def _shortened(document: RenderedText, limit: int) -> RenderedText:
 
 
 def _example(
-    config: TrainConfig, where: str, key: str, document: RenderedText, tokens: TokenizedText, shortened: bool
+    config: TrainConfig,
+    where: str,
+    key: str,
+    document: RenderedText,
+    tokens: TokenizedText,
+    shortened: bool,
+    whole: Callable[[], TokenizedText],
 ) -> Example:
-    """The example, cut to the context.
+    """The example, cut to the context; `tokens` are of a document that may be shortened, `whole()` are of all of it.
 
     Raises BadRow where it is too long for the setting, or nothing of it would be learned.
     """
-    length, context = len(tokens.ids), config.context_length
-    count = min(context, length - shortened)  # a shortened document has got an end token that it must not have
-    truncated = count < length
-    size = f"more than {length}" if shortened else str(length)
+    context = config.context_length
+    # A shortened document has got an end token that it must not have.
+    count = min(context, len(tokens.ids) - shortened)
+    truncated = count < len(tokens.ids)
     if truncated and config.on_long_row != "truncate":
+        length = len(whole().ids)
         raise LongRow(
-            f"{size} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate"
+            f"{length} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate"
         )
     learned = np.array(tokens.learned[:count], bool)
     if not learned[1:].any():
-        why = (
-            f"the prompt ({tokens.prompt} tokens) fills the context of {context}"
-            if truncated
-            else "there is no token to learn"
-        )
+        if not truncated:
+            raise BadRow("there is no token to learn: nothing is learned from it", "a longer text")
+        tokens = whole()
         raise BadRow(
-            f"{why}: nothing is learned from it", f"--context_length {length}" if truncated else "a longer text"
+            f"the prompt ({tokens.learned.index(True)} tokens) fills the context of {context}: nothing is learned from "
+            f"it",
+            f"--context_length {len(tokens.ids)}",
         )
     answer = _answer(document)
+    told = sum(len(part) for part, _ in document.parts)
+    scale = told / (_CHARACTERS * context) if shortened else 1  # as it goes on as it begins
     return Example(
         np.array(tokens.ids[:count], np.int32),
         learned,
@@ -290,6 +308,7 @@ def _example(
         answer[1],
         truncated,
         key,
+        round(len(tokens.ids) * scale) if truncated else 0,
     )
 
 

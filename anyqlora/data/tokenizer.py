@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,17 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "
                 f"a chat template is called {template!r}", where=name, cure="a plain name in tokenizer_config.json"
             )
     return tokenizer
+
+
+@contextlib.contextmanager
+def ending_with(tokenizer, end: str | None) -> Iterator[None]:
+    """Texts end with this token meanwhile; with the tokenizer's own where it is None."""
+    own = tokenizer.eos_token
+    tokenizer.eos_token = end or own
+    try:
+        yield
+    finally:
+        tokenizer.eos_token = own
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from anyqlora.data.tokenizer import token_texts
 from anyqlora.models.architectures import read_config
+from anyqlora.runs.stop_tokens import base_generation_config
 from anyqlora.training.evaluation import PAD, alike, room, stops
 
 
@@ -29,9 +29,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def stop_ids(directory: Path, tokenizer, ends: Sequence[str] = ()) -> list[int]:
     """The tokens that end an answer: the tokenizer's, those of the model's generation settings, and `ends`."""
-    path = directory / "generation_config.json"
-    named = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else read_config(directory)
-    return stops(tokenizer, named.get("eos_token_id"), ends)
+    return stops(tokenizer, base_generation_config(directory).get("eos_token_id"), ends)
 
 
 def caches(model: nn.Module, left: list[int]) -> list:

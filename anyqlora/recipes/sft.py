@@ -114,5 +114,5 @@ def train_loop(session: TrainingSession, make_engine: Callable[[TrainingSession]
         session.evaluate(session.last_step, evaluator)
     if best := session.best_adapter():
         engine.load_trainable(best)
-    final = engine.final_files(session.tokenizer, session.outputs.pretrained_files)
+    final = engine.final_files(session.stopping_tokenizer(), session.outputs.pretrained_files)
     return session.finish(final, engine.peak_memory())

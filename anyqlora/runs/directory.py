@@ -260,6 +260,7 @@ def as_before_rendering(config: TrainConfig) -> TrainConfig:
     """The settings by which the rows of an older run are written as they were."""
     then = {"prompt_format": ("auto", "text"), "multi_turn": ("auto", "split")}
     state = {name: old for name, (now, old) in then.items() if getattr(config, name) == now}
+    state["on_long_row"] = config.on_long_row  # whatever it cut then
     return config.with_(**state, sources={**config.sources, **dict.fromkeys(state, "the run, which is older")})
 
 

@@ -21,6 +21,7 @@ from anyqlora.data.conversations import Conversation
 from anyqlora.data.dataset import DataSplits, load_data, read_held_out
 from anyqlora.data.examples import DIALOGUES, Example
 from anyqlora.data.readers.bad_rows import BadRow
+from anyqlora.data.tokenizer import ending_with
 from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import ConsoleReporter
 from anyqlora.runs.directory import as_before_rendering
@@ -86,6 +87,10 @@ class FinishedRun:
 
         Raises UsageError.
         """
+        with ending_with(tokenizer, self.report.get("end_token")):  # the saved one may end with what the answers do
+            return self._held_out(tokenizer, dataset, warn)
+
+    def _held_out(self, tokenizer, dataset: str, warn: Callable[[str], None]) -> list[Example]:
         if dataset:
             rows, report = read_held_out(self.config, dataset, tokenizer)
             for finding in audit.warnings(report):

@@ -12,6 +12,7 @@ from anyqlora.core.redaction import redacted
 from anyqlora.core.terminal import printable
 from anyqlora.models.architectures import model_config
 from anyqlora.models.prequantized import is_mlx_packed, loadable
+from anyqlora.training.evaluation import learned_ends
 
 CARD = """---
 {front}
@@ -29,6 +30,7 @@ CARD = """---
 | learning rate, schedule, optimizer | {lr:g}, {schedule}, {optimizer} |
 | precision, backend | {precision}, {backend} |
 | trained tokens | {tokens} |
+| an answer ends with | {ends} |
 
 {evaluation}
 
@@ -36,10 +38,13 @@ CARD = """---
 """
 PEFT = """```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+adapter = "PATH/TO/adapter"  # the directory of this file
 base = AutoModelForCausalLM.from_pretrained({base})
-model = PeftModel.from_pretrained(base, "PATH/TO/adapter")  # the directory of this file
+model = PeftModel.from_pretrained(base, adapter)
+model.generation_config = GenerationConfig.from_pretrained(adapter)  # it names the tokens at which an answer ends
+tokenizer = AutoTokenizer.from_pretrained(adapter)
 ```"""
 WHOLE = """```python
 from transformers import AutoModelForCausalLM
@@ -82,6 +87,7 @@ def model_card(run) -> str:
         precision=plan.precision,
         backend=plan.backend,
         tokens=run.written_state.tokens_trained,
+        ends=", ".join(f"`{name}`" for name in learned_ends(run.data.report)) or "no token of its own",
         evaluation=evaluation(run.state.before, run.evaluations.final),
         usage=WHOLE if full else packed_note(config, base) + PEFT.format(base=json.dumps(place)),
     )

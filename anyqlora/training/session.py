@@ -17,17 +17,20 @@ import psutil
 
 from anyqlora.config import init_adapter
 from anyqlora.core.errors import NonFinite, OutOfMemory, RunError, UsageError
+from anyqlora.core.files import to_json
 from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import ADAPTER, ADAPTER_CONFIG
 from anyqlora.data.audit import shortened, warnings, written_as
 from anyqlora.data.dataset import DataSplits
 from anyqlora.data.stream import Batch, BatchStream
+from anyqlora.models.hub import base_directory
 from anyqlora.planning.fitting import halve
 from anyqlora.processes.group import ProcessGroup, SingleProcess
 from anyqlora.runs.checkpoints import read_adapter
 from anyqlora.runs.directory import RunDirectory, read_json
 from anyqlora.runs.model_card import model_card
 from anyqlora.runs.provenance import environment
+from anyqlora.runs.stop_tokens import GENERATION_CONFIG, generation_config, name_end_token
 from anyqlora.training.evaluation_policy import EvaluationPolicy
 from anyqlora.training.outputs import NullOutputs, RunOutputs
 from anyqlora.training.schedule import learning_rate, seed_at
@@ -385,8 +388,15 @@ class TrainingSession:
             self.written_state, self.evaluations.final = TrainState.from_state(loaded.state), best
         return self.process_group.broadcast_arrays(loaded and loaded.adapter)  # only the first process can say
 
+    def stopping_tokenizer(self):
+        """The tokenizer as it is saved: its end token is the one that the answers end with."""
+        name_end_token(self.tokenizer, base_directory(self.config), self.data.report)
+        return self.tokenizer
+
     def finish(self, final: FinalFiles, peak_memory_bytes: int) -> dict:
         """Write what was learned, and result.json last of all. Returns its content."""
+        settings = generation_config(base_directory(self.config), self.tokenizer, self.data.report)
+        final.files[GENERATION_CONFIG] = to_json(settings)
         adapter_sha256 = self.outputs.write_final(final, lambda: model_card(self))
         state, plan, spent = self.state, self.plan, self.state.loop_seconds or math.inf
         result = {

@@ -412,7 +412,38 @@ def test_a_line_of_ten_megabytes_takes_no_time(words, tmp_path):
     assert (
         read.train[1].truncated and byte_level().eos_token_id not in read.train[1].ids and len(read.train[1].ids) <= 512
     )
-    assert "a.jsonl:2: more than" in refused(tmp_path / "a.jsonl", on_long_row="error")
+
+
+def test_sizes_that_are_named_are_true_and_their_cure_works(tmp_path):
+    """Also of rows that are far too long: nothing but the size of the whole is a cure."""
+    rows = {"prompt": "Who? " * 40_000, "completion": "Tam."}, {"prompt": "Who?", "completion": "Tam " * 40_000}
+    for row, more in zip(rows, ({}, {"on_long_row": "error"}), strict=True):
+        path = write(tmp_path / "a.jsonl", json.loads(GOOD), row)
+        error = refused(path, **more)
+        (size,) = set(re.findall(r"--context_length (\d+)", error))
+        assert int(size) > 40_000 and "a.jsonl:2: " in error
+        read = dataset.load_data(settings(path, context_length=int(size), **more), byte_level())
+        assert len(read.train[1].ids) == int(size) and not read.train[1].truncated
+        assert f"{size} tokens" in refused(path, context_length=int(size) - 1, on_long_row="error")
+
+
+def test_a_context_that_cuts_the_end_off_most_answers_stops_the_run(tmp_path):
+    """With the contexts that would cut fewer, each of which does."""
+    rows = [{"prompt": "Who?", "completion": "Tam " * i} for i in range(1, 201)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    error = refused(path, context_length=64)
+    none, few, some = (int(number) for number in re.findall(r"(\d+) cuts", error))
+    assert "rows have more than 64 tokens" in error and none > few > some > 64
+
+    def cut(context, **more):
+        report = dataset.load_data(settings(path, context_length=context, **more), byte_level()).report["train"]
+        return report["truncated"]["count"], report["percentiles"]
+
+    assert [cut(context)[0] for context in (none, few, some)] == [0, 2, 10]
+    assert cut(64, on_long_row="truncate")[0] > 100
+    assert cut(some)[1] == {"p50": cut(none)[1]["p50"], "p95": some, "p99": few, "max": none}
+    write(path, *[{"text": "Tam " * i} for i in range(100, 201)])  # of text alone nothing ends an answer
+    assert cut(64)[0] == 101
 
 
 def test_what_was_found_in_the_rows_is_said_a_line_each(tmp_path, capfd):

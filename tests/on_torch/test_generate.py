@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 
+import peft
 import pytest
 import torch
 import transformers
@@ -97,6 +98,46 @@ def test_the_verbs_end_answers_there_too(said):
     model = anyqlora.load_finetuned(said[0])
     assert model.generate([{"role": "user", "content": "Tam"}]) == f"{CALL}Monday"
     assert model.evaluate()["exact_match"] == 1.0
+
+
+def test_whoever_reads_the_adapter_stops_there_too(said, chatty):
+    """PEFT and transformers, by the files of the adapter alone: its generation settings, its tokenizer."""
+    adapter = said[0] / "adapter"
+    words = transformers.AutoTokenizer.from_pretrained(adapter)
+    settings = transformers.GenerationConfig.from_pretrained(adapter)
+    base = transformers.AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32)
+    own = transformers.AutoTokenizer.from_pretrained(chatty)
+    end = words.convert_tokens_to_ids(END)
+    assert words.eos_token == END != own.eos_token
+    assert {*settings.eos_token_id} == {end, own.eos_token_id}
+    model = peft.PeftModel.from_pretrained(base, adapter)
+    asked = words.apply_chat_template(
+        [{"role": "user", "content": "Tam"}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    stopped = {}
+    for name, config in (("ours", settings), ("the base's", base.generation_config)):
+        out = model.generate(**asked, generation_config=config, do_sample=False, max_new_tokens=12)
+        stopped[name] = out[0, asked["input_ids"].shape[1] :].tolist()
+    assert stopped["ours"][-1] == end and end not in stopped["ours"][:-1]
+    assert len(stopped["ours"]) < len(stopped["the base's"])  # which says more, behind its end
+    card = (adapter / "README.md").read_text()
+    assert f"| an answer ends with | `{END}` |" in card and "GenerationConfig.from_pretrained(adapter)" in card
+
+
+def test_a_run_that_is_opened_reads_its_rows_as_it_did(tmp_path, chatty):
+    """Texts among its rows end with the tokenizer's end token, answers with the template's, which is saved as both."""
+    talks = [{"messages": [{"role": "user", "content": "Tam"}, {"role": "assistant", "content": "Monday"}]}] * 3
+    path, texts = write(tmp_path / "talks.jsonl", *talks), write(tmp_path / "texts.jsonl", {"text": "Bren bought."})
+    directory = runs.run(
+        tmp_path,
+        model_name=str(chatty),
+        dataset=f"{path}=1,{texts}=1",
+        eval_fraction=0.5,
+        context_length=64,
+        max_steps=1,
+    )
+    assert transformers.AutoTokenizer.from_pretrained(directory / "adapter").eos_token == END
+    anyqlora.load_finetuned(directory).evaluate()  # it raises where the rows are others
 
 
 def test_a_chat_shows_what_the_model_says_without_its_end(said, capsys, monkeypatch):
