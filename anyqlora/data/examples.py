@@ -308,7 +308,7 @@ def _example(
         answer[1],
         truncated,
         key,
-        round(len(tokens.ids) * scale) if truncated else 0,
+        max(context + 1, round(len(tokens.ids) * scale)) if truncated else 0,
     )
 
 
