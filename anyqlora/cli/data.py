@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     settings, changes = planner.fitted_context_length(
         settings
     )  # what a hub model says of itself came with its tokenizer
-    splits = dataset.load_data(settings, tokens)
+    splits = dataset.load_data(settings, tokens, may_cut_ends=True)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for example in splits.train[:show]:
         _print_example(console, example, tokens)

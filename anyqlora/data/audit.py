@@ -10,10 +10,11 @@ import numpy as np
 from anyqlora.core.terminal import printable
 from anyqlora.data import formats
 from anyqlora.data.conversations import MENDED
-from anyqlora.data.examples import LEFT_OUT, Example
+from anyqlora.data.examples import Example
 from anyqlora.data.meanings import HARMLESS
 from anyqlora.data.readers.bad_rows import BadRow
 from anyqlora.data.tokenizer import special_token_ids, token_texts
+from anyqlora.data.turns import LEFT_OUT
 
 FIRST = 20  # rows named for each finding
 COLUMNS = 5  # named where they are not used

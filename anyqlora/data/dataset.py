@@ -35,11 +35,11 @@ class DataSplits:
         return make_batches(self.train[: 1 + int(np.searchsorted(lengths[:-1], tokens))], batch_size, 0)
 
 
-def load_data(config: TrainConfig, tokenizer) -> DataSplits:
+def load_data(config: TrainConfig, tokenizer, *, may_cut_ends: bool = False) -> DataSplits:
     """Read, check, tokenise and mask everything that `config` names.
 
     Raises UsageError with up to 20 bad rows, each as file:line[:col], reason and cure; with on_bad_row skip they are in
-    the report.
+    the report. `may_cut_ends`: also where most answers lose their end.
     """
     if tokenizer.eos_token_id is None:
         raise UsageError(
@@ -54,7 +54,8 @@ def load_data(config: TrainConfig, tokenizer) -> DataSplits:
     if config.eval_fraction:
         rows, held_out = _split_held_out(rows, config.eval_fraction, config.seed)
     train = _mix_by_weight(rows, read.weights, config.seed)
-    _check_ends(config, train)
+    if not may_cut_ends:
+        _check_ends(config, train)
     check_tokens(config, tokenizer, iterate_tokens(train + held_out))
     whole = data_identity(train, held_out)
     report = {
@@ -164,12 +165,18 @@ def _check_ends(config: TrainConfig, train: list[Example]) -> None:
     if 2 * len(cut) <= len(answered) or config.sources.get("on_long_row", "default") != "default":
         return
     lengths = audit.whole_lengths(answered)
-    none, few, some = (int(np.quantile(lengths, share, method="inverted_cdf")) for share in (1, 0.99, 0.95))
+    contexts = {
+        f"cuts {cuts}": int(np.quantile(lengths, share, method="inverted_cdf"))
+        for cuts, share in (("none", 1), ("1 %", 0.99), ("5 % of them", 0.95))
+    }
+    positions = architectures.position_table(architectures.model_config(config))
+    possible = [f"{count} {cuts}" for cuts, count in contexts.items() if not positions or count <= positions]
     raise UsageError(
         f"{len(cut)} of {len(answered)} rows have more than {config.context_length} tokens: they would be cut, and "
         f"lose the token that ends the answer",
         where=cut[0].where,
-        cure=f"--context_length {none} cuts none, {few} cuts 1 %, {some} cuts 5 % of them; or --on_long_row truncate",
+        cure=(f"--context_length {', '.join(possible)}; or " if possible else "shorter rows, or ")
+        + "--on_long_row truncate",
     )
 
 

@@ -19,10 +19,9 @@ from anyqlora.data.conversations import Conversation
 from anyqlora.data.readers import sources
 from anyqlora.data.readers.bad_rows import BadRow, LongRow
 from anyqlora.data.tokenizer import WHOLE, RenderedText, TokenizedText, tokenize
-from anyqlora.data.turns import TurnReader, dropped_content
+from anyqlora.data.turns import TurnReader
 
 LISTED = 20  # bad rows, or reasons, in one message
-LEFT_OUT = "_not_in_template"  # ends the count of what a chat template has not written
 DIALOGUES = "rows_of_human_and_assistant"  # of raw text
 _CHUNK = 1000  # rows tokenised at a time: enough for the tokenizer's threads
 _CHARACTERS = 64  # per token of context: no text that people write has more, and a line of 10 MB costs no time
@@ -236,7 +235,6 @@ def _documents(
     counts.update(parsed.mended)
     documents, done = reader.documents(parsed, multi_turn)
     counts.update(done)
-    counts.update(f"{what}{LEFT_OUT}" for what in dropped_content(parsed, documents))
     return documents
 
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from anyqlora.core.errors import UsageError
 from anyqlora.core.lazy_imports import uncollected
 
 DEMO = Path(__file__).parents[1] / "demo" / "base"
-_MANY_PARTS = 16
 _LEADS = ("", "\n", "a")  # what may stand before a part so that a tokenizer adds no space of its own
 
 
@@ -115,57 +114,60 @@ def tokenize(tokenizer, documents: Sequence[RenderedText]) -> list[TokenizedText
     The tokens before a learned part are those that the text before it has when it stands alone, which is what the model
     sees when it is asked; the part's own tokens follow. Where text and text together have the same tokens, they are
     taken.
+
+    What stands between two special tokens is tokenised for itself: no tokenizer looks across one.
     """
     before = added_special_tokens(tokenizer)
-    prefixes = ["".join(p for p, _ in d.parts[:n]) for d in documents for n in range(1, _prefixes(d) + 1)]
-    wholes = iter(encode_all(tokenizer, prefixes))
+    cut = _cut_at_special_tokens(tokenizer)
+    spans = [cut(document.parts) for document in documents]
+    pieces = dict.fromkeys(text for of_document in spans for span in of_document for text in _beginnings(span))
+    encoded = dict(zip(pieces, encode_all(tokenizer, list(pieces)), strict=True))
     out = []
-    for document in documents:
+    for document, of_document in zip(documents, spans, strict=True):
         own = [] if _begins(tokenizer, document) else before
-        if _prefixes(document):
-            out.append(_tokenize(tokenizer, document, [next(wholes) for _ in document.parts], own))
-        else:
-            out.append(_tokenize_apart(tokenizer, document, own))
+        tokens = _tokenize(tokenizer, document, of_document, encoded, own)
+        out.append(tokens)
     return out
 
 
-def _prefixes(document: RenderedText) -> int:
-    """How many beginnings of a document are tokenised: with each of its parts one, which is too much for many parts."""
-    return len(document.parts) if len(document.parts) <= _MANY_PARTS else 0
+def _beginnings(span: Sequence[tuple[str, bool]]) -> list[str]:
+    """The text up to the end of each part."""
+    return list(itertools.accumulate(part for part, _ in span))
 
 
-def _tokenize_apart(tokenizer, document: RenderedText, before: list[int]) -> TokenizedText:
-    """The same of many parts, in a time that grows with them and not with their square.
+def _cut_at_special_tokens(tokenizer) -> Callable[[Sequence[tuple[str, bool]]], list[list[tuple[str, bool]]]]:
+    """parts -> groups of parts, each of which but the first begins with a special token.
 
-    The document is cut where a special token begins, before which no tokenizer looks back; where the tokens of the
-    pieces are not those of the whole all the same, it is done as with few.
+    Of a tokenizer in Python, which may look across them, and of special tokens that take the white space before them,
+    nothing is cut.
     """
-    pieces = _cut_at_special_tokens(tokenizer, document)
-    texts = ["".join(p for p, _ in piece[:n]) for piece in pieces for n in range(1, len(piece) + 1)]
-    encoded = iter(encode_all(tokenizer, texts))
-    whole = encode_all(tokenizer, ["".join(part for part, _ in document.parts)])[0]
-    read = [_parts(tokenizer, piece, [next(encoded) for _ in piece]) for piece in pieces]
-    ids = [token for part in read if part for token in part[0]]
-    if any(part is None or part[2] != WHOLE for part in read) or ids != whole:
-        texts = ["".join(p for p, _ in document.parts[:n]) for n in range(1, len(document.parts) + 1)]
-        return _tokenize(tokenizer, document, encode_all(tokenizer, texts), before)
-    learned = [flag for part in read if part for flag in part[1]]
-    return _ended(tokenizer, document, before + ids, [False] * len(before) + learned, WHOLE)
+    added = list(tokenizer.added_tokens_decoder.values()) if tokenizer.is_fast else []
+    cutting = {
+        token.content
+        for token in added
+        if token.special and not (token.lstrip or token.single_word or token.normalized)
+    }
+    # The leftmost and longest one, as tokenizers find them.
+    names = sorted((token.content for token in added), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
+    def cut(parts: Sequence[tuple[str, bool]]) -> list[list[tuple[str, bool]]]:
+        groups: list[list[tuple[str, bool]]] = [[]]
+        for text, is_learned in parts:
+            at = 0
+            for found in pattern.finditer(text):
+                place = found.start()
+                if found.group() not in cutting:
+                    continue
+                if place > at or (place == at and groups[-1]):
+                    groups[-1] += [(text[at:place], is_learned)] * (place > at)
+                    groups.append([])
+                at = place
+            if at < len(text) or not text:
+                groups[-1].append((text[at:], is_learned))
+        return [group for group in groups if group]
 
-def _cut_at_special_tokens(tokenizer, document: RenderedText) -> list[list[tuple[str, bool]]]:
-    """The parts in groups, each of which but the first begins with a special token and ends with a learned part."""
-    names = [name for name, special in special_token_ids(tokenizer).items() if special]
-    special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-    pieces: list[list[tuple[str, bool]]] = [[]]
-    for text, is_learned in document.parts:
-        found = None if is_learned else special.search(text)
-        if found and any(flag for _, flag in pieces[-1]):
-            pieces[-1] += [(text[: found.start()], False)] * bool(found.start())
-            pieces.append([(text[found.start() :], False)])
-        else:
-            pieces[-1].append((text, is_learned))
-    return pieces
+    return cut
 
 
 def _begins(tokenizer, document: RenderedText) -> bool:
@@ -174,12 +176,23 @@ def _begins(tokenizer, document: RenderedText) -> bool:
     return document.rendered or bool(bos and document.parts[0][0].startswith(bos))
 
 
-def _tokenize(tokenizer, document: RenderedText, prefixes: list[list[int]], before: list[int]) -> TokenizedText:
-    read = _parts(tokenizer, document.parts, prefixes)
-    if read is None:
-        return _merged(tokenizer, document, prefixes, before)
-    ids, learned, way = read
-    return _ended(tokenizer, document, before + ids, [False] * len(before) + learned, way)
+def _tokenize(
+    tokenizer,
+    document: RenderedText,
+    spans: list[list[tuple[str, bool]]],
+    encoded: dict[str, list[int]],
+    before: list[int],
+) -> TokenizedText:
+    ids, learned, way = list(before), [False] * len(before), WHOLE
+    for span in spans:
+        read = _parts(tokenizer, span, [encoded[text] for text in _beginnings(span)])
+        if read is None:
+            prefixes = encode_all(tokenizer, _beginnings(document.parts))
+            return _merged(tokenizer, document, prefixes, before)
+        ids += read[0]
+        learned += read[1]
+        way = way if read[2] == WHOLE else read[2]
+    return _ended(tokenizer, document, ids, learned, way)
 
 
 def _parts(

@@ -24,10 +24,12 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes
 EMPTY_THOUGHTS = "answers_with_an_empty_thought_before_them"
 KEPT_THOUGHTS = "conversations_in_which_earlier_turns_keep_their_thoughts"
 SPLIT = "conversations_split_by_turn"
+LEFT_OUT = "_not_in_template"  # ends the count of what a chat template has not written
 _QUESTION, _ANSWER, _NEXT, _THOUGHT = "qzxwq", "rzxwr", "szxws", "tzxwt"  # that no template writes of its own accord
 _THOUGHT_TAG = re.compile(r"[<\[][^<>\[\]\s]*(?:think|thought)[^<>\[\]\s]*[>\]]", re.IGNORECASE)
 _CLOSING = re.compile(r"^.?/|end|close", re.IGNORECASE)  # in the name of a tag
 _LONG, _EXCHANGES = 12, 2  # messages of a conversation that is read in parts, and of what
+_MARK = re.compile(r"qzx(\d{3})xzq")
 _TAIL = 200  # characters of a prompt: no template asks with more
 _SIDES = (("begin", "end"), ("BEGIN", "END"), ("start", "end"), ("START", "END"), ("open", "close"))
 
@@ -52,13 +54,69 @@ class TurnReader:
     def __init__(self, template: ChatTemplate):
         self.template = template
         self._forms: dict[str, _Form] = {}
+        self._patterns: dict[tuple, _Pattern | None] = {}
+        self._rendered: dict[tuple, str] = {}  # of one conversation
 
     def documents(self, talk: Conversation, multi_turn: str = "auto") -> tuple[list[RenderedText], Counter]:
-        """The texts to learn from, and what was done on the way, each a count.
+        """The texts to learn from, and what was done on the way and left out, each a count.
 
         Raises BadRow for a conversation of which the template makes something that cannot be learned.
         """
         self._check_variables(talk)
+        self._rendered.clear()
+        return self._by_pattern(talk, multi_turn) or self._read(talk, multi_turn)
+
+    def _by_pattern(self, talk: Conversation, multi_turn: str) -> tuple[list[RenderedText], Counter] | None:
+        """The same for a conversation of the same roles as an earlier one: its words in the texts of that one.
+
+        One rendering instead of one or two for each turn; it shows whether the template writes these words so, too.
+        None for words that a template could take for something else, and where it does not.
+        """
+        contents = [message["content"] for message in talk.messages]
+        if len(contents) > _LONG or not all(map(self._is_plain, talk.messages)):
+            return None
+        shape = (tuple(m["role"] for m in talk.messages), talk.learned, multi_turn, _told(talk))
+        if shape not in self._patterns:
+            self._patterns[shape] = None  # the first one may be the only one
+            return None
+        pattern = self._patterns[shape] or self._pattern(talk, multi_turn)
+        self._patterns[shape] = pattern
+        self._rendered.clear()
+        if pattern.whole is None or _filled(pattern.whole, contents) != self._render(talk, max(talk.learned) + 1):
+            return None
+        return [
+            RenderedText(tuple((_filled(part, contents), is_learned) for part, is_learned in parts), True, end)
+            for parts, end in pattern.documents
+        ], pattern.counts.copy()
+
+    def _is_plain(self, message: dict) -> bool:
+        content = message["content"]
+        return (
+            message.keys() <= {"role", "content"}
+            and bool(content)
+            and not (content[0].isspace() or content[-1].isspace())
+            and not self.template.tag.search(content)
+        )
+
+    def _pattern(self, talk: Conversation, multi_turn: str) -> _Pattern:
+        """The texts of a conversation of these roles, with numbers where its words are."""
+        marks = [f"qzx{number:03d}xzq" for number in range(len(talk.messages))]
+        marked = [{**message, "content": mark} for message, mark in zip(talk.messages, marks, strict=True)]
+        talk = replace(talk, messages=tuple(marked))
+        try:
+            documents, counts = self._read(talk, multi_turn)
+            whole = self._render(talk, max(talk.learned) + 1)
+        except BadRow:
+            return _Pattern(None, [], Counter())
+        if not all(any(mark in part for part, _ in documents[-1].parts) for mark in marks[: max(talk.learned) + 1]):
+            return _Pattern(None, [], Counter())  # it leaves something out: what, depends on the words
+        parts = [
+            (tuple((_split_at_marks(part), is_learned) for part, is_learned in document.parts), document.end)
+            for document in documents
+        ]
+        return _Pattern(_split_at_marks(whole), parts, counts)
+
+    def _read(self, talk: Conversation, multi_turn: str) -> tuple[list[RenderedText], Counter]:
         numbers = sorted(talk.learned)[-1 if multi_turn == "last" else 0 :]
         groups = self._read_apart(talk, numbers, multi_turn) if len(talk.messages) > _LONG else None
         groups = groups or self._groups(talk, numbers, multi_turn, None)
@@ -69,7 +127,9 @@ class TurnReader:
                 SPLIT: len(groups) > 1,
             }
         )
-        return [_document(group) for group in groups], counts
+        documents = [_document(group) for group in groups]
+        counts.update(f"{what}{LEFT_OUT}" for what in dropped_content(talk, documents))
+        return documents, +counts
 
     def _check_variables(self, talk: Conversation) -> None:
         """Raises for what the template is told and does not ask: it would change nothing, and nobody would know."""
@@ -153,9 +213,15 @@ class TurnReader:
         return Turn(prompt, shared, answer, end, behind, thought, forms, has_empty_thought)
 
     def _render(self, talk: Conversation, count: int | None, *, generation: bool = False) -> str:
-        return self.template.render(
-            talk.messages[:count], talk.tools, generation=generation, variables=talk.template_variables
-        )
+        """What the template writes of the first `count` messages; not twice of a few of one conversation."""
+        messages = talk.messages[:count]
+        key = (*map(id, messages), generation)
+        text = self._rendered.get(key)
+        if text is None:
+            text = self.template.render(messages, talk.tools, generation=generation, variables=talk.template_variables)
+            if len(messages) <= _LONG:
+                self._rendered[key] = text
+        return text
 
     def _answer(self, form: _Form, message: dict, tail: str, written: str, prompt: str, whole: str) -> tuple[str, bool]:
         """(what generation would write behind the prompt, whether a thought was put there that holds nothing).
@@ -296,7 +362,7 @@ class TurnReader:
         return None
 
     def _form(self, talk: Conversation) -> _Form:
-        key = json.dumps(talk.template_variables, sort_keys=True, default=str) + "t" * bool(talk.tools)
+        key = _told(talk)
         if key not in self._forms:
             self._forms[key] = self._seen(talk)
         return self._forms[key]
@@ -369,6 +435,29 @@ class _Form:
     asks: str = ""  # what asks for an answer
     closing: str = ""  # what stands between a thought and its answer, where it writes thoughts
     closing_tag: str = "</think>"
+
+
+def _told(talk: Conversation) -> str:
+    """What the template is told beside the messages, as a key."""
+    return json.dumps(talk.template_variables, sort_keys=True, default=str) + json.dumps(talk.tools)
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """What the template makes of conversations of the same roles: text and the numbers of messages in turn."""
+
+    whole: list[str | int] | None  # the conversation up to its last answer; None: each has to be read
+    documents: list[tuple[tuple[tuple[list[str | int], bool], ...], str]]
+    counts: Counter
+
+
+def _split_at_marks(text: str) -> list[str | int]:
+    pieces = _MARK.split(text)
+    return [int(piece) if number % 2 else piece for number, piece in enumerate(pieces)]
+
+
+def _filled(pattern: list[str | int], contents: list[str]) -> str:
+    return "".join(piece if isinstance(piece, str) else contents[piece] for piece in pattern)
 
 
 @dataclass(frozen=True)

@@ -266,18 +266,55 @@ def test_a_long_conversation_that_is_read_in_parts_is_the_same(kind, templates, 
     assert apart >= (60 if kind == "tools" else 100)
 
 
-def test_the_tokens_of_many_parts_are_the_same(templates, monkeypatch):
-    """As when each beginning of the text is tokenised whole."""
+def test_tokens_are_those_of_the_whole_text(templates):
+    """And what is before a learned part has the tokens that it has alone."""
+    compared = 0
     for name in templates:
         tokens = real_templates.tokenizer(name)
+        reader = turns.TurnReader(chat_template.ChatTemplate(tokens))
         try:
-            documents, _ = turns.TurnReader(chat_template.ChatTemplate(tokens)).documents(long_conversation("plain"))
+            documents, _ = reader.documents(long_conversation("plain"))
         except BadRow:
             continue
-        found = tokenize(tokens, documents)
-        with monkeypatch.context() as patch:
-            patch.setattr("anyqlora.data.tokenizer._MANY_PARTS", 10**9)
-            assert tokenize(tokens, documents) == found, name
+        for document, found in zip(documents, tokenize(tokens, documents), strict=True):
+            texts = ["".join(part for part, _ in document.parts[:n]) for n in range(1, len(document.parts) + 1)]
+            beginnings = [tokens.encode(text, add_special_tokens=False) for text in texts]
+            if any(beginnings[-1][: len(ids)] != ids for ids in beginnings):  # a token across the border of two parts
+                assert found.ids[: len(beginnings[0])] == beginnings[0]
+                continue
+            learned, start = [], 0
+            for (_, is_learned), ids in zip(document.parts, beginnings, strict=True):
+                learned += [is_learned] * (len(ids) - start)
+                start = len(ids)
+            end = [] if document.end else [tokens.eos_token_id]
+            assert found.ids == beginnings[-1] + end, name
+            assert found.learned == learned + [True] * len(end), name
+            compared += 1
+    assert compared >= 100
+
+
+@pytest.mark.parametrize("kind", ["one turn", "three turns", "system"])
+def test_a_conversation_in_the_texts_of_another_one_is_the_same(kind, templates):
+    """As when each is read for itself; words that a template may take for something else are."""
+    by_pattern = 0
+    for name in templates:
+        tokens = real_templates.tokenizer(name)
+        shared, found = turns.TurnReader(chat_template.ChatTemplate(tokens)), []
+        for words in ("a", "b c", "d", "</think> e", " f ", "g\n\nh", "<|im_end|>", "/no_think i", "j"):
+            messages = [
+                {**m, "content": f"{words}{i}" if words[0] != "<" else words} for i, m in enumerate(CASES[kind][0])
+            ]
+            talk = conversation(messages, {}, "chat")
+            try:
+                found.append(shared.documents(talk))
+            except BadRow as bad:
+                found.append(str(bad))
+            try:
+                assert found[-1] == turns.TurnReader(chat_template.ChatTemplate(tokens)).documents(talk), (name, words)
+            except BadRow as bad:
+                assert found[-1] == str(bad), (name, words)
+        by_pattern += any(pattern and pattern.whole for pattern in shared._patterns.values())
+    assert by_pattern >= 95
 
 
 @pytest.mark.parametrize("name", ["llama.cpp/Qwen-Qwen3-0.6B", "trl/qwen3", "llama.cpp/GLM-4.6", "trl/qwen3_5_think"])

@@ -111,7 +111,7 @@ def test_raw_text_is_learned_from_its_first_token(tmp_path):
 @pytest.mark.parametrize("length", [12, 14])
 def test_a_long_row_is_cut_without_an_end_token(length, tmp_path):
     tokens, row = byte_level(), {"prompt": "Hello there,", "completion": " how are you?" * 9}
-    example = one(row, tmp_path, tokens, context_length=length)
+    example = one(row, tmp_path, tokens, context_length=length, on_long_row="truncate")
     whole = one(row, tmp_path, tokens)
     assert len(example.ids) == length and example.truncated and not whole.truncated
     assert example.ids.tolist() == whole.ids[:length].tolist() and tokens.eos_token_id not in example.ids
