@@ -149,6 +149,30 @@ class TrainConfig:
         section="data",
         on_resume="stated",
     )
+    token_cache: bool | str = setting(
+        AUTO,
+        "keep the tokens of files for the next start: true (in ~/.cache/anyqlora/tokens), false, or a directory; auto: "
+        "of files from 8 MiB on",
+        section="data",
+        on_resume="free",
+    )
+    token_cache_limit: float = setting(
+        50.0,
+        "GiB that kept tokens take in all; those not used for longest go first",
+        section="data",
+        on_resume="free",
+        above=0,
+        needs=("token_cache",),
+    )
+    dataset_num_proc: int = setting(
+        0,
+        "processes that make tokens of the rows; 0: one for each core",
+        section="data",
+        on_resume="free",
+        aliases=("preprocessing_num_workers",),
+        low=0,
+        high=256,
+    )
     dataset_samples: int = setting(
         512, "rows of alpaca_sample and dummy", section="data", on_resume="identity", low=1, needs=("built_in_rows",)
     )

@@ -26,9 +26,17 @@ class RunError(Exception):
         self.message, self.where, self.cure = message, where, cure
         super().__init__(str(self))
 
+    def __reduce__(self):
+        return _again, (type(self), self.message, self.where, self.cure)
+
     def __str__(self) -> str:
         text = f"{self.where}: {self.message}" if self.where else self.message
         return printable(redacted(f"{text}\n  cure: {self.cure}" if self.cure else text))
+
+
+def _again(kind: type[RunError], message: str, where: str, cure: str) -> RunError:
+    """The same error, in another process."""
+    return kind(message, where=where, cure=cure)
 
 
 class UsageError(RunError):

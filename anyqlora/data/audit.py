@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from anyqlora.core.terminal import printable
 from anyqlora.data import formats
 from anyqlora.data.conversations import MENDED
-from anyqlora.data.examples import Example
 from anyqlora.data.meanings import HARMLESS
 from anyqlora.data.readers.bad_rows import BadRow
+from anyqlora.data.rows import Example, Rows
 from anyqlora.data.tokenizer import special_token_ids, token_texts
 from anyqlora.data.turns import LEFT_OUT
 
@@ -20,39 +21,93 @@ FIRST = 20  # rows named for each finding
 COLUMNS = 5  # named where they are not used
 
 
-def statistics(examples: list[Example], tokenizer) -> dict:
+def statistics(examples: Sequence[Example], tokenizer) -> dict:
     """Counts over all of `examples`, JSON-able."""
-    lengths = np.array([len(e.ids) for e in examples], np.int64)
-    trained = np.array([int(e.trained[1:].sum()) for e in examples], np.int64)
-    bos = tokenizer.bos_token_id
+    chosen = Rows.of(examples)
+    lengths, trained = chosen.gather("lengths").astype(np.int64), chosen.gather("trained_tokens").astype(np.int64)
+    is_cut = chosen.gather("length") > 0
     ends = {tokenizer.convert_tokens_to_ids(name): name for name in special_token_ids(tokenizer)}
-    last = [e.ids[_last(e.trained)].tolist() for e in examples]  # of each answer
-    whole = [ids[:-1] if e.truncated else ids for e, ids in zip(examples, last, strict=True)]  # none that was cut off
+    last = _AnswerEnds.of(chosen, np.array(sorted(ends), np.int64))
     return {
-        "examples": len(examples),
+        "examples": len(chosen),
         "tokens": int(lengths.sum()),
         "trained_tokens": int(trained.sum()),
         "longest": int(lengths.max(initial=0)),
-        "percentiles": percentiles(examples),
+        "percentiles": percentiles(chosen),
         "lengths": histogram(lengths),
-        "fully_masked": rows(e for e, count in zip(examples, trained, strict=True) if not count),
-        "truncated": rows(e for e in examples if e.truncated),
-        "end_tokens": dict(Counter(ends[id] for ids in whole for id in ids if id in ends)),
-        "without_end_token": rows(
-            e for e, ids in zip(examples, last, strict=True) if not all(id in ends for id in ids)
-        ),
-        "double_bos": rows(e for e in examples if bos is not None and len(e.ids) > 1 and e.ids[0] == e.ids[1] == bos),
+        "fully_masked": rows(chosen, trained == 0),
+        "truncated": rows(chosen, is_cut),
+        "end_tokens": {ends[id]: count for id, count in last.counts.items()},
+        "without_end_token": rows(chosen, last.is_missing),
+        "double_bos": rows(chosen, _begins_twice(chosen, tokenizer.bos_token_id)),
     }
 
 
-def _last(trained: np.ndarray) -> np.ndarray:
-    """Places of the last token of each run of trained tokens."""
-    return np.flatnonzero(np.diff(trained.astype(np.int8), append=0) < 0)
+@dataclass(frozen=True)
+class _AnswerEnds:
+    """With which tokens answers end."""
+
+    counts: dict[int, int]  # of each special token, the commonest first
+    is_missing: np.ndarray  # bool [rows]: whether a row has an answer that ends with none of them
+
+    @classmethod
+    def of(cls, chosen: Rows, special: np.ndarray) -> _AnswerEnds:
+        """The ends of each run of trained tokens. `special` are tokens, sorted; a run that was cut off ends by chance:
+        it is not counted.
+        """
+        counts, missing = Counter(), []
+        wanted = [
+            np.bincount(chosen.row[chosen.table == number], minlength=len(table))
+            for number, table in enumerate(chosen.tables)
+        ]
+        for number, table in enumerate(chosen.tables):
+            is_missing = np.zeros(len(table), bool)
+            for batch in range(len(table.batches)):
+                offsets, ids, trained = table.tokens(batch)
+                start = int(table.starts[batch])
+                base, limit = int(offsets[0]), int(offsets[-1])
+                flags = trained[base:limit]
+                following = np.append(flags[1:], False)
+                following[(offsets[1:-1] - base) - 1] = False  # the next row's begin
+                places = np.flatnonzero(flags & ~following)
+                row = np.searchsorted(offsets - base, places, "right") - 1
+                tokens = ids[base:limit][places]
+                is_end = np.isin(tokens, special)
+                is_missing[start + row[~is_end]] = True
+                is_last = np.append(row[1:] != row[:-1], True) if len(row) else np.empty(0, bool)
+                cut = table.batches[batch].column("length").to_numpy() > 0
+                counted = is_end & ~(is_last & cut[row])
+                weights = wanted[number][start + row[counted]]
+                for token in np.unique(tokens[counted][weights > 0]).tolist():
+                    counts[token] += int(weights[tokens[counted] == token].sum())
+            missing.append(is_missing)
+        starts = np.cumsum([0, *map(len, chosen.tables)])[:-1]
+        flat = np.concatenate(missing)[starts[chosen.table] + chosen.row] if missing else np.empty(0, bool)
+        return cls({token: counts[token] for token in sorted(counts, key=lambda token: -counts[token])}, flat)
 
 
-def percentiles(examples: list[Example]) -> dict[str, int]:
-    """{"p50": tokens, "p95", "p99", "max"} of rows before they are cut: so many a row has at most."""
-    lengths = whole_lengths(examples)
+def _begins_twice(chosen: Rows, bos: int | None) -> np.ndarray:
+    """bool [rows]: whether a row begins with the begin token and the begin token."""
+    if bos is None:
+        return np.zeros(len(chosen), bool)
+    parts = []
+    for table in chosen.tables:
+        for batch in range(len(table.batches)):
+            offsets, ids, _ = table.tokens(batch)
+            starts, has_two = offsets[:-1], np.diff(offsets) > 1
+            twice = np.zeros(len(starts), bool)
+            twice[has_two] = (ids[starts[has_two]] == bos) & (ids[starts[has_two] + 1] == bos)
+            parts.append(twice)
+    starts = np.cumsum([0, *map(len, chosen.tables)])[:-1]
+    return np.concatenate(parts)[starts[chosen.table] + chosen.row] if parts else np.empty(0, bool)
+
+
+def percentiles(examples: Rows) -> dict[str, int]:
+    """{"p50": tokens, "p95", "p99", "max"} of rows before they are cut: so many a row has at most.
+
+    Of texts of more than 64 characters for each token of the context the number is an estimate.
+    """
+    lengths = examples.gather("whole_lengths")
     return {
         name: int(np.quantile(lengths, share, method="inverted_cdf"))
         for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1))
@@ -60,17 +115,10 @@ def percentiles(examples: list[Example]) -> dict[str, int]:
     }
 
 
-def whole_lengths(examples: list[Example]) -> np.ndarray:
-    """int64 [examples]: tokens before a row was cut; of texts of more than 64 characters for each token of the context
-    an estimate.
-    """
-    return np.array([example.length or len(example.ids) for example in examples], np.int64)
-
-
-def rows(loaded) -> dict:
-    """{"count": n, "first": ["file:line", ...]} of some examples."""
-    where = [example.where for example in loaded]
-    return {"count": len(where), "first": where[:FIRST]}
+def rows(chosen: Rows, which: np.ndarray) -> dict:
+    """{"count": n, "first": ["file:line", ...]} of the rows for which `which` bool [rows] is true."""
+    numbers = np.flatnonzero(which)
+    return {"count": len(numbers), "first": [chosen.where(number) for number in numbers[:FIRST].tolist()]}
 
 
 def histogram(lengths: np.ndarray) -> dict[str, int]:
@@ -79,18 +127,25 @@ def histogram(lengths: np.ndarray) -> dict[str, int]:
     return {f"{2 ** (p - 1) + 1 if p else 1}-{2**p}": n for p, n in sorted(Counter(powers.tolist()).items())}
 
 
-def duplicates(numbered: list[tuple[Example, int]]) -> dict:
-    """Rows, each with the number of its source, whose content stood in an earlier row: the same file may be named
-    twice.
+def duplicates(chosen: Rows, source: np.ndarray) -> dict:
+    """Rows whose content stood in an earlier row; `source` int [tables] is the number of each table's source: the same
+    file may be named twice.
     """
-    first: dict[str, tuple[str, int]] = {}
-    return rows(e for e, source in numbered if first.setdefault(e.key, (e.where, source)) != (e.where, source))
+    keys = _short_keys(chosen)
+    place = np.stack([source[chosen.table], chosen.gather("line")], 1) if len(chosen) else np.empty((0, 2), np.int64)
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return rows(chosen, (place != place[first[inverse]]).any(1))
 
 
-def overlap(train: list[Example], held_out: list[Example]) -> dict:
+def overlap(train: Rows, held_out: Rows) -> dict:
     """Held-out rows that are trained on, too."""
-    keys = {example.key for example in train}
-    return rows(example for example in held_out if example.key in keys)
+    return rows(held_out, np.isin(_short_keys(held_out), _short_keys(train)))
+
+
+def _short_keys(chosen: Rows) -> np.ndarray:
+    """uint64 [rows]: the beginning of each row's key, which tells a million rows apart."""
+    keys = np.ascontiguousarray(chosen.gather("keys"))
+    return keys.view(np.uint64).reshape(len(keys), -1)[:, 0].copy() if len(keys) else np.empty(0, np.uint64)
 
 
 def skipped(bad: list[BadRow]) -> list[dict]:

@@ -5,18 +5,18 @@ seed.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.data import audit, chat_template, examples
-from anyqlora.data.examples import Example
 from anyqlora.data.packing import shuffled
+from anyqlora.data.rows import Example, Rows
 from anyqlora.data.stream import Batch, make_batches
+from anyqlora.data.token_cache import Progress, TokenCache, no_progress
 from anyqlora.models import architectures
 
 
@@ -24,10 +24,12 @@ from anyqlora.models import architectures
 class DataSplits:
     """Everything a run reads."""
 
-    train: list[Example]
-    held_out: list[Example]
+    train: Sequence[Example]
+    held_out: Sequence[Example]
     report: dict  # JSON-able
     identity: str  # sha256 of all tokens and masks, in order
+    news: list[str] = field(default_factory=list)  # worth a line
+    notes: list[str] = field(default_factory=list)  # worth a warning
 
     def sample(self, batch_size: int, tokens: int = 1024) -> list[Batch]:
         """The first training rows, as many as have so many tokens together."""
@@ -35,11 +37,13 @@ class DataSplits:
         return make_batches(self.train[: 1 + int(np.searchsorted(lengths[:-1], tokens))], batch_size, 0)
 
 
-def load_data(config: TrainConfig, tokenizer, *, may_cut_ends: bool = False) -> DataSplits:
+def load_data(
+    config: TrainConfig, tokenizer, *, may_cut_ends: bool = False, progress: Progress = no_progress
+) -> DataSplits:
     """Read, check, tokenise and mask everything that `config` names.
 
     Raises UsageError with up to 20 bad rows, each as file:line[:col], reason and cure; with on_bad_row skip they are in
-    the report. `may_cut_ends`: also where most answers lose their end.
+    the report. `may_cut_ends`: also where most answers lose their end. `progress`: see token_cache.
     """
     if tokenizer.eos_token_id is None:
         raise UsageError(
@@ -47,16 +51,17 @@ def load_data(config: TrainConfig, tokenizer, *, may_cut_ends: bool = False) -> 
             where=str(tokenizer.name_or_path),
             cure='"eos_token" in tokenizer_config.json',
         )
-    read = examples.read_examples(config, config.dataset, tokenizer, held_out=False)
-    other = examples.read_examples(config, config.eval_dataset, tokenizer, held_out=True)
+    cache = TokenCache(config, tokenizer, progress)
+    read = examples.read_examples(config, config.dataset, cache, held_out=False)
+    other = examples.read_examples(config, config.eval_dataset, cache, held_out=True)
     skipped = examples.report_skipped(config, read, other)
-    rows, held_out = read.examples, [example for example, _ in other.examples]
+    rows, held_out = read.rows, other.rows
     if config.eval_fraction:
         rows, held_out = _split_held_out(rows, config.eval_fraction, config.seed)
-    train = _mix_by_weight(rows, read.weights, config.seed)
+    train = _mix_by_weight(rows, read.source, read.weights, config.seed)
     if not may_cut_ends:
         _check_ends(config, train)
-    check_tokens(config, tokenizer, iterate_tokens(train + held_out))
+    check_tokens(config, tokenizer, greatest_tokens(train, held_out))
     whole = data_identity(train, held_out)
     report = {
         "dataset": config.dataset,
@@ -72,26 +77,25 @@ def load_data(config: TrainConfig, tokenizer, *, may_cut_ends: bool = False) -> 
         "skipped": audit.skipped(skipped),
         "train": audit.statistics(train, tokenizer),
         "held_out": audit.statistics(held_out, tokenizer),
-        "duplicates": audit.duplicates(rows),
+        "duplicates": audit.duplicates(rows, read.source),
         "overlap": audit.overlap(train, held_out),
         "identity": whole,
     }
-    return DataSplits(train, held_out, report, whole)
+    return DataSplits(train, held_out, report, whole, cache.news, cache.notes)
 
 
-def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[list[Example], dict]:
+def read_held_out(config: TrainConfig, spec: str, tokenizer) -> tuple[Rows, dict]:
     """The rows of `spec` as evaluation rows of `config`, and what was found in them.
 
     Raises UsageError as `prepare` does.
     """
-    part = examples.read_examples(config, spec, tokenizer, held_out=True)
+    part = examples.read_examples(config, spec, TokenCache(config, tokenizer), held_out=True)
     bad = examples.report_skipped(config, part, can_skip=False)
-    rows = [example for example, _ in part.examples]
-    return rows, {
+    return part.rows, {
         "context_length": config.context_length,
         "sources": part.sources,
         "skipped": audit.skipped(bad),
-        "held_out": audit.statistics(rows, tokenizer),
+        "held_out": audit.statistics(part.rows, tokenizer),
     }
 
 
@@ -115,56 +119,75 @@ def check_tokens(config: TrainConfig, tokenizer, sequences: Iterable[tuple[Seque
             )
 
 
-def iterate_tokens(examples: list[Example]) -> Iterator[tuple[np.ndarray, str]]:
+def iterate_tokens(examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, str]]:
     """The tokens of these rows, and where they stand; of a row that was cut the whole prompt, too, which an evaluation
     asks.
     """
     return ((ids, example.where) for example in examples for ids in (example.ids, example.prompt_ids))
 
 
-def _split_held_out(
-    rows: list[tuple[Example, int]], fraction: float, seed: int
-) -> tuple[list[tuple[Example, int]], list[Example]]:
+def greatest_tokens(*parts: Rows) -> Iterator[tuple[Sequence[int], str]]:
+    """The greatest token of each table, and a row that it stands in; of rows that were cut the prompts, too."""
+    for table in {id(table): table for rows in parts for table in rows.tables}.values():
+        for batch in range(len(table.batches)):
+            offsets, ids, _ = table.tokens(batch)
+            of_batch = ids[offsets[0] : offsets[-1]]
+            if len(of_batch):
+                place = int(of_batch.argmax())
+                row = int(np.searchsorted(offsets - offsets[0], place, "right")) - 1
+                yield [int(of_batch[place])], table.where(int(table.starts[batch]) + row)
+            rest = table.batches[batch].column("prompt_rest")
+            if len(rest.values):
+                place = int(rest.values.to_numpy().argmax())
+                row = int(np.searchsorted(rest.offsets.to_numpy(), place, "right")) - 1
+                yield [rest.values[place].as_py()], table.where(int(table.starts[batch]) + row)
+
+
+def _split_held_out(rows: Rows, fraction: float, seed: int) -> tuple[Rows, Rows]:
     """(what stays, what is held out): `fraction` of the distinct rows, at least one, chosen by their content, so that a
     row and its duplicate stay together and adding rows moves few of the others.
     """
-    ranked = sorted(
-        {example.key for example, _ in rows}, key=lambda key: hashlib.sha256(f"{seed} {key}".encode()).digest()
-    )
-    out = set(ranked[: max(1, round(fraction * len(ranked)))])
-    stay = [(example, source) for example, source in rows if example.key not in out]
-    if not stay:
+    distinct, of_row = np.unique(rows.gather("keys"), return_inverse=True)
+    drawn = [hashlib.sha256(f"{seed} {key.tobytes().hex()}".encode()).digest() for key in distinct]
+    ranked = sorted(range(len(drawn)), key=drawn.__getitem__)
+    out = np.zeros(len(distinct), bool)
+    out[ranked[: max(1, round(fraction * len(ranked)))]] = True
+    is_out = out[of_row]
+    if is_out.all():
         raise UsageError(
             f"eval_fraction {fraction} of {len(ranked)} distinct rows leaves none to train on",
             cure="more rows, or --eval_dataset FILE",
         )
-    return stay, [example for example, _ in rows if example.key in out]
+    return rows.take(np.flatnonzero(~is_out)), rows.take(np.flatnonzero(is_out))
 
 
-def _mix_by_weight(rows: list[tuple[Example, int]], weights: list[float], seed: int) -> list[Example]:
+def _mix_by_weight(rows: Rows, source: np.ndarray, weights: list[float], seed: int) -> Rows:
     """The rows of an epoch: weight 2 is every row of a source twice, weight 0.5 half of its rows, chosen once, by the
-    seed.
+    seed. `source` int [tables] is the number of each table's source.
     """
-    train = []
-    for source, group in itertools.groupby(rows, key=lambda row: row[1]):
-        examples = [example for example, _ in group]
-        part = np.sort(shuffled(len(examples), seed, source)[: round(weights[source] % 1 * len(examples))])
-        train += examples * int(weights[source]) + [examples[i] for i in part]
-    if not train:
+    parts = [np.empty(0, np.int64)]
+    of_row = source[rows.table] if len(rows) else np.empty(0, np.int64)
+    for number, weight in enumerate(weights):
+        own = np.flatnonzero(of_row == number)
+        part = np.sort(shuffled(len(own), seed, number)[: round(weight % 1 * len(own))])
+        parts += [own] * int(weight) + [own[part]]
+    chosen = np.concatenate(parts)
+    if not len(chosen):
         raise UsageError("the weights of the sources leave no row", cure="greater weights")
-    return train
+    return rows.take(chosen)
 
 
-def _check_ends(config: TrainConfig, train: list[Example]) -> None:
+def _check_ends(config: TrainConfig, train: Rows) -> None:
     """Raises UsageError where most answers would be cut: nothing would teach the model to end one.
 
     Who states on_long_row has decided.
     """
-    answered = [example for example in train if example.answer is not None]
-    cut = [example for example in answered if example.truncated]
-    if 2 * len(cut) <= len(answered) or config.sources.get("on_long_row", "default") != "default":
+    is_answered = train.gather("has_answer").astype(bool)
+    is_cut = is_answered & (train.gather("length") > 0)
+    cut, answered = int(is_cut.sum()), int(is_answered.sum())
+    if 2 * cut <= answered or config.asked("on_long_row"):
         return
-    lengths = audit.whole_lengths(answered)
+    lengths = train.gather("whole_lengths")[is_answered]
     contexts = {
         f"cuts {cuts}": int(np.quantile(lengths, share, method="inverted_cdf"))
         for cuts, share in (("none", 1), ("1 %", 0.99), ("5 % of them", 0.95))
@@ -172,19 +195,33 @@ def _check_ends(config: TrainConfig, train: list[Example]) -> None:
     positions = architectures.position_table(architectures.model_config(config))
     possible = [f"{count} {cuts}" for cuts, count in contexts.items() if not positions or count <= positions]
     raise UsageError(
-        f"{len(cut)} of {len(answered)} rows have more than {config.context_length} tokens: they would be cut, and "
+        f"{cut} of {answered} rows have more than {config.context_length} tokens: they would be cut, and "
         f"lose the token that ends the answer",
-        where=cut[0].where,
+        where=train.where(int(is_cut.argmax())),
         cure=(f"--context_length {', '.join(possible)}; or " if possible else "shorter rows, or ")
         + "--on_long_row truncate",
     )
 
 
-def data_identity(train: list[Example], held_out: list[Example]) -> str:
+def data_identity(train: Rows, held_out: Rows) -> str:
     """sha256 over tokens and masks, in order."""
     digest = hashlib.sha256(f"{len(train)} {len(held_out)}".encode())
-    for example in itertools.chain(train, held_out):
-        digest.update(len(example.ids).to_bytes(8, "little"))
-        digest.update(np.asarray(example.ids, "<i4").tobytes())
-        digest.update(np.asarray(example.trained, np.uint8).tobytes())
+    for rows in (train, held_out):
+        for ids, trained in _token_views(rows):
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(ids)
+            digest.update(trained)
     return digest.hexdigest()
+
+
+def _token_views(rows: Rows) -> Iterator[tuple[memoryview, memoryview]]:
+    """Tokens (as little-endian int32) and masks of each row, for hashing."""
+    cached: dict[tuple[int, int], tuple] = {}
+    for number, row in zip(rows.table.tolist(), rows.row.tolist(), strict=True):
+        table = rows.tables[number]
+        batch, at = table.place(row)
+        if (number, batch) not in cached:
+            offsets, ids, trained = table.tokens(batch)
+            cached = {(number, batch): (offsets.tolist(), ids.astype("<i4", copy=False).data, trained.data)}
+        offsets, ids, trained = cached[number, batch]
+        yield ids[offsets[at] : offsets[at + 1]], trained[offsets[at] : offsets[at + 1]]

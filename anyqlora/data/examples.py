@@ -1,45 +1,27 @@
-"""Rows as examples: read, understood, tokenised, masked and measured; a row that cannot be used is named."""
+"""The rows that a run is asked to read, as tokens; a row that cannot be used is named."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
-from anyqlora.config.schema import AUTO, TrainConfig
+from anyqlora.config.schema import TrainConfig
 from anyqlora.core.errors import UsageError
 from anyqlora.core.terminal import printable
-from anyqlora.data import chat_template, columns, formats, meanings
-from anyqlora.data.conversations import Conversation
+from anyqlora.data import chat_template, formats
 from anyqlora.data.readers import sources
 from anyqlora.data.readers.bad_rows import BadRow, LongRow
-from anyqlora.data.tokenizer import WHOLE, RenderedText, TokenizedText, tokenize
-from anyqlora.data.turns import TurnReader
+from anyqlora.data.row_reader import RowReader, TokenizedChunk
+from anyqlora.data.rows import Rows, TokenTable
+from anyqlora.data.token_cache import TokenCache
+from anyqlora.data.tokenizer import RenderedText, tokenize
+from anyqlora.data.workers import read_chunks
 
 LISTED = 20  # bad rows, or reasons, in one message
-DIALOGUES = "rows_of_human_and_assistant"  # of raw text
-_CHUNK = 1000  # rows tokenised at a time: enough for the tokenizer's threads
-_CHARACTERS = 64  # per token of context: no text that people write has more, and a line of 10 MB costs no time
-
-
-@dataclass(frozen=True, eq=False)
-class Example:
-    """One document as tokens."""
-
-    ids: np.ndarray  # int32 [n]
-    trained: np.ndarray  # bool [n]: token i is one to be learned
-    where: str  # "file:line"
-    prompt_ids: np.ndarray  # int32 [m]: what the model is given before the last answer
-    prompt: str
-    answer: str | None  # text of the last answer; None for raw text
-    truncated: bool = False
-    key: str = ""  # hash of the row's text: equal for duplicates
-    length: int = 0  # tokens before it was cut; 0: as many as there are
 
 
 @dataclass
@@ -47,13 +29,24 @@ class LoadedSource:
     """What one `dataset` or `eval_dataset` gave."""
 
     spec: str
-    examples: list[tuple[Example, int]] = field(default_factory=list)  # with the number of its source
+    tables: list[TokenTable] = field(default_factory=list)  # of each file
+    numbers: list[int] = field(default_factory=list)  # of the source that each is of
     weights: list[float] = field(default_factory=list)  # of each source
     sources: list[dict] = field(default_factory=list)  # JSON-able, one per file
     bad: list[BadRow] = field(default_factory=list)
 
+    @property
+    def rows(self) -> Rows:
+        """All examples, in order."""
+        return Rows.all_of(self.tables)
 
-def read_examples(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) -> LoadedSource:
+    @property
+    def source(self) -> np.ndarray:
+        """int64 [tables]: the number of the source that each is of."""
+        return np.array(self.numbers, np.int64)
+
+
+def read_examples(config: TrainConfig, spec: str, cache: TokenCache, *, held_out: bool) -> LoadedSource:
     """All examples of a specification, in order.
 
     Raises UsageError for a source that is none; bad rows are in the result.
@@ -68,13 +61,112 @@ def read_examples(config: TrainConfig, spec: str, tokenizer, *, held_out: bool) 
             offline=config.offline,
             is_default=not held_out and config.dataset_is_default,
         ):
-            examples, counts = _examples(config, source, tokenizer)
-            part.examples += [(example, number) for example in examples]
-            part.bad += source.bad
-            part.sources.append(
-                {"name": source.name, "rows": len(source.rows), "weight": weight, "notes": source.notes, **counts}
-            )
+            part.numbers.append(number)
+            _read(part, config, source, cache, weight, texts=held_out or bool(config.eval_fraction))
     return part
+
+
+def _read(
+    part: LoadedSource, config: TrainConfig, source: sources.Source, cache: TokenCache, weight: float, *, texts: bool
+) -> None:
+    """Add one file to what was read."""
+    kept = cache.keeps(source.path)
+    table, summary = (_kept if kept else _made)(config, source, cache, texts=texts or not kept)
+    part.tables.append(table)
+    part.bad += [
+        (LongRow if is_long else BadRow)(reason, cure, f"{source.name}{place}" if is_own else place)
+        for place, is_own, reason, cure, is_long in summary.pop("bad")
+    ]
+    source.notes = summary.pop("notes")
+    part.sources.append(
+        {"name": source.name, "rows": summary.pop("rows"), "weight": weight, "notes": source.notes, **summary}
+    )
+
+
+def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, texts: bool) -> tuple[TokenTable, dict]:
+    """The tokens of a file from the cache, where they are put first if they are not there.
+
+    Where they cannot be written they are made and held in memory, and why is noted.
+    """
+    assert source.path, "only files are kept"
+    entry = cache.entry(source.path, texts=texts)
+    if found := entry.read(source.name):
+        return found
+    try:
+        with entry.locked():
+            if found := entry.read(source.name):  # another process was faster
+                return found
+            total = _Summary()
+            reader = RowReader(config, cache.tokenizer, texts=texts)
+            staged = entry.write(
+                total.watching(read_chunks(reader, source, _processes(config), cache.progress(source)))
+            )
+            try:
+                source.refuse_as_json(total.rows, total.bad)
+                staged.keep(total.described(reader, source))
+            finally:
+                staged.take_back()
+        cache.prune()
+        found = entry.read(source.name)
+    except OSError as error:
+        cache.notes.append(f"the tokens of {source.name} are not kept in {cache.root}: {error.strerror or error}")
+    return found or _made(config, source, cache, texts=texts)
+
+
+def _made(config: TrainConfig, source: sources.Source, cache: TokenCache, *, texts: bool) -> tuple[TokenTable, dict]:
+    """The tokens of a file, held in memory."""
+    reader, total = RowReader(config, cache.tokenizer, texts=texts), _Summary()
+    chunks = total.watching(read_chunks(reader, source, _processes(config), cache.progress(source)))
+    table = TokenTable(source.name, [found.batch for found in chunks])
+    source.refuse_as_json(total.rows, total.bad)
+    return table, total.described(reader, source)
+
+
+def _processes(config: TrainConfig) -> int:
+    return config.dataset_num_proc or len(
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+
+
+@dataclass
+class _Summary:
+    """What was found in all chunks of a file."""
+
+    rows: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    counts: Counter = field(default_factory=Counter)
+    unused: Counter = field(default_factory=Counter)
+    read_as: Counter = field(default_factory=Counter)
+
+    def watching(self, chunks: Iterator[TokenizedChunk]) -> Iterator[TokenizedChunk]:
+        """The chunks, each counted."""
+        for found in chunks:
+            self.rows += found.rows
+            self.bad += found.bad
+            self.counts.update(found.counts)
+            self.unused.update(found.unused)
+            self.read_as.update(found.read_as)
+            yield found
+
+    def described(self, reader: RowReader, source: sources.Source) -> dict:
+        """JSON-able, for the report and the cache."""
+        renamed = [f"{count} rows are read as {names}" for names, count in self.read_as.items()]
+        summary = {
+            "rows": self.rows,
+            "notes": source.notes + renamed,
+            "bad": [_described(bad, source.name) for bad in self.bad],
+        }
+        if reader.format:
+            summary |= {"format": reader.format, "style": reader.style}
+        summary |= +self.counts
+        return summary | ({"unused_columns": dict(self.unused)} if reader.format else {})
+
+
+def _described(bad: BadRow, name: str) -> tuple[str, bool, str, str, bool]:
+    """A bad row as JSON has it; its place without the file's name, which may be another one next time."""
+    is_own = bad.where.startswith(name)
+    place = bad.where.removeprefix(name) if is_own else bad.where
+    return place, is_own, bad.reason, bad.cure, isinstance(bad, LongRow)
 
 
 def report_skipped(config: TrainConfig, *parts: LoadedSource, can_skip: bool = True) -> list[BadRow]:
@@ -92,7 +184,7 @@ def report_skipped(config: TrainConfig, *parts: LoadedSource, can_skip: bool = T
         )
         raise refusal(refused, f"; or {' and '.join(flags)}" if can_skip else "")
     for part in parts:
-        if part.spec and not part.examples:
+        if part.spec and not sum(map(len, part.tables)):
             raise UsageError(
                 "no row can be used",
                 where=part.spec,
@@ -154,165 +246,3 @@ def refusal(bad: list[BadRow], way_out: str) -> UsageError:
 def _named(places: list[str], most: int) -> str:
     more = len(places) - most
     return ", ".join(places[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def _examples(config: TrainConfig, source: sources.Source, tokenizer) -> tuple[list[Example], dict]:
-    """The examples of one file, and what was counted on the way; what cannot be used is added to `source.bad`."""
-    if not source.rows:
-        return [], {}
-    rows, counts = _meant(config, source)
-    values = [row.value for row in rows]
-    if not values:
-        return [], dict(counts)
-    name = formats.choose(values, rows[0].where) if config.dataset_format == AUTO else config.dataset_format
-    template = chat_template.ChatTemplate(tokenizer, chat_template.template_variables(config))
-    examples, unused, reader = [], Counter(), TurnReader(template)
-    style = formats.style_of(name, config.prompt_format, bool(tokenizer.chat_template))
-    for start in range(0, len(rows), _CHUNK):
-        documents = []
-        for row in rows[start : start + _CHUNK]:
-            try:
-                parsed = formats.parse_row(row.value, name, style)
-                counts[DIALOGUES] += isinstance(parsed, formats.TextRow) and name == "text" and len(parsed.parts) > 1
-                unused.update(formats.unused_columns(row.value, name, parsed))
-                if isinstance(parsed, Conversation):
-                    unused.update(f"messages[].{key}" for key in chat_template.unread(tokenizer, parsed.other_keys))
-                texts = _documents(reader, parsed, counts, config.multi_turn)
-                documents += [(row.where, _key(texts), document) for document in texts]
-            except BadRow as bad:
-                source.bad.append(bad.at(row.where))
-        limit = _CHARACTERS * config.context_length
-        short = [_shortened(document, limit) for _, _, document in documents]
-        for (where, key, document), shortened, tokens in zip(documents, short, tokenize(tokenizer, short), strict=True):
-            try:
-                whole = partial(_whole, tokenizer, document, tokens if document is shortened else None)
-                examples.append(_example(config, where, key, document, tokens, document is not shortened, whole))
-                counts[tokens.way] += 1
-            except BadRow as bad:
-                source.bad.append(bad.at(where))
-    del counts[WHOLE]
-    return examples, {"format": name, "style": style, **+counts, "unused_columns": dict(unused)}
-
-
-def _meant(config: TrainConfig, source: sources.Source) -> tuple[list[sources.Row], Counter]:
-    """The rows that are to be learned from, without the columns that are passed over."""
-    rows, counts, ignored = [], Counter(), frozenset(filter(None, map(str.strip, config.ignore_columns.split(","))))
-    stated, read_as = columns.parse(config.columns, config.sources.get("columns", "")), Counter()
-    for row in source.rows:
-        try:
-            value = meanings.ignoring(columns.renamed(row.value, stated), ignored)
-            if not stated and config.dataset_format == AUTO and not formats.detect(value):
-                known = columns.recognised(value)
-                value = columns.renamed(value, known)
-                if known:
-                    read_as[", ".join(f"{ours} from {theirs!r}" for ours, theirs in known.items())] += 1
-            value = meanings.chosen(value) if config.preference_data == "chosen" else meanings.refuse_preferences(value)
-        except meanings.NotChosen:
-            counts["rows_that_are_not_chosen"] += 1
-            continue
-        except BadRow as bad:
-            source.bad.append(bad.at(row.where))
-            continue
-        rows.append(row if value is row.value else sources.Row(value, row.where))
-    source.notes += [f"{count} rows are read as {names}" for names, count in read_as.items()]
-    return rows, counts
-
-
-def _documents(
-    reader: TurnReader, parsed: formats.TextRow | Conversation, counts: Counter, multi_turn: str
-) -> list[RenderedText]:
-    texts = (
-        [part for part, _ in parsed.parts]
-        if isinstance(parsed, formats.TextRow)
-        else [m.get("content", "") for m in parsed.messages]
-    )
-    counts["rows_with_special_tokens_in_their_text"] += any(
-        name in text for name, special in reader.template.tags.items() if special for text in texts
-    )
-    if isinstance(parsed, formats.TextRow):
-        eos = reader.template.tokenizer.eos_token
-        return [RenderedText(parsed.parts, end=eos if parsed.parts[-1][0].endswith(eos) else "")]
-    counts.update(parsed.mended)
-    documents, done = reader.documents(parsed, multi_turn)
-    counts.update(done)
-    return documents
-
-
-def _key(documents: list[RenderedText]) -> str:
-    """The same for rows that the model sees as the same text, whatever else they carry: ids, other columns."""
-    return hashlib.sha256(
-        json.dumps(["".join(part for part, _ in document.parts) for document in documents]).encode()
-    ).hexdigest()
-
-
-def _whole(tokenizer, document: RenderedText, tokens: TokenizedText | None) -> TokenizedText:
-    """The tokens of all of a document: those that there are, where it was not shortened."""
-    return tokens or tokenize(tokenizer, [document])[0]
-
-
-def _shortened(document: RenderedText, limit: int) -> RenderedText:
-    """The document's first `limit` characters; the document itself where it has no more."""
-    if sum(len(part) for part, _ in document.parts) <= limit:
-        return document
-    parts, left = [], limit
-    for part, learned in document.parts:
-        if left:
-            parts.append((part[:left], learned))
-        left -= len(parts[-1][0]) if left else 0
-    return RenderedText(tuple(parts), document.rendered)
-
-
-def _example(
-    config: TrainConfig,
-    where: str,
-    key: str,
-    document: RenderedText,
-    tokens: TokenizedText,
-    shortened: bool,
-    whole: Callable[[], TokenizedText],
-) -> Example:
-    """The example, cut to the context; `tokens` are of a document that may be shortened, `whole()` are of all of it.
-
-    Raises BadRow where it is too long for the setting, or nothing of it would be learned.
-    """
-    context = config.context_length
-    # A shortened document has got an end token that it must not have.
-    count = min(context, len(tokens.ids) - shortened)
-    truncated = count < len(tokens.ids)
-    if truncated and config.on_long_row != "truncate":
-        length = len(whole().ids)
-        raise LongRow(
-            f"{length} tokens, over the context of {context}", f"--context_length {length}, or --on_long_row truncate"
-        )
-    learned = np.array(tokens.learned[:count], bool)
-    if not learned[1:].any():
-        if not truncated:
-            raise BadRow("there is no token to learn: nothing is learned from it", "a longer text")
-        tokens = whole()
-        raise BadRow(
-            f"the prompt ({tokens.learned.index(True)} tokens) fills the context of {context}: nothing is learned from "
-            f"it",
-            f"--context_length {len(tokens.ids)}",
-        )
-    answer = _answer(document)
-    told = sum(len(part) for part, _ in document.parts)
-    scale = told / (_CHARACTERS * context) if shortened else 1  # as it goes on as it begins
-    return Example(
-        np.array(tokens.ids[:count], np.int32),
-        learned,
-        where,
-        np.array(tokens.ids[: tokens.prompt], np.int32),
-        answer[0],
-        answer[1],
-        truncated,
-        key,
-        max(context + 1, round(len(tokens.ids) * scale)) if truncated else 0,
-    )
-
-
-def _answer(document: RenderedText) -> tuple[str, str | None]:
-    """(text before the last learned part, that part without its end token); raw text has no answer."""
-    last = max(i for i, (_, learned) in enumerate(document.parts) if learned)
-    if len(document.parts) == 1:
-        return "", None
-    return "".join(part for part, _ in document.parts[:last]), document.parts[last][0].removesuffix(document.end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from anyqlora.config.schema import AUTO
 from anyqlora.core.errors import UsageError
@@ -199,14 +200,11 @@ def detect(row: dict) -> str | None:
     return next((name for name, info in FORMATS.items() if all(key in row for key in info.keys)), None)
 
 
-def choose(rows: list[dict], where: str) -> str:
-    """The format of a file: that of its first row which has one. Raises UsageError where no row has."""
-    for row in rows:
-        if name := detect(row):
-            return name
+def refuse(row: dict, where: str) -> NoReturn:
+    """Raises UsageError for the first row of a file of which no row has a format."""
     known = "; ".join(f"{name}: {', '.join(info.keys)}" for name, info in FORMATS.items())
     raise UsageError(
-        f"no known format: the row has {', '.join(map(repr, rows[0])) or 'nothing'}",
+        f"no known format: the row has {', '.join(map(repr, row)) or 'nothing'}",
         where=where,
         cure=f"--columns prompt=COLUMN,completion=COLUMN, or keys of a format - {known}",
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from anyqlora.data.examples import Example
 from anyqlora.data.packing import pack, shuffled
+from anyqlora.data.rows import Example, Rows
 
 IGNORE_INDEX = -100
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, odd
@@ -53,7 +54,7 @@ class BatchStream:
 
     def __init__(
         self,
-        rows: list[Example],
+        rows: Sequence[Example],
         *,
         batch_size: int,
         gradient_accumulation_steps: int,
@@ -69,9 +70,14 @@ class BatchStream:
         """`max_steps` of 1 or more counts before `num_epochs`: fewer steps stop within an epoch, more run into further
         epochs.
         """
-        lengths = [len(example.ids) for example in rows]
-        groups = pack(lengths, context_length, seed) if packing else [[i] for i in range(len(rows))]
-        self.sequences = [[rows[i] for i in group] for group in groups]
+        self.documents = Rows.of(rows)
+        lengths = self.documents.gather("lengths")
+        trained = self.documents.gather("trained_tokens")
+        groups = pack(lengths.tolist(), context_length, seed) if packing else []
+        # The rows of sequence i are order[starts[i] : starts[i + 1]].
+        self._rows = np.array([row for group in groups for row in group] if packing else np.arange(len(rows)), np.int32)
+        sizes = np.array([len(group) for group in groups] if packing else np.ones(len(rows)), np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
         self.batch_size, self.accumulation, self.rank, self.world_size = (
             batch_size,
             gradient_accumulation_steps,
@@ -80,16 +86,25 @@ class BatchStream:
         )
         self.seed, self.pad_id = seed, pad_id
         self.global_batch = batch_size * gradient_accumulation_steps * world_size
-        self.steps_per_epoch = -(-len(self.sequences) // self.global_batch)
+        self.steps_per_epoch = -(-len(sizes) // self.global_batch)
         self.total_steps = max_steps if max_steps > 0 else num_epochs * self.steps_per_epoch
-        self._trained = np.array(
-            [sum(int(e.trained[1:].sum()) for e in sequence) for sequence in self.sequences], np.int64
+        self._trained, self._tokens = (
+            np.add.reduceat(of_row[self._rows].astype(np.int64), self._starts[:-1]) if len(sizes) else sizes
+            for of_row in (trained, lengths)
         )
-        self._tokens = np.array([sum(len(e.ids) for e in sequence) for sequence in self.sequences], np.int64)
         self._order = (-1, np.empty(0, np.int64))  # the last epoch's permutation, kept only because it is slow to make
 
     def __len__(self) -> int:
         return self.total_steps
+
+    @property
+    def sequence_count(self) -> int:
+        """Sequences of an epoch."""
+        return len(self._starts) - 1
+
+    def sequence(self, number: int) -> list[Example]:
+        """The documents of a sequence."""
+        return [self.documents[row] for row in self._rows[self._starts[number] : self._starts[number + 1]].tolist()]
 
     def resize(self, batch_size: int) -> None:
         """Micro-batches of another size; the rows of each step and their order stay."""
@@ -103,7 +118,7 @@ class BatchStream:
         """Whether a token is trained in the step that sees two or more: which keys a query is near to does not matter
         to one that sees one.
         """
-        return any(e.trained[2:].any() for i in self._chosen(step) for e in self.sequences[i])
+        return any(e.trained[2:].any() for i in self._chosen(step) for e in self.sequence(i))
 
     def epoch(self, step: int) -> float:
         """Epochs behind us after `step` steps."""
@@ -116,7 +131,7 @@ class BatchStream:
 
     def rows(self, step: int) -> list[str]:
         """ "file:line" of every document of the whole step, over all ranks."""
-        return [example.where for i in self._chosen(step) for example in self.sequences[i]]
+        return [example.where for i in self._chosen(step) for example in self.sequence(i)]
 
     def __getitem__(self, step: int) -> list[Batch]:
         chosen = self._chosen(step)
@@ -127,7 +142,7 @@ class BatchStream:
         ]
         keys = self._row_keys(step)
         return [
-            collate([self.sequences[i] for i in share], self.pad_id, keys[start + first : start + first + len(share)])
+            collate([self.sequence(i) for i in share], self.pad_id, keys[start + first : start + first + len(share)])
             for start, share in zip(range(0, len(chosen), slot), shares, strict=True)
         ]
 
@@ -142,11 +157,11 @@ class BatchStream:
             raise IndexError(f"step {step} of {self.total_steps}")
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
-            self._order = (epoch, shuffled(len(self.sequences), self.seed, epoch))
+            self._order = (epoch, shuffled(self.sequence_count, self.seed, epoch))
         return self._order[1][place * self.global_batch : (place + 1) * self.global_batch]
 
 
-def make_stream(plan, rows: list[Example], rank: int = 0) -> BatchStream:
+def make_stream(plan, rows: Sequence[Example], rank: int = 0) -> BatchStream:
     """The plan's batches of the training rows, for the process `rank`: processes along a model axis see the same
     rows.
     """
@@ -166,7 +181,7 @@ def make_stream(plan, rows: list[Example], rank: int = 0) -> BatchStream:
     )  # the tokenizer's own pad token may lie beyond the embedding
 
 
-def make_batches(rows: list[Example], batch_size: int, pad_id: int | None) -> list[Batch]:
+def make_batches(rows: Sequence[Example], batch_size: int, pad_id: int | None) -> list[Batch]:
     """All examples in their order, one document to a row, for evaluation."""
     return [collate([[e] for e in rows[i : i + batch_size]], pad_id) for i in range(0, len(rows), batch_size)]
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from anyqlora.core.terminal import printable
 from anyqlora.data import audit, formats
 from anyqlora.data.conversations import Conversation
 from anyqlora.data.dataset import DataSplits, load_data, read_held_out
-from anyqlora.data.examples import DIALOGUES, Example
 from anyqlora.data.readers.bad_rows import BadRow
+from anyqlora.data.row_reader import DIALOGUES
+from anyqlora.data.rows import Example
 from anyqlora.data.tokenizer import ending_with
 from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import ConsoleReporter
@@ -82,7 +83,9 @@ class FinishedRun:
             return [{"role": "user", "content": question}]
         return "".join(part for part, _ in parsed.parts[:-1]) if parsed else question
 
-    def held_out(self, tokenizer, dataset: str = "", warn: Callable[[str], None] = lambda text: None) -> list[Example]:
+    def held_out(
+        self, tokenizer, dataset: str = "", warn: Callable[[str], None] = lambda text: None
+    ) -> Sequence[Example]:
         """The rows of `dataset`, or those that the run held out itself; `warn` is told what was found in `dataset`.
 
         Raises UsageError.
@@ -90,7 +93,7 @@ class FinishedRun:
         with ending_with(tokenizer, self.report.get("end_token")):  # the saved one may end with what the answers do
             return self._held_out(tokenizer, dataset, warn)
 
-    def _held_out(self, tokenizer, dataset: str, warn: Callable[[str], None]) -> list[Example]:
+    def _held_out(self, tokenizer, dataset: str, warn: Callable[[str], None]) -> Sequence[Example]:
         if dataset:
             rows, report = read_held_out(self.config, dataset, tokenizer)
             for finding in audit.warnings(report):

@@ -12,7 +12,8 @@ from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.data.chat_template import template_variables
 from anyqlora.data.dataset import DataSplits, check_tokens, iterate_tokens
-from anyqlora.data.examples import Example, prompt_ids
+from anyqlora.data.examples import prompt_ids
+from anyqlora.data.rows import Example
 from anyqlora.planning.planner import RunPlan
 from anyqlora.reporting.console import ConsoleReporter
 from anyqlora.runs.finished import EvalContext, FinishedRun, plan_here
@@ -91,7 +92,7 @@ class FineTunedModel(ABC):
         """
         return self.evaluate_examples(self.run.held_out(self.tokenizer, dataset, warnings.warn))
 
-    def evaluate_examples(self, examples: list[Example]) -> dict[str, Any]:
+    def evaluate_examples(self, examples: Sequence[Example]) -> dict[str, Any]:
         """The same of rows that are tokens already. Raises UsageError for tokens that the model does not have."""
         check_tokens(self.plan.config, self.tokenizer, iterate_tokens(examples))
         data = DataSplits([], examples, self.run.report, "")

@@ -12,7 +12,7 @@ import numpy as np
 
 from anyqlora.config.schema import AUTO
 from anyqlora.core.errors import RunError
-from anyqlora.data.examples import Example
+from anyqlora.data.rows import Example
 from anyqlora.data.stream import Batch, make_batches
 from anyqlora.models.architectures import position_table
 
@@ -22,7 +22,7 @@ PAD = 0  # whatever stands in padding is masked; a tokenizer's own pad token may
 
 
 def evaluate(
-    examples: list[Example],
+    examples: Sequence[Example],
     total_loss: Callable[[Iterator[Batch]], float],
     answers: Callable[..., list[str]],
     *,
@@ -68,7 +68,7 @@ def evaluate(
     return evaluation
 
 
-def questions(examples: list[Example], exact_match: bool, shown: int) -> list[Example]:
+def questions(examples: Sequence[Example], exact_match: bool, shown: int) -> Sequence[Example]:
     """The rows whose prompts are answered."""
     answerable = [e for e in examples if e.answer is not None]
     return answerable if exact_match else answerable[:shown]

@@ -90,6 +90,10 @@ class TrainingSession:
             self._write_stacks(self.process_group)
         for warning in warnings(self.data.report):
             self.console.warn(warning)
+        for note in self.data.notes:
+            self.console.warn(note)
+        for line in self.data.news:
+            self.console.info(line)
         if not restored and self.data.train:
             self.console.info(written_as(self.data.report))
             self.console.info(f"the first: {shortened(self.data.train[0], self.tokenizer)}")

@@ -7,6 +7,7 @@ import pytest
 
 from anyqlora import __main__ as program
 from anyqlora.data import audit, dataset
+from anyqlora.data.rows import Example
 from tests.support import local_hub, runs, tiny_models
 from tests.support.data_fixtures import CHATML, byte_level, metaspace, settings, write
 
@@ -154,7 +155,7 @@ def test_double_begin_tokens_and_masked_rows_are_found():
 
     tokens = metaspace()
     ids = np.array([tokens.bos_token_id, tokens.bos_token_id, 40, 41], np.int32)
-    example = dataset.Example(ids, np.array([False, False, False, False]), "f:1", ids, "", None)
+    example = Example(ids, np.array([False, False, False, False]), "f:1", ids, "", None)
     found = audit.statistics([example], tokens)
     assert found["double_bos"] == found["fully_masked"] == {"count": 1, "first": ["f:1"]}
 

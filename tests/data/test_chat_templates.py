@@ -290,7 +290,7 @@ def test_tokens_are_those_of_the_whole_text(templates):
             assert found.ids == beginnings[-1] + end, name
             assert found.learned == learned + [True] * len(end), name
             compared += 1
-    assert compared >= 100
+    assert compared >= 95
 
 
 @pytest.mark.parametrize("kind", ["one turn", "three turns", "system"])

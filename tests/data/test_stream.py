@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from anyqlora.data import dataset
-from anyqlora.data.examples import Example
 from anyqlora.data.packing import pack, shuffled
+from anyqlora.data.rows import Example
 from anyqlora.data.stream import IGNORE_INDEX, BatchStream, make_batches
 from tests.support.data_fixtures import byte_level, settings, write
 
@@ -177,7 +177,7 @@ def test_packing_fills_sequences_and_never_overfills_them():
 def test_packing_makes_fewer_sequences_of_the_same_rows():
     rows = examples(60, longest=8)
     packed, plain = stream(rows, packing=True), stream(rows)
-    assert len(packed.sequences) < len(plain.sequences) / 2
+    assert packed.sequence_count < plain.sequence_count / 2
     assert sum(b.trained for i in range(packed.steps_per_epoch) for b in packed[i]) == sum(
         b.trained for i in range(plain.steps_per_epoch) for b in plain[i]
     )

@@ -10,6 +10,9 @@ class BadRow(Exception):
         super().__init__(reason)
         self.reason, self.cure, self.where = reason, cure, where
 
+    def __reduce__(self):
+        return type(self), (self.reason, self.cure, self.where)
+
     def at(self, where: str) -> BadRow:
         """The same, of a row whose place is known now."""
         return type(self)(self.reason, self.cure, where)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import csv
 import glob
 import gzip
 import io
+import itertools
 import lzma
 import os
 import re
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from anyqlora.core.errors import UsageError
 from anyqlora.core.redaction import redacted
@@ -41,6 +43,7 @@ _SIGNATURES = {  # first bytes -> (what the file is instead of text, cure)
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd it, or name it .zst"),
     b"PAR1": ("Parquet", "name it .parquet"),
 }
+CHUNK_BYTES, CHUNK_ROWS = 1 << 20, 1000  # of what is read at a time
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bz2", ".zst": "zstd"}
 _DESCRIPTIONS = (
     "dataset_info.json",
@@ -63,14 +66,70 @@ class Row:
     where: str  # "file:line"; for Parquet "file:number of the row"
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a file in turn: read, or a piece of a file with one JSON row per line, which anybody can read."""
+
+    name: str  # of the file
+    rows: tuple[Row | BadRow, ...] = ()
+    raw: bytes = b""
+    line: int = 1  # the first one of `raw`
+
+    def read(self) -> Iterator[Row | BadRow]:
+        """The rows, and why others cannot be read."""
+        yield from self.rows
+        for where, row in strict_json.lines(self.raw, self.name, self.line) if self.raw else ():
+            yield row if isinstance(row, BadRow) else Row(row, where)
+
+
 @dataclass
 class Source:
-    """All rows of one file, with what could not be read and what was passed over."""
+    """One file of rows, with what was passed over; what is in it is read when it is asked for."""
 
     name: str
-    rows: list[Row] = field(default_factory=list)
-    bad: list[BadRow] = field(default_factory=list)
+    path: Path | None = None  # None: the rows are made here
+    most: int | None = None  # rows that are taken of it
     notes: list[str] = field(default_factory=list)
+    made: tuple[Row, ...] = ()
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All of it in turn, which adds to the notes.
+
+        Raises UsageError for a file that is no text, or is empty.
+        """
+        if self.path is None:
+            yield Chunk(self.name, self.made)
+            return
+        found = 0
+        try:
+            for chunk in _chunks(self.path, self):
+                if self.most is not None:
+                    chunk = Chunk(self.name, tuple(itertools.islice(chunk.read(), self.most - found)))
+                    found += len(chunk.rows)
+                yield chunk
+                if self.most is not None and found >= self.most:
+                    return
+        except OSError as error:
+            raise UsageError(f"cannot be read: {error.strerror or error}", where=self.name) from None
+
+    def refuse_as_json(self, rows: int, bad: list[BadRow]) -> None:
+        """Raises UsageError for a .json file of which nothing is a row: it is neither of the forms it may have."""
+        if self.path and suffix_of(self.path) == ".json" and not rows and bad and not _is_list(self.path):
+            raise UsageError(
+                "neither a list of rows nor one row per line",
+                where=bad[0].where,
+                cure='[{"prompt": "...", "completion": "..."}, ...]',
+            )
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows that can be read."""
+        return [row for chunk in self.chunks() for row in chunk.read() if isinstance(row, Row)]
+
+    @property
+    def bad(self) -> list[BadRow]:
+        """Why others cannot."""
+        return [row for chunk in self.chunks() for row in chunk.read() if isinstance(row, BadRow)]
 
 
 def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
@@ -152,17 +211,17 @@ def files(name: str, *, held_out: bool = False, offline: bool = False, is_defaul
 def read(
     name: str, *, held_out: bool = False, samples: int = 512, offline: bool = False, is_default: bool = False
 ) -> list[Source]:
-    """The rows of one source, file by file.
+    """The files of one source.
 
     `held_out` chooses the split, `samples` the rows of alpaca_sample and dummy.
 
-    Raises UsageError for what is no source at all; rows that cannot be read are in each `bad`.
+    Raises UsageError for what is no source at all.
     """
     if name == "dummy":
         return [dummy(samples)]
     sources = [file(path) for path in files(name, held_out=held_out, offline=offline, is_default=is_default)]
     if name == "alpaca_sample":
-        del sources[0].rows[samples:]
+        sources[0].most = samples
     if _matches(name):
         return sources
     path = root(name, held_out=held_out, offline=offline)
@@ -192,7 +251,7 @@ def dummy(count: int) -> Source:
         {"prompt": f"Question {i}: what is {i} plus {i + 1}?\nAnswer:", "completion": f" {2 * i + 1}"}
         for i in range(count)
     ]
-    return Source("dummy", [Row(row, f"dummy:{i}") for i, row in enumerate(rows, 1)])
+    return Source("dummy", made=tuple(Row(row, f"dummy:{i}") for i, row in enumerate(rows, 1)))
 
 
 def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
@@ -254,28 +313,65 @@ def download(name: str, offline: bool, is_default: bool = False) -> Path:
 
 
 def file(path: str | Path) -> Source:
-    """The rows of one file, by its suffix.
-
-    Raises UsageError for a file that is no text, is empty or is of unknown kind.
-    """
+    """One file, to be read by its suffix. Raises UsageError for one of unknown kind."""
     path = Path(path)
-    source = Source(str(path))
     if suffix_of(path) not in READERS:
         kind = "".join(path.suffixes[-2:]) if path.suffix.lower() in COMPRESSED else path.suffix
         cure = f"one of {', '.join(READERS)}, each perhaps with {', '.join(COMPRESSED)} behind it"
         raise UsageError(f"unknown kind of file {kind!r}", where=str(path), cure=cure)
-    try:
-        READERS[suffix_of(path)](path, source)
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
-    if not source.rows and not source.bad:
+    return Source(str(path), path)
+
+
+def _chunks(path: Path, source: Source) -> Iterator[Chunk]:
+    """The file in turn. Raises UsageError where it is empty."""
+    is_empty = True
+    is_lines = READERS[suffix_of(path)] is _json and not _is_list(path)
+    for chunk in _line_chunks(path, source) if is_lines else _row_chunks(path, source):
+        is_empty = False
+        yield chunk
+    if is_empty:
         raise UsageError("no rows: the file is empty", where=str(path), cure="one row per line, or leave the file out")
-    return source
+
+
+def _row_chunks(path: Path, source: Source) -> Iterator[Chunk]:
+    rows = READERS[suffix_of(path)](path, source)
+    while some := tuple(itertools.islice(rows, CHUNK_ROWS)):
+        yield Chunk(source.name, some)
+
+
+def _line_chunks(path: Path, source: Source) -> Iterator[Chunk]:
+    """Pieces that end where lines do."""
+    line, left, is_first = 1, [], True
+    with _opened(path) as stream:
+        while block := stream.read(CHUNK_BYTES):
+            if is_first:
+                block, is_first = _text_begins(block, path, source), False
+            whole, end, rest = block.rpartition(b"\n")
+            if not end:
+                left.append(block)
+                continue
+            raw = b"".join([*left, whole, end])
+            left = [rest]
+            if raw.strip():
+                yield Chunk(source.name, raw=raw, line=line)
+            line += raw.count(b"\n")
+    raw = b"".join(left)
+    if raw.strip():
+        yield Chunk(source.name, raw=raw, line=line)
 
 
 def _content(path: Path, source: Source) -> bytes:
     """The file's bytes without a UTF-8 byte order mark. Raises UsageError for what is visibly no text."""
-    content = _bytes(path)
+    return _text_begins(_whole(path), path, source)
+
+
+def _whole(path: Path) -> bytes:
+    with _opened(path) as stream:
+        return stream.read()
+
+
+def _text_begins(content: bytes, path: Path, source: Source) -> bytes:
+    """The beginning of a file without a UTF-8 byte order mark. Raises UsageError for what is visibly no text."""
     for signature, (what, cure) in _SIGNATURES.items():
         if content.startswith(signature):
             raise UsageError(f"not UTF-8 text but {what}", where=str(path), cure=cure)
@@ -285,33 +381,37 @@ def _content(path: Path, source: Source) -> bytes:
             "not UTF-8 text: a binary file, or UTF-16", where=str(path), cure="UTF-16: iconv -f UTF-16 -t UTF-8"
         )
     if content.startswith(b"\xef\xbb\xbf"):
-        source.notes.append("a byte order mark was passed over")
+        note = "a byte order mark was passed over"
+        source.notes += [note] * (note not in source.notes)
         content = content[3:]
     return content
 
 
-def _bytes(path: Path) -> bytes:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     """What is in a file, without its compression. Raises UsageError for a file that breaks off or is something else."""
     kind = COMPRESSED.get(path.suffix.lower())
     if not kind:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            yield file
+        return
     try:
         if kind == "zstd":
             import pyarrow
 
-            with pyarrow.input_stream(str(path), compression="zstd") as file:
-                return file.read()
-        opened = {"gzip": gzip.open, "xz": lzma.open, "bz2": bz2.open}[kind]
-        with opened(path) as file:
-            return file.read()
-    except FileNotFoundError:
+            opened: Any = pyarrow.input_stream(str(path), compression="zstd")
+        else:
+            opened = {"gzip": gzip.open, "xz": lzma.open, "bz2": bz2.open}[kind](path)
+        with opened:
+            yield opened
+    except (FileNotFoundError, UsageError):
         raise
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"not whole as {kind}: {reason}", where=str(path), cure="compress it anew") from None
 
 
-def _text(path: Path, source: Source) -> None:
+def _text(path: Path, source: Source) -> Iterator[Row | BadRow]:
     """Documents with blank lines between them."""
     content, first, lines = _content(path, source), 1, []
     for number, raw in enumerate([*content.split(b"\n"), b""], 1):
@@ -320,32 +420,31 @@ def _text(path: Path, source: Source) -> None:
             lines.append(raw.rstrip(b"\r"))
             continue
         if lines:
-            where = f"{path}:{first}"
             try:
-                source.rows.append(Row({"text": strict_json.text_of(b"\n".join(lines), str(path), first)}, where))
+                yield Row({"text": strict_json.text_of(b"\n".join(lines), str(path), first)}, f"{path}:{first}")
             except BadRow as bad:
-                source.bad.append(bad)
+                yield bad
         lines = []
 
 
-def _json(path: Path, source: Source) -> None:
-    """A list of rows or one row per line, whichever the first character says: both are found under both suffixes."""
-    content = _content(path, source)
-    is_list = content.lstrip()[:1] == b"[" and suffix_of(path) == ".json"
-    for where, row in (strict_json.items if is_list else strict_json.lines)(content, str(path)):
-        if isinstance(row, BadRow):
-            source.bad.append(row)
-        else:
-            source.rows.append(Row(row, where))
-    if suffix_of(path) == ".json" and not source.rows and source.bad and not is_list:
-        raise UsageError(
-            "neither a list of rows nor one row per line",
-            where=source.bad[0].where,
-            cure='[{"prompt": "...", "completion": "..."}, ...]',
-        )
+def _is_list(path: Path) -> bool:
+    """Whether a .json file is a list of rows, as its first character says; both forms are found under both suffixes."""
+    if suffix_of(path) != ".json":
+        return False
+    with _opened(path) as stream:
+        while block := stream.read(4096):
+            if text := block.removeprefix(b"\xef\xbb\xbf").lstrip():
+                return text[:1] == b"["
+    return False
 
 
-def _csv(path: Path, source: Source) -> None:
+def _json(path: Path, source: Source) -> Iterator[Row | BadRow]:
+    """A list of rows."""
+    for where, row in strict_json.items(_content(path, source), str(path)):
+        yield row if isinstance(row, BadRow) else Row(row, where)
+
+
+def _csv(path: Path, source: Source) -> Iterator[Row | BadRow]:
     """The first line names the columns. Every cell is text."""
     content = _content(path, source)
     if b"\0" in content:
@@ -366,7 +465,7 @@ def _csv(path: Path, source: Source) -> None:
         except StopIteration:
             return
         except csv.Error as error:  # the reader has lost its place: nothing after this can be trusted
-            source.bad.append(BadRow(f"not CSV: {error}", "put quotes around cells, and double those inside", where))
+            yield BadRow(f"not CSV: {error}", "put quotes around cells, and double those inside", where)
             return
         if cells and not names:
             names = cells
@@ -377,23 +476,21 @@ def _csv(path: Path, source: Source) -> None:
                     cure="one name for each column",
                 )
         elif len(cells) == len(names):
-            source.rows.append(Row(dict(zip(names, cells, strict=True)), where))
+            yield Row(dict(zip(names, cells, strict=True)), where)
         elif cells:
-            source.bad.append(
-                BadRow(
-                    f"{len(cells)} cells, but the header has {len(names)}",
-                    "put quotes around a cell that holds a comma or a line break",
-                    where,
-                )
+            yield BadRow(
+                f"{len(cells)} cells, but the header has {len(names)}",
+                "put quotes around a cell that holds a comma or a line break",
+                where,
             )
 
 
-def _parquet(path: Path, source: Source) -> None:
+def _parquet(path: Path, source: Source) -> Iterator[Row | BadRow]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        content = io.BytesIO(_bytes(path)) if path.suffix.lower() in COMPRESSED else path
+        content = io.BytesIO(_whole(path)) if path.suffix.lower() in COMPRESSED else path
         with parquet.ParquetFile(content) as table:
             names = table.schema_arrow.names
             if len(set(names)) < len(names):
@@ -402,8 +499,10 @@ def _parquet(path: Path, source: Source) -> None:
                     where=str(path),
                     cure="one name for each column",
                 )
-            for batch in table.iter_batches():
-                _add_batch(batch, path, source)
+            read = 0
+            for batch in table.iter_batches(batch_size=CHUNK_ROWS):
+                yield from _rows_of_batch(batch, path, read)
+                read += batch.num_rows
     except pyarrow.ArrowException as error:
         raise UsageError(
             f"not Parquet: {str(error).splitlines()[0]}",
@@ -412,18 +511,15 @@ def _parquet(path: Path, source: Source) -> None:
         ) from None
 
 
-def _add_batch(batch, path: Path, source: Source) -> None:
-    before = len(source.rows) + len(source.bad)
+def _rows_of_batch(batch, path: Path, before: int) -> Iterator[Row | BadRow]:
+    """`before` rows were read already."""
     try:
         values = batch.to_pylist()
     except (ValueError, OverflowError):  # one that Python cannot have, of which the error does not say the row
         values = [_alone(batch.slice(number, 1)) for number in range(batch.num_rows)]
     for number, value in enumerate(values, before + 1):
         where = f"{path}:{number}"
-        if isinstance(value, BadRow):
-            source.bad.append(value.at(where))
-        else:
-            source.rows.append(Row(_without_nulls(value), where))
+        yield value.at(where) if isinstance(value, BadRow) else Row(_without_nulls(value), where)
 
 
 def _alone(batch) -> dict | BadRow:

@@ -26,9 +26,11 @@ def text_of(raw: bytes, name: str, line: int) -> str:
         ) from None
 
 
-def lines(content: bytes, name: str) -> Iterator[tuple[str, dict | BadRow]]:
-    """("file:line", row) of a file with one row per line; a BadRow instead of a row that cannot be read."""
-    for number, raw in enumerate(content.split(b"\n"), 1):
+def lines(content: bytes, name: str, first: int = 1) -> Iterator[tuple[str, dict | BadRow]]:
+    """("file:line", row) of text with one row per line, from line `first` on; a BadRow instead of a row that cannot be
+    read.
+    """
+    for number, raw in enumerate(content.split(b"\n"), first):
         if not raw.strip():
             continue
         try:

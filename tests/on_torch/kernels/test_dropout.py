@@ -64,7 +64,7 @@ def masks_of_a_step(seed=1, step=0):
 
 
 def stream_of(rows=16, length=64, **settings):
-    from anyqlora.data.examples import Example
+    from anyqlora.data.rows import Example
 
     examples = [
         Example(np.full(length, 5, np.int32), np.ones(length, bool), f"rows:{i}", np.empty(0, np.int32), "", "")
