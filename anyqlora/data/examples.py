@@ -98,9 +98,8 @@ def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
                 return found
             total = _Summary()
             reader = RowReader(config, cache.tokenizer, texts=texts)
-            staged = entry.write(
-                total.watching(read_chunks(reader, source, _processes(config), cache.progress(source)))
-            )
+            chunks = read_chunks(reader, source, _processes(config), cache.progress(source))
+            staged = entry.write(total.watching(chunks))
             try:
                 source.refuse_as_json(total.rows, total.bad)
                 staged.keep(total.described(reader, source))
@@ -123,9 +122,9 @@ def _made(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
 
 
 def _processes(config: TrainConfig) -> int:
-    return config.dataset_num_proc or len(
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    """The stated number, or one for each core that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.dataset_num_proc or cores
 
 
 @dataclass
