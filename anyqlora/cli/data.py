@@ -8,6 +8,7 @@ from anyqlora.core.terminal import printable
 from anyqlora.data import audit, chat_template, dataset, tokenizer
 from anyqlora.data.readers import sources
 from anyqlora.planning import planner
+from anyqlora.reporting.row_progress import show_rows
 
 USAGE = """usage: python -m anyqlora data --dataset FILE --model_name MODEL [any flag of train.py] [--show N]
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     settings, changes = planner.fitted_context_length(
         settings
     )  # what a hub model says of itself came with its tokenizer
-    splits = dataset.load_data(settings, tokens, may_cut_ends=True)
+    splits = dataset.load_data(settings, tokens, may_cut_ends=True, progress=show_rows)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for example in splits.train[:show]:
         _print_example(console, example, tokens)

@@ -195,6 +195,7 @@ NEEDS = {  # what settings need -> (the setting that decides it, whether it is t
     ),
     "processes": ("world_size", lambda c: c.world_size != 1, "one process has nobody to meet"),
     "quantized_cache": ("quantized_cache", lambda c: c.quantized_cache is not False, "nothing is kept"),
+    "token_cache": ("token_cache", lambda c: c.token_cache is not False, "nothing is kept"),
     "synchronization": ("world_size", lambda c: c.world_size != 1, "one process has no gradients to synchronise"),
     "affine": (
         "quantizer",

@@ -140,18 +140,18 @@ class TokenTable:
         return self.name if line == NO_LINE else f"{self.name}:{line}"
 
     def example(self, row: int) -> Example:
-        """One row; its tokens are not copied."""
+        """One row."""
         batch, at = self.place(row)
         offsets, ids, trained = self.tokens(batch)
         start, end = offsets[at], offsets[at + 1]
         columns = self.batches[batch]
         count, length = columns.column("prompt")[at].as_py(), columns.column("length")[at].as_py()
         rest = columns.column("prompt_rest")[at].as_py()
-        prompt = ids[start : start + count]
+        prompt = ids[start : start + count].copy()  # what is mapped cannot be written, and torch warns of that
         has_answer = columns.column("has_answer")[at].as_py()
         return Example(
-            ids[start:end],
-            trained[start:end],
+            ids[start:end].copy(),
+            trained[start:end].copy(),
             self.where(row),
             np.concatenate([prompt, np.array(rest, np.int32)]) if rest else prompt,
             columns.column("prompt_text")[at].as_py() or "",

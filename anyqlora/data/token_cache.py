@@ -49,10 +49,10 @@ SETTINGS = (  # on which tokens depend
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy")
 
 
-Progress = Callable[[str], Callable[[int], None]]  # (name of a file) -> what is told of rows as they are done
+Progress = Callable[[str], Callable[[int | None], None]]  # (name of a file) -> what is told of rows that are done
 
 
-def no_progress(name: str) -> Callable[[int], None]:
+def no_progress(name: str) -> Callable[[int | None], None]:
     """Nobody is told."""
     return lambda rows: None
 
@@ -81,7 +81,7 @@ class TokenCache:
     def _is_place(stated: object) -> bool:
         return isinstance(stated, str) and stated != AUTO
 
-    def progress(self, source: Source) -> Callable[[int], None]:
+    def progress(self, source: Source) -> Callable[[int | None], None]:
         """What is told of the rows of a file as they are done."""
         return self.shows(source.name)
 
@@ -161,7 +161,8 @@ class Entry:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            self.cache.notes.append(f"the tokens in {self.path} are made again: {error}")
+            reason = str(error) if str(error).startswith((MANIFEST, ROWS)) else f"{MANIFEST}: {error}"
+            self.cache.notes.append(f"the tokens in {self.path} are made again: {reason}")
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.path)
             return None
@@ -207,8 +208,11 @@ class Staged:
 
     def keep(self, summary: dict) -> None:
         """Put them in their place, with what was found in the file. Raises OSError."""
-        disk = self.entry.cache.disk
+        disk, limit = self.entry.cache.disk, self.entry.cache.config.token_cache_limit * (1 << 30)
         try:
+            if _size(self.path) > limit:
+                took = f"they take {format_bytes(_size(self.path))}"
+                raise OSError(0, f"{took}, and token_cache_limit is {format_bytes(round(limit))}")
             digest = hashing.hash_files([self.path / ROWS])[0]
             manifest = {"made_of": self.entry.made_of, "sha256": digest, "summary": summary}
             disk.write(self.path / MANIFEST, sealed_manifest(manifest))

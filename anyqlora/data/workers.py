@@ -24,9 +24,9 @@ _reader: RowReader | None = None  # of a worker
 
 
 def read_chunks(
-    reader: RowReader, source: Source, workers: int = 1, progress: Callable[[int], None] = lambda rows: None
+    reader: RowReader, source: Source, workers: int = 1, progress: Callable[[int | None], None] = lambda rows: None
 ) -> Iterator[TokenizedChunk]:
-    """Every chunk of the file as tokens, in its order; `progress(rows)` is told of each."""
+    """Every chunk of the file as tokens, in its order; `progress(rows)` is told of each, and None at the end."""
     chunks = source.chunks()
     first = reader.choose_format(chunks)
     everything = itertools.chain(first, chunks)
@@ -35,6 +35,7 @@ def read_chunks(
     for found in _in_processes(reader, everything, workers) if several else map(reader.read, everything):
         progress(found.rows)
         yield found
+    progress(None)
 
 
 def _in_processes(reader: RowReader, chunks: Iterator[Chunk], workers: int) -> Iterator[TokenizedChunk]:

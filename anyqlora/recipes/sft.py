@@ -65,7 +65,7 @@ def work(run_directory: RunDirectory, plan, context: ProcessContext, config: Tra
         select.announce_plan(plan, process_group)
         tokenizer_ = tokenizer.load_tokenizer(str(base_directory(plan.config)), plan.config.trust_remote_code)
         chat_template.set_template(tokenizer_, plan.config)
-        data = dataset.load_data(plan.config, tokenizer_)
+        data = dataset.load_data(plan.config, tokenizer_, progress=select.row_progress(plan, process_group))
         handshake.check_same_data(process_group, data)
         rows = stream.make_stream(plan, data.train, process_group.rank)
         with TrainingSession(run_directory, plan, data, rows, tokenizer_, process_group) as session:

@@ -19,6 +19,7 @@ LISTS = {  # what looks like a list of settings, and is none: file -> why
     "planning/cells.py": "the axes of a matrix, each with the table that it is made of",
     "planning/mesh.py": "the three ways to ask for tensor parallelism, the first one that is stated",
     "planning/planner.py": "fields of the plan; and the three by which weights in 16 bits are asked for",
+    "data/token_cache.py": "what the tokens of a row depend on",
     "on_torch/loading/quantized_cache.py": "what the bytes of packed weights depend on",
     "on_mlx/logits_check.py": "states values",
     "testing/": "states the values of a contract's job",

@@ -422,6 +422,22 @@ def test_quantized_weights_are_kept_where_it_says_and_within_the_limit(plain, tm
         resolve({**TINY, "quantized_cache": False, "quantized_cache_limit": 3}, environ={}, origin="test")
 
 
+@shows("token_cache", "token_cache_limit", "dataset_num_proc")
+def test_tokens_are_kept_where_it_says_and_within_the_limit(plain, tmp_path, capsys):
+    """That they are the same ones, and what may go wrong, is shown in test_token_cache.py."""
+    kept = tmp_path / "kept"
+    for number in (1, 2):
+        assert losses(run(tmp_path, str(number), token_cache=str(kept), dataset_num_proc=number)) == losses(plain)
+    entries = [path for path in kept.iterdir() if path.is_dir()]
+    assert entries and all((entry / "rows.arrow").exists() for entry in entries)
+    run(tmp_path, "small", token_cache=str(tmp_path / "none"), token_cache_limit=1e-6)
+    assert not [path for path in (tmp_path / "none").iterdir() if path.is_dir()]
+    assert "token_cache_limit is 1.0 KiB" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="nothing is kept"):
+        resolve({**TINY, "token_cache": False, "token_cache_limit": 3}, environ={}, origin="test")
+    assert resolve({"preprocessing_num_workers": 3}, environ={}).dataset_num_proc == 3
+
+
 @shows("cpu_threads")
 def test_threads_are_those_that_are_stated_or_one_for_narrow_layers(tmp_path):
     before, seen = torch.get_num_threads(), []

@@ -388,11 +388,11 @@ def test_the_cards_code_loads_what_it_stands_beside_once_its_paths_are_filled_in
     folder = directory / ("model" if settings else "adapter")
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     places = {"PATH/TO/base": base, f"PATH/TO/{folder.name}": folder}
-    assert set(re.findall(r'from_pretrained\((?:base, )?"(.*?)"\)', code)) == (
-        places.keys() if not settings else {"PATH/TO/model"}
-    )
+    assert set(re.findall(r'"(PATH/TO/.*?)"', code)) == (places.keys() if not settings else {"PATH/TO/model"})
     for name, path in places.items():
         code = code.replace(name, str(path))
     there = {}
     exec(code, there)
     assert there["model"].get_input_embeddings().num_embeddings > 0
+    if not settings:
+        assert there["model"].generation_config.eos_token_id == there["tokenizer"].eos_token_id
