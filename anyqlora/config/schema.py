@@ -81,7 +81,10 @@ class TrainConfig:
         "format of the rows; auto: from their keys",
         section="data",
         on_resume="identity",
-        choices=(AUTO, "alpaca", "prompt_completion", "question_answer", "messages", "sharegpt", "text"),
+        choices=(
+            *(AUTO, "alpaca", "prompt_completion", "question_answer", "messages", "sharegpt", "segments", "tokens"),
+            "text",
+        ),
     )
     prompt_format: str = setting(
         AUTO,

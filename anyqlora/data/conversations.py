@@ -39,7 +39,7 @@ CUT, MERGED, BEGUN = MENDED = (
 )
 VARIABLES = "chat_template_kwargs"
 TOLD = ("enable_thinking", "reasoning_effort")  # columns that the chat template is told of
-BESIDE = ("system", "tools", VARIABLES, *TOLD)  # what a row may have beside its conversation
+BESIDE = ("system", "tools", "functions", VARIABLES, *TOLD)  # what a row may have beside its conversation
 # Whether a turn is learned, as OpenAI and others write it, as axolotl, ms-swift, and what counts the other way.
 SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight", "loss_scale")
 MASKS = ("mask", "masked")
@@ -140,10 +140,18 @@ def _tools(row: dict) -> tuple[dict, ...] | None:
     """The row's tools, a list of JSON schemas or the text of one, as columns of CSV and Parquet have it; None without
     any.
     """
-    tools = _parsed(row.get("tools") or None, "'tools'", "list")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow(f"'tools' is {shown(tools)}, not a list of objects", "tools as JSON schemas")
-    return tuple(tools) if tools else None
+    found: dict[str, list] = {}
+    for name in ("tools", "functions"):  # the latter is what OpenAI called them first
+        tools = _parsed(row.get(name) or None, f"{name!r}", "list")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise BadRow(f"{name!r} is {shown(tools)}, not a list of objects", "tools as JSON schemas")
+        if tools:
+            found[name] = tools
+    if len(found) > 1:
+        raise BadRow("the row has 'tools' and 'functions'", "one of them")
+    if "functions" in found:
+        return tuple({"type": "function", "function": tool} for tool in found["functions"])
+    return tuple(found["tools"]) if found else None
 
 
 def _template_variables(row: dict) -> dict:

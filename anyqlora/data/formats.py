@@ -33,6 +33,7 @@ class TextRow:
     """Text as it stands: parts, one after the other, each with whether it is learned."""
 
     parts: tuple[tuple[str, bool], ...]
+    ends_itself: bool = False  # no end token is put behind it
 
 
 def exchange(prompt: str, answer: str, row: dict, style: str, question: str) -> TextRow | Conversation:
@@ -151,6 +152,62 @@ def raw_text(row: dict, style: str) -> TextRow:
     return TextRow(tuple(parts[:-1]))  # what a human says last is answered by nobody
 
 
+def segments(row: dict, style: str) -> TextRow:
+    """Pieces of text, each with whether it is learned, as axolotl's template-free rows have them."""
+    pieces = row["segments"]
+    example = '[{"label": false, "text": "..."}, {"label": true, "text": "..."}]'
+    if not isinstance(pieces, list) or not pieces:
+        raise BadRow("'segments' is no list of pieces", example)
+    parts = []
+    for number, piece in enumerate(pieces, 1):
+        if not isinstance(piece, dict) or piece.get("label") not in (0, 1):
+            raise BadRow(f"segment {number} does not say whether it is learned", example)
+        parts.append((text(piece, "text", empty=True, of=f" of segment {number}"), bool(piece["label"])))
+    if not any(learned and piece for piece, learned in parts):
+        raise BadRow("no segment is learned", example)
+    if style in ("chat", "alpaca"):
+        raise BadRow(f"segments have no {style} form", "--prompt_format text")
+    return TextRow(tuple(parts), ends_itself=True)
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Tokens as they stand, and which of them are learned."""
+
+    ids: tuple[int, ...]
+    learned: tuple[bool, ...]
+
+
+def tokens(row: dict, style: str) -> TokenRow:
+    """Tokens that somebody has made: `input_ids`, and perhaps `labels` (-100: not learned) and `attention_mask`."""
+    ids = _whole_numbers(row, "input_ids")
+    labels = _whole_numbers(row, "labels", len(ids)) if row.get("labels") is not None else ids
+    mask = _whole_numbers(row, "attention_mask", len(ids)) if row.get("attention_mask") is not None else [1] * len(ids)
+    for place, (token, label, seen) in enumerate(zip(ids, labels, mask, strict=True)):
+        if token < 0:
+            raise BadRow(f"token {place} of 'input_ids' is {token}", "tokens of the model's own tokenizer")
+        if label not in (token, _NOT_LEARNED):
+            raise BadRow(
+                f"label {place} is {label} and its token is {token}", "labels as the tokens, or -100: not moved"
+            )
+        if seen not in (0, 1) or not seen and label != _NOT_LEARNED:
+            raise BadRow(f"token {place} is padding and learned", "-100 among the labels where attention_mask is 0")
+    kept = [(token, label != _NOT_LEARNED) for token, label, seen in zip(ids, labels, mask, strict=True) if seen]
+    return TokenRow(tuple(token for token, _ in kept), tuple(learned for _, learned in kept))
+
+
+_NOT_LEARNED = -100
+
+
+def _whole_numbers(row: dict, key: str, count: int | None = None) -> list[int]:
+    values = row[key]
+    if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
+        raise BadRow(f"{key!r} is no list of whole numbers", f'"{key}": [1, 2, 3]')
+    if count is not None and len(values) != count:
+        raise BadRow(f"{key!r} has {len(values)} numbers and 'input_ids' {count}", "one for each token")
+    return values
+
+
 # --------------------------------------------------------------------------------------------------------- the table
 
 
@@ -159,7 +216,7 @@ class FormatInfo:
     """How rows of one format are known and read, and how a question is put as they put theirs."""
 
     keys: tuple[str, ...]  # by which a row is known
-    parse: Callable[[dict, str], TextRow | Conversation]  # of (row, style); raises BadRow
+    parse: Callable[[dict, str], TextRow | TokenRow | Conversation]  # of (row, style); raises BadRow
     optional: tuple[str, ...] = ()  # keys that are read where they are there
     in_chat: tuple[str, ...] = ()  # and those that only a conversation has a place for
     style: str = "plain"  # what --prompt_format text is: chat, alpaca or plain
@@ -170,6 +227,7 @@ class FormatInfo:
         return {**dict.fromkeys(self.keys, "-"), self.question: question}
 
 
+WITHOUT_STYLE = ("text", "segments", "tokens")  # what stands there is what is learned
 # The first one whose keys are all there is a row's.
 FORMATS = {
     "messages": FormatInfo(("messages",), messages, optional=BESIDE, style="chat"),
@@ -185,13 +243,15 @@ FORMATS = {
     "prompt_completion": FormatInfo(("prompt", "completion"), prompt_completion, question="prompt"),
     "question_answer": FormatInfo(("question", "answer"), question_answer, optional=("context",), question="question"),
     "text": FormatInfo(("text",), raw_text),
+    "segments": FormatInfo(("segments",), segments),
+    "tokens": FormatInfo(("input_ids",), tokens, optional=("labels", "attention_mask")),
 }
 
 
 def style_of(name: str, prompt_format: str, has_template: bool) -> str:
     """How rows of format `name` are written: chat, alpaca or plain, or text where each format has its own words."""
     if prompt_format == AUTO:
-        return "chat" if has_template and name != "text" else "text"
+        return "chat" if has_template and name not in WITHOUT_STYLE else "text"
     return prompt_format
 
 
@@ -210,7 +270,7 @@ def refuse(row: dict, where: str) -> NoReturn:
     )
 
 
-def parse_row(row: dict, name: str, style: str) -> TextRow | Conversation:
+def parse_row(row: dict, name: str, style: str) -> TextRow | TokenRow | Conversation:
     """What `row` of format `name` says. Raises BadRow."""
     info = FORMATS[name]
     missing = [key for key in info.keys if key not in row]
@@ -231,13 +291,13 @@ def parse_row(row: dict, name: str, style: str) -> TextRow | Conversation:
     return parsed
 
 
-def used_columns(name: str, parsed: TextRow | Conversation) -> tuple[str, ...]:
+def used_columns(name: str, parsed: TextRow | TokenRow | Conversation) -> tuple[str, ...]:
     """The columns of a row that are read."""
     info = FORMATS[name]
     return info.keys + info.optional + ((*BESIDE, *info.in_chat) if isinstance(parsed, Conversation) else ())
 
 
-def unused_columns(row: dict, name: str, parsed: TextRow | Conversation) -> list[str]:
+def unused_columns(row: dict, name: str, parsed: TextRow | TokenRow | Conversation) -> list[str]:
     """The columns of the row that hold something and are neither seen nor learned."""
     used = used_columns(name, parsed)
     return [key for key, value in row.items() if key not in used and not meanings.is_empty(value)]

@@ -86,8 +86,15 @@ class RowReader:
             except BadRow as bad:
                 found.bad.append(bad.at(row.where))
         limit = _CHARACTERS * self.config.context_length
+        made = [item for item in documents if isinstance(item[2], TokenizedText)]
+        documents = [item for item in documents if not isinstance(item[2], TokenizedText)]
         short = [_shortened(document, limit) for _, _, document in documents]
         examples = []
+        for where, key, tokens in made:
+            try:
+                examples.append(_example(self.config, where, key, None, tokens, False, lambda tokens=tokens: tokens))
+            except BadRow as bad:
+                found.bad.append(bad.at(where))
         for (where, key, document), shortened, tokens in zip(
             documents, short, tokenize(self.tokenizer, short), strict=True
         ):
@@ -127,9 +134,12 @@ class RowReader:
                 rows.append(row if value is row.value else sources.Row(value, row.where))
         return rows
 
-    def _written(self, row: sources.Row, found: TokenizedChunk) -> Iterator[tuple[str, RenderedText]]:
+    def _written(self, row: sources.Row, found: TokenizedChunk) -> Iterator[tuple[str, RenderedText | TokenizedText]]:
         """(the row's key, each text that it becomes). Raises BadRow."""
         parsed = formats.parse_row(row.value, self.format, self.style)
+        if isinstance(parsed, formats.TokenRow):
+            found.unused.update(formats.unused_columns(row.value, self.format, parsed))
+            return iter([(_key_of_tokens(parsed), _tokenized(parsed))])
         is_text = isinstance(parsed, formats.TextRow)
         found.counts[DIALOGUES] += is_text and self.format == "text" and len(parsed.parts) > 1
         found.unused.update(formats.unused_columns(row.value, self.format, parsed))
@@ -140,7 +150,8 @@ class RowReader:
         found.counts["rows_with_special_tokens_in_their_text"] += any(map(self.special.search, texts))
         if is_text:
             eos = self.tokenizer.eos_token
-            documents = [RenderedText(parsed.parts, end=eos if parsed.parts[-1][0].endswith(eos) else "")]
+            end = eos if parsed.parts[-1][0].endswith(eos) else ""
+            documents = [RenderedText(parsed.parts, parsed.ends_itself, end, parsed.ends_itself)]
         else:
             found.counts.update(parsed.mended)
             documents, done = self.turns.documents(parsed, self.config.multi_turn)
@@ -154,6 +165,19 @@ def _key(documents: list[RenderedText]) -> str:
     return hashlib.sha256(
         json.dumps(["".join(part for part, _ in document.parts) for document in documents]).encode()
     ).hexdigest()
+
+
+def _key_of_tokens(row: formats.TokenRow) -> str:
+    return hashlib.sha256(np.array(row.ids, np.int64).tobytes()).hexdigest()
+
+
+def _tokenized(row: formats.TokenRow) -> TokenizedText:
+    """Tokens that somebody has made, and where their last learned run begins."""
+    learned = list(row.learned)
+    last = len(learned) - 1 - learned[::-1].index(True) if True in learned else len(learned)
+    while last > 0 and learned[last - 1]:
+        last -= 1
+    return TokenizedText(list(row.ids), learned, last, WHOLE)
 
 
 def _whole(tokenizer, document: RenderedText, tokens: TokenizedText | None) -> TokenizedText:
@@ -177,12 +201,13 @@ def _example(
     config: TrainConfig,
     where: str,
     key: str,
-    document: RenderedText,
+    document: RenderedText | None,
     tokens: TokenizedText,
     shortened: bool,
     whole: Callable[[], TokenizedText],
 ) -> Example:
     """The example, cut to the context; `tokens` are of a document that may be shortened, `whole()` are of all of it.
+    Tokens that somebody has made are of no document.
 
     Raises BadRow where it is too long for the setting, or nothing of it would be learned.
     """
@@ -205,8 +230,8 @@ def _example(
             f"it",
             f"--context_length {len(tokens.ids)}",
         )
-    answer = _answer(document)
-    told = sum(len(part) for part, _ in document.parts)
+    answer = _answer(document) if document else ("", None)
+    told = sum(len(part) for part, _ in document.parts) if document else 0
     scale = told / (_CHARACTERS * context) if shortened else 1  # as it goes on as it begins
     return Example(
         np.array(tokens.ids[:count], np.int32),

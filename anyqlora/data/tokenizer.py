@@ -64,6 +64,7 @@ class RenderedText:
     parts: tuple[tuple[str, bool], ...]
     rendered: bool = False  # by a chat template, which writes the begin token itself
     end: str = ""  # the end token that the last learned part has of its own
+    ends_itself: bool = False  # nothing is put behind it
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,11 @@ def _common(one: list[int], other: list[int]) -> int:
 
 def _ended(tokenizer, document: RenderedText, ids: list[int], learned: list[bool], way: str) -> TokenizedText:
     """With the end token, which is learned like any other, where the text has none of its own."""
-    has_end = bool(document.end) if document.rendered else ids[-1:] == [tokenizer.eos_token_id] and learned[-1]
+    has_end = (
+        document.ends_itself or bool(document.end)
+        if document.rendered
+        else ids[-1:] == [tokenizer.eos_token_id] and learned[-1]
+    )
     if not has_end:
         ids, learned = [*ids, tokenizer.eos_token_id], [*learned, True]
     backward = learned[::-1]

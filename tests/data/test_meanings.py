@@ -129,7 +129,8 @@ SAYS = {  # of each meaning one value
     meanings.CONTEXT: "Be kind.",
 }
 READ = dict.fromkeys(
-    ("system", "tools", "chat_template_kwargs", "enable_thinking", "reasoning_effort"), ("messages", "sharegpt")
+    ("system", "tools", "functions", "chat_template_kwargs", "enable_thinking", "reasoning_effort"),
+    ("messages", "sharegpt"),
 )
 
 

@@ -264,6 +264,7 @@ def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
         if p.is_file()
         and suffix_of(p) in READERS
         and not any(part.startswith(".") for part in p.relative_to(path).parts)
+        and not (p.suffix == ".arrow" and p.name.startswith(("cache-", "tmp")))  # what datasets.map has left
     )
     paths = [p for p in paths if suffix_of(p) != ".txt"] or paths  # beside rows, text is about them
     if not paths:
@@ -363,6 +364,29 @@ def _line_chunks(path: Path, source: Source) -> Iterator[Chunk]:
 def _content(path: Path, source: Source) -> bytes:
     """The file's bytes without a UTF-8 byte order mark. Raises UsageError for what is visibly no text."""
     return _text_begins(_whole(path), path, source)
+
+
+def _arrow(path: Path, source: Source) -> Iterator[Row | BadRow]:
+    """Arrow's stream or file, as Hugging Face's datasets saves them."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as content:
+            try:
+                batches: Any = pyarrow.ipc.open_stream(content)
+            except pyarrow.ArrowInvalid:
+                content.seek(0)
+                opened = pyarrow.ipc.open_file(content)
+                batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
+            read = 0
+            for batch in batches:
+                for start in range(0, batch.num_rows, CHUNK_ROWS):
+                    yield from _rows_of_batch(batch.slice(start, CHUNK_ROWS), path, read + start)
+                read += batch.num_rows
+    except pyarrow.ArrowException as error:
+        raise UsageError(
+            f"not Arrow: {str(error).splitlines()[0]}", where=str(path), cure="save it anew, or name it by what it is"
+        ) from None
 
 
 def _whole(path: Path) -> bytes:
@@ -556,5 +580,6 @@ READERS = {
     ".csv": _csv,
     ".tsv": _csv,
     ".parquet": _parquet,
+    ".arrow": _arrow,
     ".txt": _text,
 }
