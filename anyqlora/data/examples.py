@@ -89,7 +89,7 @@ def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
     Where they cannot be written they are made and held in memory, and why is noted.
     """
     assert source.path, "only files are kept"
-    entry = cache.entry(source.path, texts=texts)
+    entry = cache.entry(source, texts=texts)
     if found := entry.read(source.name):
         return found
     try:
@@ -97,7 +97,7 @@ def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
             if found := entry.read(source.name):  # another process was faster
                 return found
             total = _Summary()
-            reader = RowReader(config, cache.tokenizer, texts=texts)
+            reader = RowReader(config, cache.tokenizer, texts=texts, indexed=source.indexed)
             chunks = read_chunks(reader, source, _processes(config), cache.progress(source))
             staged = entry.write(total.watching(chunks))
             try:
@@ -114,7 +114,7 @@ def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
 
 def _made(config: TrainConfig, source: sources.Source, cache: TokenCache, *, texts: bool) -> tuple[TokenTable, dict]:
     """The tokens of a file, held in memory."""
-    reader, total = RowReader(config, cache.tokenizer, texts=texts), _Summary()
+    reader, total = RowReader(config, cache.tokenizer, texts=texts, indexed=source.indexed), _Summary()
     chunks = total.watching(read_chunks(reader, source, _processes(config), cache.progress(source)))
     table = TokenTable(source.name, [found.batch for found in chunks])
     source.refuse_as_json(total.rows, total.bad)

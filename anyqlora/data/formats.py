@@ -12,6 +12,7 @@ from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import nearest
 from anyqlora.data import meanings
 from anyqlora.data.conversations import BESIDE, OTHER_ROLES, ROLES, Conversation, conversation, role_of
+from anyqlora.data.readers import strict_json
 from anyqlora.data.readers.bad_rows import BadRow, kind, text
 
 ALPACA = (
@@ -116,7 +117,11 @@ def sharegpt(row: dict, style: str) -> Conversation:
         if "role" in turn and "from" not in turn:  # sets converted half way
             messages.append(turn)
             continue
-        role = role_of(text(turn, "from", of=f" of turn {number}"))
+        said_by = text(turn, "from", of=f" of turn {number}")
+        if said_by.strip().lower() in CALLERS:
+            messages.append(_call(turn, number))
+            continue
+        role = role_of(said_by)
         if role not in ROLES:
             known = (*ROLES, *OTHER_ROLES)
             raise BadRow(f"turn {number} is from {role!r}{nearest(role, known)}", f"one of {', '.join(known)}")
@@ -128,6 +133,25 @@ def sharegpt(row: dict, style: str) -> Conversation:
             }
         )
     return conversation(messages, row, style)
+
+
+CALLERS = ("function_call", "tool_call", "function-call")  # of whom what is said is a call, as JSON
+
+
+def _call(turn: dict, number: int) -> dict:
+    """The assistant's message for a turn that is a call: {"name": ..., "arguments": ...}, or a list of such."""
+    of = f" of turn {number}"
+    value = turn.get("value")
+    try:
+        calls = strict_json.value(value) if isinstance(value, str) else value
+    except BadRow as bad:
+        raise BadRow(f"'value'{of} is a call that is no JSON: {bad.reason}", bad.cure) from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise BadRow(f"'value'{of} is no call", '{"name": "...", "arguments": {...}}')
+    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    functions = [{"type": "function", "function": call} for call in calls]
+    return {**rest, "role": "assistant", "content": "", "tool_calls": functions}
 
 
 def raw_text(row: dict, style: str) -> TextRow:

@@ -18,6 +18,7 @@ from anyqlora.data import chat_template, columns, formats, meanings
 from anyqlora.data.conversations import Conversation
 from anyqlora.data.readers import sources
 from anyqlora.data.readers.bad_rows import BadRow, LongRow
+from anyqlora.data.readers.dataset_index import IndexedSet
 from anyqlora.data.rows import Example, batch_of
 from anyqlora.data.tokenizer import WHOLE, RenderedText, TokenizedText, tokenize
 from anyqlora.data.turns import TurnReader
@@ -41,8 +42,11 @@ class TokenizedChunk:
 class RowReader:
     """Makes tokens of the rows of one file."""
 
-    def __init__(self, config: TrainConfig, tokenizer, *, texts: bool):
-        """`texts`: what prompts and answers say is kept, for rows that are evaluated."""
+    def __init__(self, config: TrainConfig, tokenizer, *, texts: bool, indexed: IndexedSet | None = None):
+        """`texts`: what prompts and answers say is kept, for rows that are evaluated; `indexed` says what the rows call
+        their columns.
+        """
+        self.indexed = indexed
         self.config, self.tokenizer, self.texts = config, tokenizer, texts
         self.format = "" if config.dataset_format == AUTO else config.dataset_format
         template = chat_template.ChatTemplate(tokenizer, chat_template.template_variables(config))
@@ -117,7 +121,8 @@ class RowReader:
                 continue
             found.rows += 1
             try:
-                value = meanings.ignoring(columns.renamed(row.value, self.stated), self.ignored)
+                value = self.indexed.row(row.value) if self.indexed else row.value
+                value = meanings.ignoring(columns.renamed(value, self.stated), self.ignored)
                 if not self.stated and config.dataset_format == AUTO and not formats.detect(value):
                     known = columns.recognised(value)
                     value = columns.renamed(value, known)

@@ -102,21 +102,24 @@ class TokenCache:
             type(tokenizer).__name__, content, special, json.dumps(tokenizer.chat_template, sort_keys=True)
         )
 
-    def made_of(self, path: Path, *, texts: bool) -> dict:
+    def made_of(self, source: Source, *, texts: bool) -> dict:
         """All that the tokens of a file depend on, JSON-able."""
+        assert source.path, "only files are kept"
         return {
             "format": FORMAT,
-            "file": hashing.hash_files([path])[0],
-            "kind": path.suffixes[-2:],
+            "file": hashing.hash_files([source.path])[0],
+            "kind": source.path.suffixes[-2:],
+            "most": source.most,
+            "entry": source.indexed.entry if source.indexed else None,
             "tokenizer": self._of_tokenizer,
             "texts": texts,
             **{name: getattr(self.config, name) for name in SETTINGS},
             **{name: version(name) for name in LIBRARIES},
         }
 
-    def entry(self, path: Path, *, texts: bool) -> Entry:
+    def entry(self, source: Source, *, texts: bool) -> Entry:
         """The place of the tokens of a file."""
-        made_of = self.made_of(path, texts=texts)
+        made_of = self.made_of(source, texts=texts)
         key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
         return Entry(self, self.root / key, made_of)
 

@@ -438,6 +438,8 @@ def rows_identity(spec: str, config: TrainConfig, *, held_out: bool) -> str:
         is_default = not held_out and config.dataset_is_default
         files = sources.files(name, held_out=held_out, offline=config.offline, is_default=is_default)
         parts += [repr(weight), *(hashing.hash_files(files) if files else [name])]
+        if meaning := sources.meaning(name):
+            parts.append(meaning)
     return hashing.hash_text(*parts)
 
 

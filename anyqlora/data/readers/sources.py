@@ -9,6 +9,7 @@ import glob
 import gzip
 import io
 import itertools
+import json
 import lzma
 import os
 import re
@@ -21,8 +22,10 @@ from typing import IO, Any
 
 from anyqlora.core.errors import UsageError
 from anyqlora.core.redaction import redacted
-from anyqlora.data.readers import strict_json
+from anyqlora.data.readers import dataset_index, places, strict_json
 from anyqlora.data.readers.bad_rows import BadRow
+from anyqlora.data.readers.dataset_index import IndexedSet
+from anyqlora.data.readers.places import Place
 
 DEMO = Path(__file__).parents[2] / "demo" / "task"
 HUB = {  # built-in name -> hub id
@@ -91,6 +94,7 @@ class Source:
     most: int | None = None  # rows that are taken of it
     notes: list[str] = field(default_factory=list)
     made: tuple[Row, ...] = ()
+    indexed: IndexedSet | None = None  # an entry that says what its columns are called
 
     def chunks(self) -> Iterator[Chunk]:
         """All of it in turn, which adds to the notes.
@@ -138,7 +142,7 @@ def weighted(spec: str, where: str = "dataset") -> list[tuple[str, float]]:
         return [(spec, 1.0)]
     parts = []
     for part in filter(None, (part.strip() for part in spec.split(","))):
-        name, equals, weight = part.rpartition("=")
+        name, equals, weight = part.rpartition("=") if not places.has_checksum(part) else (part, "", "")
         try:
             number = float(weight) if equals else 1.0
         except ValueError:
@@ -161,9 +165,13 @@ def placed(spec: str, otherwise: Callable[[str], str]) -> str:
     """
 
     def whole(name: str) -> str:
-        path = Path(os.path.expanduser(name))
+        place = Place.of(name)
+        path = Path(os.path.expanduser(place.base))
         is_here = path.exists() or bool(_matches(name))
-        return str(path.absolute()) if is_here and name not in MADE_HERE else otherwise(name)
+        if not is_here or name in MADE_HERE:
+            return otherwise(name)
+        base = str(path.absolute()) if path.exists() else str(Path(os.path.expanduser(name)).absolute())
+        return str(Place(base, place.config, place.split)) if path.exists() else base
 
     weighted_names = [(whole(name), weight) for name, weight in weighted(spec)] if spec else []
     if all(weight == 1 for _, weight in weighted_names) and len(weighted_names) < 2:
@@ -174,8 +182,7 @@ def placed(spec: str, otherwise: Callable[[str], str]) -> str:
 
 
 def root(name: str, *, held_out: bool = False, offline: bool = False, is_default: bool = False) -> Path | None:
-    """The file or directory behind one source's name, downloaded if it is on the hub; None for dummy, which is
-    generated.
+    """The file or directory behind one source's name, fetched if it is elsewhere; None for dummy, which is generated.
 
     Raises UsageError for what is no source at all.
     """
@@ -186,12 +193,14 @@ def root(name: str, *, held_out: bool = False, offline: bool = False, is_default
         return None
     if path.exists():
         return path
+    if places.is_address(name):
+        return places.fetched(name, offline)
     if name in HUB or (_HUB_ID.fullmatch(name) and suffix_of(path) not in READERS):
         return download(name, offline, is_default)
     raise UsageError(
         "no file has such a name" if glob.has_magic(name) else "no such file or directory",
         where=name,
-        cure=f"a path, a hub id (owner/name) or one of: {', '.join(BUILT_IN)}",
+        cure=f"a path, a hub id (owner/name), an address or one of: {', '.join(BUILT_IN)}",
     )
 
 
@@ -199,13 +208,7 @@ def files(name: str, *, held_out: bool = False, offline: bool = False, is_defaul
     """The files that one source is read from, in order. `held_out` chooses the split of a directory; `is_default`:
     nobody has named it.
     """
-    if matches := _matches(name):
-        return matches
-    path = root(name, held_out=held_out, offline=offline, is_default=is_default)
-    if path is None:
-        return []
-    paths = split(path, held_out)[0] if path.is_dir() else [path]
-    return paths[:1] if name == "alpaca_sample" else paths
+    return _found(name, held_out=held_out, offline=offline, is_default=is_default)[0]
 
 
 def read(
@@ -219,17 +222,100 @@ def read(
     """
     if name == "dummy":
         return [dummy(samples)]
-    sources = [file(path) for path in files(name, held_out=held_out, offline=offline, is_default=is_default)]
+    paths, left, indexed = _found(name, held_out=held_out, offline=offline, is_default=is_default)
+    sources = [file(path) for path in paths]
     if name == "alpaca_sample":
         sources[0].most = samples
-    if _matches(name):
-        return sources
-    path = root(name, held_out=held_out, offline=offline)
-    assert path, "dummy alone has none"
-    left = [str(p.relative_to(path)) for p in split(path, held_out)[1]] if path.is_dir() else []
-    if left and name != "alpaca_sample":
+    elif left:
         sources[0].notes.append(f"left out, by their names another split or a description: {', '.join(left)}")
+    for source in sources if indexed else ():
+        source.indexed, source.most = indexed, indexed.entry.get("num_samples")
     return sources
+
+
+def meaning(name: str) -> str:
+    """What else than its files a source's rows depend on, as text: the entry of an index; "" for most."""
+    indexed = _indexed(Place.of(name))
+    return json.dumps(indexed.entry, sort_keys=True) if indexed else ""
+
+
+def _found(
+    name: str, *, held_out: bool, offline: bool, is_default: bool
+) -> tuple[list[Path], list[str], IndexedSet | None]:
+    """(files in order, names of those that are left out, the entry of an index that led to them)."""
+    if matches := _matches(name):
+        return matches, [], None
+    place = Place.of(name)
+    if indexed := _indexed(place):
+        inner = Place.of(indexed.place)
+        paths, left, _ = _found(str(inner), held_out=held_out, offline=offline, is_default=False)
+        return paths, left, indexed
+    path = root(
+        place.base if place.config or place.split else name, held_out=held_out, offline=offline, is_default=is_default
+    )
+    if path is None:
+        return [], [], None
+    if not path.is_dir():
+        if place.config or place.split:
+            raise UsageError("a file has no configurations and no splits", where=name, cure=f"--dataset {place.base}")
+        return [path], [], None
+    chosen, others = _chosen(path, place, held_out)
+    is_sample = name == "alpaca_sample"
+    left = [] if is_sample else [str(p.relative_to(path)) for p in others]
+    return chosen[:1] if is_sample else chosen, left, None
+
+
+def _indexed(place: Place) -> IndexedSet | None:
+    """The entry of a dataset_info.json of LLaMA-Factory's that a name leads to. Raises UsageError where it has none."""
+    path = Path(os.path.expanduser(place.base))
+    index = path / dataset_index.NAME if path.is_dir() else path
+    sets = dataset_index.read(index) if index.name == dataset_index.NAME and index.is_file() else {}
+    return sets[places.choose(sets, place.config, "set", place)] if sets else None
+
+
+def _chosen(directory: Path, place: Place, held_out: bool) -> tuple[list[Path], list[Path]]:
+    """(chosen, left out) of the files of a directory: those of a configuration and a split, where it has such."""
+    configs = places.configurations(directory)
+    if not configs:
+        inner = directory / place.config if place.config else directory
+        if not inner.is_dir():
+            names = sorted(p.name for p in directory.iterdir() if p.is_dir() and not p.name.startswith("."))
+            places.choose(names, place.config, "configuration", place)
+        _refuse_several(inner, place)
+        return split(inner, held_out, place.split)
+    splits = configs[places.choose(configs, place.config, "configuration", place)]
+    if place.split or not held_out:
+        names = [name for name in splits if _TRAIN_SPLIT.search(name)]
+        of_split = places.choose(splits, place.split or (names or list(splits))[0], "split", place)
+    else:
+        others = [name for name in splits if _OTHER_SPLIT.search(name)]
+        of_split = places.choose(splits, (others or list(splits))[0], "split", place)
+    paths = sorted({path for pattern in splits[of_split] for path in directory.glob(pattern) if path.is_file()})
+    if not paths:
+        raise UsageError(
+            f"no file is {' or '.join(splits[of_split])}", where=str(place), cure="another configuration or split"
+        )
+    known = [p for p in sorted(directory.rglob("*")) if p.is_file() and suffix_of(p) in READERS and p.suffix != ".txt"]
+    return paths, [p for p in known if p not in paths and p.name not in _DESCRIPTIONS]
+
+
+def _refuse_several(directory: Path, place: Place) -> None:
+    """Raises UsageError for a set of the hub whose directories are configurations, and none is named: gsm8k has its
+    rows twice.
+    """
+    if Path(os.path.expanduser(place.base)).exists():  # somebody's own directory is what it holds
+        return
+    named = [
+        p.name
+        for p in sorted(directory.iterdir())
+        if p.is_dir()
+        and not p.name.startswith(".")
+        and not _TRAIN_SPLIT.search(p.name)
+        and not _OTHER_SPLIT.search(p.name)
+        and any(suffix_of(f) in READERS and _TRAIN_SPLIT.search(f.stem) for f in p.rglob("*") if f.is_file())
+    ]
+    if len(named) > 1:
+        places.choose(named, "", "configuration", place)
 
 
 def _matches(name: str) -> list[Path]:
@@ -254,9 +340,9 @@ def dummy(count: int) -> Source:
     return Source("dummy", made=tuple(Row(row, f"dummy:{i}") for i, row in enumerate(rows, 1)))
 
 
-def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
+def split(path: Path, held_out: bool = False, stated: str = "") -> tuple[list[Path], list[Path]]:
     """(chosen, left out) of the files of known kind below `path`, in the order of their names: those of the train
-    split, or if `held_out` of a test split, where the names tell; else all that hold rows.
+    split, or if `held_out` of a test split, or of the `stated` one, where the names tell; else all that hold rows.
     """
     paths = sorted(
         p
@@ -277,6 +363,13 @@ def split(path: Path, held_out: bool = False) -> tuple[list[Path], list[Path]]:
     def named(pattern):
         return [p for p in rows if pattern.search(str(p.relative_to(path).with_suffix("")))]
 
+    if stated:
+        chosen = named(re.compile(rf"(^|[^a-z]){re.escape(stated)}([^a-z]|$)", re.IGNORECASE))
+        if not chosen:
+            raise UsageError(
+                f"no file of split {stated!r}", where=str(path), cure=f"one of {', '.join(p.name for p in rows[:20])}"
+            )
+        return chosen, [p for p in paths if p not in chosen]
     train, other = named(_TRAIN_SPLIT), named(_OTHER_SPLIT)
     wanted, unwanted = (other, train) if held_out else (train, other)
     chosen = wanted or [p for p in rows if p not in unwanted] or rows
@@ -294,7 +387,10 @@ def download(name: str, offline: bool, is_default: bool = False) -> Path:
 
     repository, wanted = (
         HUB.get(name, name),
-        [f"*{suffix}{compressed}" for suffix in READERS if suffix != ".txt" for compressed in ("", *COMPRESSED)],
+        [
+            "README.md",
+            *(f"*{suffix}{compressed}" for suffix in READERS if suffix != ".txt" for compressed in ("", *COMPRESSED)),
+        ],
     )
     try:
         return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=wanted, local_files_only=offline))
