@@ -219,4 +219,8 @@ def resolve(
         from anyqlora.config.init_adapter import apply_init_adapter
 
         config = apply_init_adapter(config)
+    if config.dataset.startswith("-"):
+        from anyqlora.config.standard_input import from_standard_input
+
+        config = config.with_(dataset=from_standard_input(config.dataset))
     return validate(config)

@@ -38,7 +38,7 @@ class DataSplits:
 
 
 def load_data(
-    config: TrainConfig, tokenizer, *, may_cut_ends: bool = False, progress: Progress = no_progress
+    config: TrainConfig, tokenizer, *, may_cut_ends: bool = False, progress: Progress | None = None
 ) -> DataSplits:
     """Read, check, tokenise and mask everything that `config` names.
 
@@ -51,7 +51,7 @@ def load_data(
             where=str(tokenizer.name_or_path),
             cure='"eos_token" in tokenizer_config.json',
         )
-    cache = TokenCache(config, tokenizer, progress)
+    cache = TokenCache(config, tokenizer, progress or no_progress)
     read = examples.read_examples(config, config.dataset, cache, held_out=False)
     other = examples.read_examples(config, config.eval_dataset, cache, held_out=True)
     skipped = examples.report_skipped(config, read, other)

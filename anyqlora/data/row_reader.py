@@ -155,7 +155,7 @@ class RowReader:
         found.counts["rows_with_special_tokens_in_their_text"] += any(map(self.special.search, texts))
         if is_text:
             eos = self.tokenizer.eos_token
-            end = eos if parsed.parts[-1][0].endswith(eos) else ""
+            end = eos if "".join(part for part, _ in parsed.parts).endswith(eos) else ""
             documents = [RenderedText(parsed.parts, parsed.ends_itself, end, parsed.ends_itself)]
         else:
             found.counts.update(parsed.mended)

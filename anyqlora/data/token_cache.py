@@ -75,11 +75,8 @@ class TokenCache:
     def root(self) -> Path:
         """Where the entries lie."""
         stated = self.config.token_cache
-        return Path(os.path.expanduser(stated)) if self._is_place(stated) else hashing.cache_directory() / "tokens"
-
-    @staticmethod
-    def _is_place(stated: object) -> bool:
-        return isinstance(stated, str) and stated != AUTO
+        is_place = isinstance(stated, str) and stated != AUTO
+        return Path(os.path.expanduser(str(stated))) if is_place else hashing.cache_directory() / "tokens"
 
     def progress(self, source: Source) -> Callable[[int | None], None]:
         """What is told of the rows of a file as they are done."""

@@ -10,10 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from anyqlora.data.end_tokens import stops
 from anyqlora.data.tokenizer import token_texts
 from anyqlora.models.architectures import read_config
 from anyqlora.runs.stop_tokens import base_generation_config
-from anyqlora.training.evaluation import PAD, alike, room, stops
+from anyqlora.training.evaluation import PAD, alike, room
 
 
 @contextlib.contextmanager

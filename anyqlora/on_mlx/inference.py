@@ -13,6 +13,7 @@ from anyqlora.core import registry
 from anyqlora.core.errors import NotSupported
 from anyqlora.core.registry import ADAPTER
 from anyqlora.data import tokenizer
+from anyqlora.data.end_tokens import learned_ends
 from anyqlora.models.architectures import read_config
 from anyqlora.models.hub import base_directory
 from anyqlora.on_mlx.build import BuiltModel, build
@@ -46,7 +47,7 @@ class MlxModel(FineTunedModel):
             base_directory(self.plan.config),
             prompts,
             max_new_tokens=max_new_tokens,
-            ends=evaluation.learned_ends(self.run.report),
+            ends=learned_ends(self.run.report),
             temperature=temperature,
             seed=self.plan.config.seed,
             streamer=streamer,

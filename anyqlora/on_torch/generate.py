@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from anyqlora.data.end_tokens import learned_ends, stops
 from anyqlora.data.tokenizer import token_texts
 from anyqlora.training import evaluation
-from anyqlora.training.evaluation import PAD, alike, learned_ends, stops
+from anyqlora.training.evaluation import PAD, alike
 
 __all__ = ["answers", "evaluating", "learned_ends", "room_for_tokens", "stop_ids"]
 

@@ -15,6 +15,7 @@ from anyqlora.core import registry
 from anyqlora.core.errors import UsageError
 from anyqlora.core.registry import ADAPTER
 from anyqlora.data import tokenizer
+from anyqlora.data.end_tokens import learned_ends
 from anyqlora.on_torch.assembly.build import build
 from anyqlora.on_torch.device import set_deterministic
 from anyqlora.on_torch.evaluate import evaluator
@@ -24,7 +25,6 @@ from anyqlora.on_torch.runtime import Runtime
 from anyqlora.planning.planner import RunPlan
 from anyqlora.runs.finished import EvalContext, FinishedRun
 from anyqlora.runs.opened import FineTunedModel
-from anyqlora.training.evaluation import learned_ends
 
 
 class TorchModel(FineTunedModel):

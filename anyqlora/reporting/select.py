@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from anyqlora.core import registry
-from anyqlora.data.token_cache import Progress, no_progress
 from anyqlora.processes.group import SingleProcess
 from anyqlora.reporting.console import ConsoleReporter
 from anyqlora.reporting.live_panel import LivePanel, is_interactive
@@ -24,10 +25,10 @@ def make_reporter(plan, total_steps: int) -> ConsoleReporter:
     return kind(plan, total_steps)
 
 
-def row_progress(plan, ranks: SingleProcess) -> Progress:
+def row_progress(plan, ranks: SingleProcess) -> Callable[[str], Callable[[int | None], None]] | None:
     """Who shows how far the rows of a file are: the first process, unless nothing is to be shown."""
     is_shown = ranks.is_first and "none" not in plan.config.log_to.split(",")
-    return show_rows if is_shown else no_progress
+    return show_rows if is_shown else None
 
 
 def announce_plan(plan, ranks: SingleProcess) -> None:

@@ -81,7 +81,7 @@ class FinishedRun:
             raise UsageError(f"this cannot be asked: {bad}", cure=bad.cure) from None
         if isinstance(parsed, Conversation) or self.style == "chat":
             return [{"role": "user", "content": question}]
-        return "".join(part for part, _ in parsed.parts[:-1]) if parsed else question
+        return "".join(part for part, _ in parsed.parts[:-1]) if isinstance(parsed, formats.TextRow) else question
 
     def held_out(
         self, tokenizer, dataset: str = "", warn: Callable[[str], None] = lambda text: None

@@ -10,9 +10,9 @@ from pathlib import Path
 from anyqlora.core import registry
 from anyqlora.core.redaction import redacted
 from anyqlora.core.terminal import printable
+from anyqlora.data.end_tokens import learned_ends
 from anyqlora.models.architectures import model_config
 from anyqlora.models.prequantized import is_mlx_packed, loadable
-from anyqlora.training.evaluation import learned_ends
 
 CARD = """---
 {front}

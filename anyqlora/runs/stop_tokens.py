@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from anyqlora.data.end_tokens import learned_ends, stops
 from anyqlora.models.architectures import read_config
-from anyqlora.training.evaluation import learned_ends, stops
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from anyqlora.config.schema import AUTO
 from anyqlora.core.errors import RunError
+from anyqlora.data.end_tokens import learned_ends
 from anyqlora.data.rows import Example
 from anyqlora.data.stream import Batch, make_batches
 from anyqlora.models.architectures import position_table
 
 EXACT_MATCH_ROWS = 512
-RARE = 1 / 20  # of the commonest end token: what ends fewer answers ends them by chance, where rows were cut
 PAD = 0  # whatever stands in padding is masked; a tokenizer's own pad token may lie beyond the embedding
 
 
@@ -129,24 +129,6 @@ def evaluator(
         return result
 
     return evaluated
-
-
-def learned_ends(report: dict) -> list[str]:
-    """The tokens that ended the answers of a run's training rows, from its data report: a base model whose chat
-    template ends turns with a token of its own names that one nowhere else.
-    """
-    counts = report.get("train", {}).get("end_tokens", {})
-    return [name for name, count in counts.items() if count >= RARE * max(counts.values())]
-
-
-def stops(tokenizer, named, ends: Sequence[str] = ()) -> list[int]:
-    """The tokens that end an answer: the tokenizer's, those that the model's generation settings name (one, several or
-    None), and `ends`.
-    """
-    named = named if isinstance(named, list) else [named]
-    return sorted(
-        {i for i in [tokenizer.eos_token_id, *named, *map(tokenizer.convert_tokens_to_ids, ends)] if i is not None}
-    )
 
 
 def room(model_config: dict, max_new_tokens: int) -> Callable[[Sequence[int]], int]:

@@ -12,9 +12,9 @@ import transformers
 
 import anyqlora
 from anyqlora import __main__ as program
+from anyqlora.data.end_tokens import learned_ends
 from anyqlora.models.architectures import COUNTED_FROM_PAD, DEMO_BASE, POSITION_TABLES, position_table
 from anyqlora.on_torch.generate import answers, stop_ids
-from anyqlora.training.evaluation import learned_ends
 from tests.support import runs, tiny_models
 from tests.support.data_fixtures import write
 

@@ -772,7 +772,7 @@ def test_unknown_backend_is_answered_without_torch():
 
 def test_settings_that_a_plan_resolves_are_the_ones_that_may_be_auto():
     """What stays auto is decided by the data or by the terminal, not by the plan."""
-    later = {"prompt_format", "dataset_format", "multi_turn", "resume", "log_to", "exact_match"}
+    later = {"prompt_format", "dataset_format", "multi_turn", "token_cache", "resume", "log_to", "exact_match"}
     planned = plan("a100").config
     autos = {name for name, f in configuration.SETTINGS.items() if getattr(planned, name) == AUTO}
     assert autos <= later

@@ -308,9 +308,9 @@ def signal_before(moment: str, number: int) -> None:
 
         prepare = dataset.load_data
 
-        def interrupted(*arguments):
+        def interrupted(*arguments, **more):
             os.kill(os.getpid(), number)
-            return prepare(*arguments)
+            return prepare(*arguments, **more)
 
         dataset.load_data = interrupted
     else:

@@ -1,11 +1,9 @@
-"""Where rows lie when a name is more than a path: a configuration and a split of a set, an address, standard input."""
+"""Where rows lie when a name is more than a path: a configuration and a split of a set, an address."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -20,7 +18,6 @@ from anyqlora.core.hashing import cache_directory, hash_file, hash_text
 from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import nearest
 
-STANDARD_INPUT = "-"
 _NAME = re.compile(r"(?P<base>.+?)(?::(?P<config>[\w.-]+))?(?:\[(?P<split>[\w.-]+)\])?")
 _ADDRESS = re.compile(r"(?P<scheme>https?|s3|gs|gcs|az|abfs|hf)://.+")
 _CHECKSUM = re.compile(r"#sha256=(?P<digest>[0-9a-fA-F]{64})$")
@@ -130,36 +127,6 @@ def _download(url: str, path: Path) -> None:
 def _copy(source: Any, target: Any) -> None:
     while block := source.read(_BLOCK):
         target.write(block)
-
-
-# ----------------------------------------------------------------------------------------------------- standard input
-
-
-def from_standard_input(spec: str) -> str:
-    """The specification with a file in the place of "-": what is read there, kept under its hash, so that the run can
-    be continued. Raises UsageError where nothing comes.
-    """
-    parts = spec.split(",")
-    if not any(part.partition("=")[0].strip() == STANDARD_INPUT for part in parts):
-        return spec
-    if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("nothing is sent to standard input", where="--dataset -", cure="cat rows.jsonl | ...")
-    digest, directory = hashlib.sha256(), cache_directory() / "standard_input"
-    directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f"{os.getpid()}.part"
-    try:
-        with open(part, "wb") as file:
-            while block := sys.stdin.buffer.read(_BLOCK):
-                digest.update(block)
-                file.write(block)
-        path = directory / f"{digest.hexdigest()[:16]}.jsonl"
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return ",".join(
-        part.replace(STANDARD_INPUT, str(path), 1) if part.partition("=")[0].strip() == STANDARD_INPUT else part
-        for part in parts
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ configurations

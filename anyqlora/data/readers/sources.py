@@ -228,8 +228,9 @@ def read(
         sources[0].most = samples
     elif left:
         sources[0].notes.append(f"left out, by their names another split or a description: {', '.join(left)}")
-    for source in sources if indexed else ():
-        source.indexed, source.most = indexed, indexed.entry.get("num_samples")
+    if indexed:
+        for source in sources:
+            source.indexed, source.most = indexed, indexed.entry.get("num_samples")
     return sources
 
 
