@@ -32,6 +32,13 @@ KNOWN: tuple[tuple[dict[str, str], dict[str, str]], ...] = (
     ({"prompt": "problem", "completion": "solution"}, {}),  # MATH, NuminaMath
     ({"prompt": "problem", "completion": "answer"}, {}),
     ({"prompt": "user", "completion": "assistant"}, {"system": "system"}),
+    ({"prompt": "prompt", "completion": "generation"}, {"system": "system_prompt"}),  # metharme
+    ({"instruction": "INSTRUCTION", "output": "RESPONSE"}, {}),  # OpenAssistant's instructions
+    ({"prompt": "message_1", "completion": "message_2"}, {}),  # CAMEL
+    ({"prompt": "article", "completion": "summary"}, {}),
+    ({"prompt": "document", "completion": "summary"}, {}),
+    ({"prompt": "dialogue", "completion": "summary"}, {}),
+    ({"question": "question", "answer": "final_answer"}, {"context": "context"}),
     ({"text": "content"}, {}),
 )
 TURNS = ("conversation", "dialog", "dialogue", "chat", "turns", "conversation_turns")

@@ -114,8 +114,34 @@ def check(row: dict, used: tuple[str, ...]) -> None:
 # ------------------------------------------------------------------------------------------------------- preferences
 
 
+def _with_usual_names(row: dict) -> dict:
+    """A preference row as OpenAI writes it (input, preferred_output, non_preferred_output) under the usual names; and
+    of SHP and others (response_chosen, chosen_response).
+    """
+    if "preferred_output" in row and isinstance(row.get("input"), dict):
+        rest = {key: value for key, value in row.items() if key not in _OPENAIS}
+        asked = {key: value for key, value in row["input"].items() if key not in ("messages", "parallel_tool_calls")}
+        return {
+            **rest,
+            **asked,
+            "prompt": row["input"].get("messages"),
+            "chosen": row["preferred_output"],
+            "rejected": row.get("non_preferred_output"),
+        }
+    named = {theirs: ours for theirs, ours in _OTHER_NAMES.items() if theirs in row and ours not in row}
+    return {named.get(key, key): value for key, value in row.items()} if named else row
+
+
+_OPENAIS = ("input", "preferred_output", "non_preferred_output")
+_OTHER_NAMES = {
+    **dict.fromkeys(("chosen_response", "response_chosen", "answer_chosen"), "chosen"),
+    **dict.fromkeys(("rejected_response", "response_rejected", "answer_rejected"), "rejected"),
+}
+
+
 def refuse_preferences(row: dict) -> dict:
     """The row itself. Raises BadRow for one that names a better and a worse answer, of which no format knows."""
+    row = _with_usual_names(row)
     if "chosen" in row and "rejected" in row:
         raise BadRow("a row of a preference set, with a chosen and a rejected answer", CURES[PREFERENCE])
     return row
@@ -132,6 +158,7 @@ def chosen(row: dict) -> dict:
     stands before them, and as one turn behind "conversations" (LLaMA-Factory); label, kto_tag and desirable as true and
     false. Raises BadRow for what is none of these, NotChosen for a row that is labelled false.
     """
+    row = _with_usual_names(row)
     for key in ("label", "kto_tag", "desirable"):
         if row.get(key) in (True, False, 0, 1) and row.get(key) is not None and "chosen" not in row:
             if not row[key]:
