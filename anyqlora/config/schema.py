@@ -76,6 +76,12 @@ class TrainConfig:
         on_resume="identity",
         choices=SWITCH,
     )
+    group_by_length: bool = setting(
+        False,
+        "rows of about one length share a step, so that less is padding",
+        section="data",
+        on_resume="stated",
+    )
     dataset_format: str = setting(
         AUTO,
         "format of the rows; auto: from their keys",

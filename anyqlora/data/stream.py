@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from anyqlora.data.packing import pack, shuffled
+from anyqlora.data.packing import grouped, pack, shuffled
 from anyqlora.data.rows import Example, Rows
 
 IGNORE_INDEX = -100
@@ -64,6 +64,7 @@ class BatchStream:
         packing: bool,
         context_length: int,
         pad_id: int | None,
+        group_by_length: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ):
@@ -84,7 +85,7 @@ class BatchStream:
             rank,
             world_size,
         )
-        self.seed, self.pad_id = seed, pad_id
+        self.seed, self.pad_id, self.group_by_length = seed, pad_id, group_by_length
         self.global_batch = batch_size * gradient_accumulation_steps * world_size
         self.steps_per_epoch = -(-len(sizes) // self.global_batch)
         self.total_steps = max_steps if max_steps > 0 else num_epochs * self.steps_per_epoch
@@ -157,7 +158,12 @@ class BatchStream:
             raise IndexError(f"step {step} of {self.total_steps}")
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
-            self._order = (epoch, shuffled(self.sequence_count, self.seed, epoch))
+            self._order = (
+                epoch,
+                grouped(self._tokens, self.global_batch, self.seed, epoch)
+                if self.group_by_length
+                else shuffled(self.sequence_count, self.seed, epoch),
+            )
         return self._order[1][place * self.global_batch : (place + 1) * self.global_batch]
 
 
@@ -174,6 +180,7 @@ def make_stream(plan, rows: Sequence[Example], rank: int = 0) -> BatchStream:
         max_steps=config.max_steps,
         seed=config.seed,
         packing=plan.packing,
+        group_by_length=config.group_by_length,
         context_length=config.context_length,
         rank=rank * plan.data_processes // plan.world_size,
         world_size=plan.data_processes,

@@ -624,6 +624,21 @@ def test_columns_go_by_the_names_that_are_stated(tmp_path):
     assert json.loads((directory / "identity.json").read_text())["columns"] == "prompt=q,completion=a[0].text"
 
 
+@shows("group_by_length")
+def test_rows_of_about_one_length_share_a_step(tmp_path):
+    rows = [{"prompt": "Who?", "completion": " Tam" * (1 + i % 16)} for i in range(64)]
+    asked = {"dataset": str(write(tmp_path / "rows.jsonl", *rows)), "batch_size": 8, "max_steps": 8}
+    asked |= {"gradient_accumulation_steps": 1}
+    seen = {}
+    for grouped in (False, True):
+        directory = run(tmp_path, str(grouped), **asked, group_by_length=grouped)
+        seen[grouped] = [line["tokens"] for line in runs.metrics(directory)]
+    assert sum(seen[True]) == sum(seen[False])
+    assert max(seen[True]) - min(seen[True]) > 1.5 * (max(seen[False]) - min(seen[False]))
+    assert "group_by_length" not in read(tmp_path / "False", "identity.json")
+    assert read(tmp_path / "True", "identity.json")["group_by_length"] is True
+
+
 @shows("chat_template_kwargs", "multi_turn")
 def test_a_template_is_told_what_is_stated_and_only_the_last_answer_learned(tmp_path):
     talk = [{"role": role, "content": f"{role} {i}"} for i in range(2) for role in ("user", "assistant")]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from anyqlora.data import dataset
-from anyqlora.data.packing import pack, shuffled
+from anyqlora.data.packing import grouped, pack, shuffled
 from anyqlora.data.rows import Example
 from anyqlora.data.stream import IGNORE_INDEX, BatchStream, make_batches
 from tests.support.data_fixtures import byte_level, settings, write
@@ -198,3 +198,32 @@ def test_a_real_data_set_survives_packing(tmp_path):
         for ids, segments in zip(batch.ids, batch.segments, strict=True):
             texts |= {tokens.decode(ids[segments == n]) for n in range(segments.max() + 1)}
     assert texts <= {row["prompt"] + row["completion"] + "</s>" for row in rows} and len(texts) > 10
+
+
+@pytest.mark.parametrize("count", [0, 5, 64, 1000, 1003])
+def test_grouped_rows_are_a_permutation_with_steps_of_one_length(count):
+    lengths = np.random.default_rng(1).integers(1, 1000, count)
+    for epoch in range(3):
+        order = grouped(lengths, 8, 3, epoch)
+        assert sorted(order.tolist()) == list(range(count))
+        assert order.tolist() == grouped(lengths, 8, 3, epoch).tolist()
+    if count >= 64:
+        assert grouped(lengths, 8, 3, 0).tolist() != grouped(lengths, 8, 3, 1).tolist()
+        steps = [lengths[order[start : start + 8]] for start in range(0, count // 8 * 8, 8)]
+        plain = [lengths[part] for part in np.array_split(np.arange(count // 8 * 8), count // 8)]
+        assert np.mean([np.ptp(step) for step in steps]) < 0.3 * np.mean([np.ptp(step) for step in plain])
+        assert max(map(max, steps)) == max(steps[0])
+    if count == 1000:  # short and long steps take turns, over all of the epoch
+        means = np.array([step.mean() for step in steps])
+        assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.3
+
+
+def test_steps_of_one_length_do_not_depend_on_processes_or_on_where_a_run_stopped():
+    rows = examples(64, longest=40)
+    asked = {"batch_size": 8, "gradient_accumulation_steps": 1, "group_by_length": True}
+    alone, late = stream(rows, **asked), stream(rows, **asked)
+    halves = [stream(rows, **{**asked, "batch_size": 4}, rank=rank, world_size=2) for rank in range(2)]
+    for step in reversed(range(len(alone))):
+        parts = [row for half in halves for batch in half[step] for row in batch.rows]
+        assert sorted(parts) == sorted(alone.rows(step))
+    assert [late.rows(step) for step in (9, 3)] == [alone.rows(step) for step in (9, 3)]
