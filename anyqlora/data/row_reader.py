@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from anyqlora.config.schema import AUTO, TrainConfig
-from anyqlora.data import chat_template, columns, formats, meanings
+from anyqlora.data import chat_template, columns, formats, meanings, trees
 from anyqlora.data.conversations import Conversation
 from anyqlora.data.readers import sources
 from anyqlora.data.readers.bad_rows import BadRow, LongRow
@@ -123,6 +123,9 @@ class RowReader:
             try:
                 value = self.indexed.row(row.value) if self.indexed else row.value
                 value = meanings.ignoring(columns.renamed(value, self.stated), self.ignored)
+                if not self.stated and trees.is_tree(value):
+                    value = trees.best_path(value)
+                    found.read_as["conversations of the replies with the best ranks of a tree"] += 1
                 if not self.stated and config.dataset_format == AUTO and not formats.detect(value):
                     known = columns.recognised(value)
                     value = columns.renamed(value, known)

@@ -144,3 +144,25 @@ def test_of_several_saved_splits_the_one_to_train_on_is_taken(tmp_path):
 def test_a_file_that_is_not_arrow_is_named(tmp_path):
     (tmp_path / "a.arrow").write_bytes(b"no arrow at all")
     assert "a.arrow: not Arrow: " in refused(tmp_path / "a.arrow")
+
+
+def node(role, text, *replies, **more):
+    return {"message_id": "m", "role": role, "text": text, "replies": list(replies), **more}
+
+
+def test_of_a_tree_the_best_replies_are_a_conversation(tmp_path):
+    """As OpenAssistant's ready trees: the path of the lowest ranks, and nothing that was deleted."""
+    tree = node(
+        "prompter",
+        "Who?",
+        node("assistant", "Nobody.", rank=1),
+        node("assistant", "Tam.", node("prompter", "Where?", node("assistant", "Here.", rank=None)), rank=0),
+        node("assistant", "Spam.", rank=-1, deleted=True),
+    )
+    path = write(tmp_path / "a.jsonl", {"message_tree_id": "t", "tree_state": "ready_for_export", "prompt": tree})
+    read = loaded(path)
+    [example] = read.train
+    assert learned(example, byte_level()) == ["Tam.<|im_end|>", "Here.<|im_end|>"]
+    assert (
+        "1 rows are read as conversations of the replies with the best ranks" in read.report["sources"][0]["notes"][0]
+    )
