@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anyqlora.core.redaction import redacted
 from anyqlora.core.terminal import printable
 from anyqlora.data import formats
 from anyqlora.data.conversations import MENDED
@@ -236,6 +237,7 @@ def shortened(example: Example, tokenizer, characters: int = 160) -> str:
     """The row as the model gets it, on one line: what is trained in [[ ]], of each part its beginning and end."""
 
     def cut(text: str) -> str:
+        text = redacted(text)  # while a secret in it is whole
         return text if len(text) <= characters else f"{text[: characters // 2]} ... {text[-characters // 2 :]}"
 
     return "".join(

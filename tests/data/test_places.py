@@ -1,5 +1,6 @@
 """Names that are more than a path: configurations and splits, an index of sets, addresses, standard input."""
 
+import base64
 import functools
 import hashlib
 import http.server
@@ -265,6 +266,24 @@ def test_an_address_is_fetched_once(served):
     assert prompts(f"{address}/a.jsonl#sha256={digest}") == asked(path, "a")
     assert prompts(f"{address}/a.jsonl", offline=True) == asked(path, "a")
     assert asked_for == ["/a.jsonl"]
+
+
+def test_a_user_and_a_password_are_sent_and_said_nowhere(served, monkeypatch):
+    address, directory, _ = served
+    write(directory / "a.jsonl", *rows("a"))
+    given = []
+    send_head = http.server.SimpleHTTPRequestHandler.send_head
+
+    def watched(handler):
+        given.append(handler.headers.get("Authorization"))
+        return send_head(handler)
+
+    monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "send_head", watched)
+    private = address.replace("http://", "http://me:pa55w%40rd@")
+    assert prompts(f"{private}/a.jsonl") == asked(None, "a")
+    assert given == ["Basic " + base64.b64encode(b"me:pa55w@rd").decode()]
+    error = refused(f"{private}/none.jsonl")
+    assert "404" in error and "pa55" not in error and "***@" in error
 
 
 def test_a_file_with_another_checksum_is_refused(served):

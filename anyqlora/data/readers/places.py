@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import urllib.error
@@ -103,7 +104,7 @@ def _download(url: str, path: Path) -> None:
     scheme, shown = urllib.parse.urlsplit(url).scheme, redacted(url)
     try:
         if scheme in ("http", "https"):
-            with urllib.request.urlopen(url, timeout=60) as answer, open(path, "wb") as file:
+            with urllib.request.urlopen(_request(url), timeout=60) as answer, open(path, "wb") as file:
                 _copy(answer, file)
             return
         import fsspec
@@ -122,6 +123,17 @@ def _download(url: str, path: Path) -> None:
     except Exception as error:  # the clients of s3 and the hub raise dozens of kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"cannot be fetched: {redacted(reason)}", where=shown, cure="check the address") from None
+
+
+def _request(url: str) -> urllib.request.Request:
+    """The request for an address; a user and a password in it are sent as they ought to be, and are in no message."""
+    parts = urllib.parse.urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=host)))
+    if user:
+        given = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {given}")
+    return request
 
 
 def _copy(source: Any, target: Any) -> None:
