@@ -140,18 +140,18 @@ def _tools(row: dict) -> tuple[dict, ...] | None:
     """The row's tools, a list of JSON schemas or the text of one, as columns of CSV and Parquet have it; None without
     any.
     """
-    found: dict[str, list] = {}
+    schemas: dict[str, list] = {}
     for name in ("tools", "functions"):  # the latter is what OpenAI called them first
         tools = _parsed(row.get(name) or None, f"{name!r}", "list")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise BadRow(f"{name!r} is {shown(tools)}, not a list of objects", "tools as JSON schemas")
         if tools:
-            found[name] = tools
-    if len(found) > 1:
+            schemas[name] = tools
+    if len(schemas) > 1:
         raise BadRow("the row has 'tools' and 'functions'", "one of them")
-    if "functions" in found:
-        return tuple({"type": "function", "function": tool} for tool in found["functions"])
-    return tuple(found["tools"]) if found else None
+    if "functions" in schemas:
+        return tuple({"type": "function", "function": tool} for tool in schemas["functions"])
+    return tuple(schemas["tools"]) if schemas else None
 
 
 def _template_variables(row: dict) -> dict:

@@ -70,8 +70,8 @@ def _read(
     part: LoadedSource, config: TrainConfig, source: sources.Source, cache: TokenCache, weight: float, *, texts: bool
 ) -> None:
     """Add one file to what was read."""
-    kept = cache.keeps(source.path)
-    table, summary = (_kept if kept else _made)(config, source, cache, texts=texts or not kept)
+    is_cached = cache.keeps(source.path)
+    table, summary = (_kept if is_cached else _made)(config, source, cache, texts=texts or not is_cached)
     part.tables.append(table)
     part.bad += [
         (LongRow if is_long else BadRow)(reason, cure, f"{source.name}{place}" if is_own else place)
@@ -90,12 +90,12 @@ def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
     """
     assert source.path, "only files are kept"
     entry = cache.entry(source, texts=texts)
-    if found := entry.read(source.name):
-        return found
+    if cached := entry.read(source.name):
+        return cached
     try:
         with entry.locked():
-            if found := entry.read(source.name):  # another process was faster
-                return found
+            if cached := entry.read(source.name):  # another process was faster
+                return cached
             total = _Summary()
             reader = RowReader(config, cache.tokenizer, texts=texts, indexed=source.indexed)
             chunks = read_chunks(reader, source, _processes(config), cache.progress(source))
@@ -106,17 +106,17 @@ def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
             finally:
                 staged.take_back()
         cache.prune()
-        found = entry.read(source.name)
+        cached = entry.read(source.name)
     except OSError as error:
         cache.notes.append(f"the tokens of {source.name} are not kept in {cache.root}: {error.strerror or error}")
-    return found or _made(config, source, cache, texts=texts)
+    return cached or _made(config, source, cache, texts=texts)
 
 
 def _made(config: TrainConfig, source: sources.Source, cache: TokenCache, *, texts: bool) -> tuple[TokenTable, dict]:
     """The tokens of a file, held in memory."""
     reader, total = RowReader(config, cache.tokenizer, texts=texts, indexed=source.indexed), _Summary()
     chunks = total.watching(read_chunks(reader, source, _processes(config), cache.progress(source)))
-    table = TokenTable(source.name, [found.batch for found in chunks])
+    table = TokenTable(source.name, [chunk.batch for chunk in chunks])
     source.refuse_as_json(total.rows, total.bad)
     return table, total.described(reader, source)
 
@@ -139,13 +139,13 @@ class _Summary:
 
     def watching(self, chunks: Iterator[TokenizedChunk]) -> Iterator[TokenizedChunk]:
         """The chunks, each counted."""
-        for found in chunks:
-            self.rows += found.rows
-            self.bad += found.bad
-            self.counts.update(found.counts)
-            self.unused.update(found.unused)
-            self.read_as.update(found.read_as)
-            yield found
+        for chunk in chunks:
+            self.rows += chunk.rows
+            self.bad += chunk.bad
+            self.counts.update(chunk.counts)
+            self.unused.update(chunk.unused)
+            self.read_as.update(chunk.read_as)
+            yield chunk
 
     def described(self, reader: RowReader, source: sources.Source) -> dict:
         """JSON-able, for the report and the cache."""

@@ -216,8 +216,8 @@ def tokens(row: dict, style: str) -> TokenRow:
             )
         if seen not in (0, 1) or not seen and label != _NOT_LEARNED:
             raise BadRow(f"token {place} is padding and learned", "-100 among the labels where attention_mask is 0")
-    kept = [(token, label != _NOT_LEARNED) for token, label, seen in zip(ids, labels, mask, strict=True) if seen]
-    return TokenRow(tuple(token for token, _ in kept), tuple(learned for _, learned in kept))
+    seen_tokens = [(token, label != _NOT_LEARNED) for token, label, seen in zip(ids, labels, mask, strict=True) if seen]
+    return TokenRow(tuple(token for token, _ in seen_tokens), tuple(learned for _, learned in seen_tokens))
 
 
 _NOT_LEARNED = -100

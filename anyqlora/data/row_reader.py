@@ -82,13 +82,13 @@ class RowReader:
 
     def read(self, chunk: sources.Chunk) -> TokenizedChunk:
         """The rows of a chunk as tokens."""
-        found = TokenizedChunk(batch_of([], texts=False))
+        result = TokenizedChunk(batch_of([], texts=False))
         documents = []
-        for row in self._meant(chunk, found):
+        for row in self._meant(chunk, result):
             try:
-                documents += [(row.where, *pair) for pair in self._written(row, found)]
+                documents += [(row.where, *pair) for pair in self._written(row, result)]
             except BadRow as bad:
-                found.bad.append(bad.at(row.where))
+                result.bad.append(bad.at(row.where))
         limit = _CHARACTERS * self.config.context_length
         made = [item for item in documents if isinstance(item[2], TokenizedText)]
         documents = [item for item in documents if not isinstance(item[2], TokenizedText)]
@@ -98,72 +98,72 @@ class RowReader:
             try:
                 examples.append(_example(self.config, where, key, None, tokens, False, lambda tokens=tokens: tokens))
             except BadRow as bad:
-                found.bad.append(bad.at(where))
+                result.bad.append(bad.at(where))
         for (where, key, document), shortened, tokens in zip(
             documents, short, tokenize(self.tokenizer, short), strict=True
         ):
             whole = partial(_whole, self.tokenizer, document, tokens if document is shortened else None)
             try:
                 examples.append(_example(self.config, where, key, document, tokens, document is not shortened, whole))
-                found.counts[tokens.way] += 1
+                result.counts[tokens.way] += 1
             except BadRow as bad:
-                found.bad.append(bad.at(where))
-        del found.counts[WHOLE]
-        found.batch = batch_of(examples, texts=self.texts)
-        return found
+                result.bad.append(bad.at(where))
+        del result.counts[WHOLE]
+        result.batch = batch_of(examples, texts=self.texts)
+        return result
 
-    def _meant(self, chunk: sources.Chunk, found: TokenizedChunk) -> list[sources.Row]:
+    def _meant(self, chunk: sources.Chunk, result: TokenizedChunk) -> list[sources.Row]:
         """The rows that are to be learned from, without the columns that are passed over."""
         config, rows = self.config, []
         for row in chunk.read():
             if isinstance(row, BadRow):
-                found.bad.append(row)
+                result.bad.append(row)
                 continue
-            found.rows += 1
+            result.rows += 1
             try:
                 value = self.indexed.row(row.value) if self.indexed else row.value
                 value = meanings.ignoring(columns.renamed(value, self.stated), self.ignored)
                 if not self.stated and trees.is_tree(value):
                     value = trees.best_path(value)
-                    found.read_as["conversations of the replies with the best ranks of a tree"] += 1
+                    result.read_as["conversations of the replies with the best ranks of a tree"] += 1
                 if not self.stated and config.dataset_format == AUTO and not formats.detect(value):
                     known = columns.recognised(value)
                     value = columns.renamed(value, known)
                     if known:
                         names = ", ".join(f"{ours} from {theirs!r}" for ours, theirs in known.items())
-                        found.read_as[names] += 1
+                        result.read_as[names] += 1
                 is_chosen = config.preference_data == "chosen"
                 value = meanings.chosen(value) if is_chosen else meanings.refuse_preferences(value)
             except meanings.NotChosen:
-                found.counts["rows_that_are_not_chosen"] += 1
+                result.counts["rows_that_are_not_chosen"] += 1
             except BadRow as bad:
-                found.bad.append(bad.at(row.where))
+                result.bad.append(bad.at(row.where))
             else:
                 rows.append(row if value is row.value else sources.Row(value, row.where))
         return rows
 
-    def _written(self, row: sources.Row, found: TokenizedChunk) -> Iterator[tuple[str, RenderedText | TokenizedText]]:
+    def _written(self, row: sources.Row, result: TokenizedChunk) -> Iterator[tuple[str, RenderedText | TokenizedText]]:
         """(the row's key, each text that it becomes). Raises BadRow."""
         parsed = formats.parse_row(row.value, self.format, self.style)
         if isinstance(parsed, formats.TokenRow):
-            found.unused.update(formats.unused_columns(row.value, self.format, parsed))
+            result.unused.update(formats.unused_columns(row.value, self.format, parsed))
             return iter([(_key_of_tokens(parsed), _tokenized(parsed))])
         is_text = isinstance(parsed, formats.TextRow)
-        found.counts[DIALOGUES] += is_text and self.format == "text" and len(parsed.parts) > 1
-        found.unused.update(formats.unused_columns(row.value, self.format, parsed))
+        result.counts[DIALOGUES] += is_text and self.format == "text" and len(parsed.parts) > 1
+        result.unused.update(formats.unused_columns(row.value, self.format, parsed))
         if isinstance(parsed, Conversation):
             unread = chat_template.unread(self.tokenizer, parsed.other_keys)
-            found.unused.update(f"messages[].{key}" for key in unread)
+            result.unused.update(f"messages[].{key}" for key in unread)
         texts = [part for part, _ in parsed.parts] if is_text else [m.get("content", "") for m in parsed.messages]
-        found.counts["rows_with_special_tokens_in_their_text"] += any(map(self.special.search, texts))
+        result.counts["rows_with_special_tokens_in_their_text"] += any(map(self.special.search, texts))
         if is_text:
             eos = self.tokenizer.eos_token
             end = eos if "".join(part for part, _ in parsed.parts).endswith(eos) else ""
             documents = [RenderedText(parsed.parts, parsed.ends_itself, end, parsed.ends_itself)]
         else:
-            found.counts.update(parsed.mended)
+            result.counts.update(parsed.mended)
             documents, done = self.turns.documents(parsed, self.config.multi_turn)
-            found.counts.update(done)
+            result.counts.update(done)
         key = _key(documents)
         return ((key, document) for document in documents)
 
@@ -239,8 +239,8 @@ def _example(
             f"--context_length {len(tokens.ids)}",
         )
     answer = _answer(document) if document else ("", None)
-    told = sum(len(part) for part, _ in document.parts) if document else 0
-    scale = told / (_CHARACTERS * context) if shortened else 1  # as it goes on as it begins
+    characters = sum(len(part) for part, _ in document.parts) if document else 0
+    scale = characters / (_CHARACTERS * context) if shortened else 1  # as it goes on as it begins
     return Example(
         np.array(tokens.ids[:count], np.int32),
         learned,

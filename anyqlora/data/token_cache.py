@@ -187,9 +187,9 @@ class Entry:
         try:
             self.cache.disk.make_directory(staged.path)
             with open(staged.path / ROWS, "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
-                for found in chunks:
-                    if found.batch.num_rows:
-                        writer.write_batch(found.batch)
+                for chunk in chunks:
+                    if chunk.batch.num_rows:
+                        writer.write_batch(chunk.batch)
             self.cache.disk.sync(staged.path / ROWS)
         except BaseException as error:
             staged.take_back()

@@ -156,9 +156,9 @@ def _cut_at_special_tokens(tokenizer) -> Callable[[Sequence[tuple[str, bool]]], 
         groups: list[list[tuple[str, bool]]] = [[]]
         for text, is_learned in parts:
             at = 0
-            for found in pattern.finditer(text):
-                place = found.start()
-                if found.group() not in cutting:
+            for match in pattern.finditer(text):
+                place = match.start()
+                if match.group() not in cutting:
                     continue
                 if place > at or (place == at and groups[-1]):
                     groups[-1] += [(text[at:place], is_learned)] * (place > at)

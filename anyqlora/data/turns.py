@@ -208,8 +208,8 @@ class TurnReader:
         _check_calls(message, number + 1 + view.passed - talk.put_before, answer)
         answer, end, behind = self._until_end(form, talk, number, answer)
         thought = _thought(message, form.closing_tag)
-        said = answer.removesuffix(end)
-        forms = (tail + said, said, _without_thought(tail + said, form.closing_tag))
+        answered = answer.removesuffix(end)
+        forms = (tail + answered, answered, _without_thought(tail + answered, form.closing_tag))
         return Turn(prompt, shared, answer, end, behind, thought, forms, has_empty_thought)
 
     def _render(self, talk: Conversation, count: int | None, *, generation: bool = False) -> str:
@@ -282,8 +282,8 @@ class TurnReader:
         calls = functions(message)
         last = calls[-1]["name"] if calls else _without_thought(message["content"], form.closing_tag).strip()
         place = answer.rfind(last) + len(last) if last in answer else 0
-        said, end, behind = self._cut(answer, place, self._continued(talk, number, answer[:place], last), form.end)
-        return said, end, behind
+        answered, end, behind = self._cut(answer, place, self._continued(talk, number, answer[:place], last), form.end)
+        return answered, end, behind
 
     def _cut(self, written: str, place: int, following: str | None, usual: str = "") -> tuple[str, str, str]:
         """(a turn up to its end, the end token, what is behind it).
@@ -312,7 +312,7 @@ class TurnReader:
         """The tags in it that are tokens."""
         return (tag for tag in self.template.tag.finditer(text) if tag.group() in self.template.tags)
 
-    def _continued(self, talk: Conversation, number: int, said: str, last: str) -> str | None:
+    def _continued(self, talk: Conversation, number: int, answered: str, last: str) -> str | None:
         """What stands behind a turn's last words where the conversation goes on; None where nothing goes on from it.
 
         `said` is the turn up to these words.
@@ -335,8 +335,8 @@ class TurnReader:
             except BadRow:
                 continue
             behind = whole[len(self.template.common(before, whole)) :]
-            if said and said in behind:
-                return behind.partition(said)[2]
+            if answered and answered in behind:
+                return behind.partition(answered)[2]
             if last and last in behind:  # perhaps without its thought
                 return behind.partition(last)[2]
         return None

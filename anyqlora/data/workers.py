@@ -32,9 +32,9 @@ def read_chunks(
     everything = itertools.chain(first, chunks)
     is_large = source.path is not None and source.path.stat().st_size >= LARGE
     several = workers > 1 and is_large and hasattr(os, "fork") and sys.platform != "darwin"
-    for found in _in_processes(reader, everything, workers) if several else map(reader.read, everything):
-        progress(found.rows)
-        yield found
+    for result in _in_processes(reader, everything, workers) if several else map(reader.read, everything):
+        progress(result.rows)
+        yield result
     progress(None)
 
 

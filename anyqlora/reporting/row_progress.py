@@ -16,12 +16,12 @@ def show_rows(name: str) -> Callable[[int | None], None]:
     """A bar on a terminal, else a line now and then, for the file `name`; nothing where it takes no time."""
     from tqdm import tqdm
 
-    began = said = time.monotonic()
+    began = printed = time.monotonic()
     done, bar = 0, None
     title = printable(Path(name).name)
 
     def show(rows: int | None) -> None:
-        nonlocal done, said, bar
+        nonlocal done, printed, bar
         if rows is None:
             if bar is not None:
                 bar.close()
@@ -32,8 +32,8 @@ def show_rows(name: str) -> Callable[[int | None], None]:
             bar.update(rows)
         elif sys.stderr.isatty() and now - began > FIRST:
             bar = tqdm(desc=f"rows of {title}", unit=" rows", initial=done, dynamic_ncols=True, leave=False)
-        elif not sys.stderr.isatty() and now - said > (EVERY if said > began else FIRST):
-            said = now
+        elif not sys.stderr.isatty() and now - printed > (EVERY if printed > began else FIRST):
+            printed = now
             print(f"rows of {title}: {done:,} ({done / (now - began):,.0f} rows/s)", file=sys.stderr, flush=True)
 
     return show

@@ -22,6 +22,8 @@ from safetensors.numpy import load_file
 from anyqlora.__main__ import main
 from anyqlora.config.resolve import from_file, resolve
 from anyqlora.config.schema import ALIASES, SETTINGS, SPLIT_ALIASES, current_names
+from anyqlora.data import formats
+from anyqlora.runs import directory
 from anyqlora.runs.directory import IDENTITY, locate_run
 from anyqlora.runs.finished import read_run
 from tests.support import runs
@@ -187,3 +189,32 @@ def test_a_finished_run_is_opened(finished, framework, capsys):
     sample = json.loads((finished / "samples.jsonl").read_text().splitlines()[-1])
     assert main(["generate", str(finished), "--prompt", sample["prompt"], "--max_new_tokens", "4"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == sample["answer"] != ""
+
+
+def test_a_run_that_began_before_chat_templates_were_the_default_keeps_its_rows(tmp_path, monkeypatch):
+    """As an older version wrote one: plain text in spite of the template, and nothing of that in its identity."""
+    settings = {
+        "model_name": "demo", "dataset": "demo", "chat_template": "zephyr", "context_length": 96, "lora_rank": 2,
+        "batch_size": 2, "gradient_accumulation_steps": 1, "save_steps": 1, "save_total_limit": 9,
+        "max_steps": 4, "exact_match": False, "run_name": "run",
+    }
+
+    with monkeypatch.context() as older:
+        older.setattr(formats, "style_of", lambda name, prompt_format, has_template: "text")
+        own = directory.run_identity
+        older.setattr(
+            directory, "run_identity", lambda config: {k: v for k, v in own(config).items() if k != "rendering"}
+        )
+        whole, stopped = (runs.run(tmp_path / place, **settings) for place in ("whole", "stopped"))
+    (stopped / "result.json").unlink()  # as one that was killed after two steps
+    for step in (3, 4):
+        shutil.rmtree(stopped / "checkpoints" / f"step-{step:06d}")
+    assert "rendering" not in read(stopped, IDENTITY)
+    went_on = runs.run(tmp_path / "stopped", **settings)
+    assert read(went_on, "data_report.json")["identity"] == read(whole, "data_report.json")["identity"]
+    assert runs.result(went_on)["adapter_sha256"] == runs.result(whole)["adapter_sha256"]
+    assert "rendering" not in read(went_on, IDENTITY)
+    now = runs.run(tmp_path / "now", **settings)
+    assert read(now, "data_report.json")["sources"][0]["style"] == "chat"
+    assert read(now, "data_report.json")["identity"] != read(whole, "data_report.json")["identity"]
+    assert read(now, IDENTITY)["rendering"] == 2

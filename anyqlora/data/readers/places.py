@@ -156,11 +156,11 @@ def configurations(directory: Path) -> dict[str, dict[str, list[str]]]:
     except yaml.YAMLError:
         return {}
     configs = content.get("configs") if isinstance(content, dict) else None
-    found = {}
+    by_name = {}
     for config in configs if isinstance(configs, list) else ():
         if isinstance(config, dict) and config.get("data_files") and config.get("config_name"):
-            found[str(config["config_name"])] = _splits(config["data_files"])
-    return found
+            by_name[str(config["config_name"])] = _splits(config["data_files"])
+    return by_name
 
 
 def _splits(data_files: object) -> dict[str, list[str]]:

@@ -104,14 +104,14 @@ class Source:
         if self.path is None:
             yield Chunk(self.name, self.made)
             return
-        found = 0
+        taken = 0
         try:
             for chunk in _chunks(self.path, self):
                 if self.most is not None:
-                    chunk = Chunk(self.name, tuple(itertools.islice(chunk.read(), self.most - found)))
-                    found += len(chunk.rows)
+                    chunk = Chunk(self.name, tuple(itertools.islice(chunk.read(), self.most - taken)))
+                    taken += len(chunk.rows)
                 yield chunk
-                if self.most is not None and found >= self.most:
+                if self.most is not None and taken >= self.most:
                     return
         except OSError as error:
             raise UsageError(f"cannot be read: {error.strerror or error}", where=self.name) from None
