@@ -194,9 +194,18 @@ def test_a_finished_run_is_opened(finished, framework, capsys):
 def test_a_run_that_began_before_chat_templates_were_the_default_keeps_its_rows(tmp_path, monkeypatch):
     """As an older version wrote one: plain text in spite of the template, and nothing of that in its identity."""
     settings = {
-        "model_name": "demo", "dataset": "demo", "chat_template": "zephyr", "context_length": 96, "lora_rank": 2,
-        "batch_size": 2, "gradient_accumulation_steps": 1, "save_steps": 1, "save_total_limit": 9,
-        "max_steps": 4, "exact_match": False, "run_name": "run",
+        "model_name": "demo",
+        "dataset": "demo",
+        "chat_template": "zephyr",
+        "context_length": 96,
+        "lora_rank": 2,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "save_steps": 1,
+        "save_total_limit": 9,
+        "max_steps": 4,
+        "exact_match": False,
+        "run_name": "run",
     }
 
     with monkeypatch.context() as older:
