@@ -284,6 +284,7 @@ def test_peft_and_mlx_lm_have_the_names_that_are_theirs():
     trl = page[page.index("`SFTConfig`, `Training") : page.index("`LoraConfig` and")]
     of_trl = {"model_name_or_path", "model_revision", "dataset_name", "max_length", "chat_template_path", "packing"}
     of_trl |= {"padding_free", "completion_only_loss", "activation_offloading", "EarlyStoppingCallback"}
+    of_trl.add("dataset_num_proc")
     names = set(re.findall(r"^\| `(\w+)", trl, re.MULTILINE)) - of_trl
     assert len(names) > 20 and names - theirs["TrainingArguments"] == set()
 
