@@ -76,6 +76,23 @@ class TrainConfig:
         on_resume="identity",
         choices=SWITCH,
     )
+    mix_strategy: str = setting(
+        "concat",
+        "several sources in an epoch: concat (each as often as its weight says), or in shares by their weights until "
+        "the first (interleave_under) or the last of them (interleave_over) has no row left",
+        section="data",
+        on_resume="stated",
+        choices=("concat", "interleave_under", "interleave_over"),
+    )
+    mix_temperature: float = setting(
+        0.0,
+        "shares of the sources are as their sizes to the power of 1 / this: 1 as their sizes, more evens them out; 0: "
+        "as their weights alone",
+        section="data",
+        on_resume="stated",
+        low=0,
+        high=1000,
+    )
     group_by_length: bool = setting(
         False,
         "rows of about one length share a step, so that less is padding",

@@ -58,7 +58,7 @@ def load_data(
     rows, held_out = read.rows, other.rows
     if config.eval_fraction:
         rows, held_out = _split_held_out(rows, config.eval_fraction, config.seed)
-    train = _mix_by_weight(rows, read.source, read.weights, config.seed)
+    train = _mix_by_weight(rows, read.source, read.weights, config)
     if not may_cut_ends:
         _check_ends(config, train)
     check_tokens(config, tokenizer, greatest_tokens(train, held_out))
@@ -161,20 +161,40 @@ def _split_held_out(rows: Rows, fraction: float, seed: int) -> tuple[Rows, Rows]
     return rows.take(np.flatnonzero(~is_out)), rows.take(np.flatnonzero(is_out))
 
 
-def _mix_by_weight(rows: Rows, source: np.ndarray, weights: list[float], seed: int) -> Rows:
-    """The rows of an epoch: weight 2 is every row of a source twice, weight 0.5 half of its rows, chosen once, by the
-    seed. `source` int [tables] is the number of each table's source.
+def _mix_by_weight(rows: Rows, source: np.ndarray, weights: list[float], config: TrainConfig) -> Rows:
+    """The rows of an epoch. `source` int [tables] is the number of each table's source.
+
+    Of a source that is to be seen 2.5 times every row is there twice, and half of them, chosen once by the seed, once
+    more.
     """
-    parts = [np.empty(0, np.int64)]
     of_row = source[rows.table] if len(rows) else np.empty(0, np.int64)
-    for number, weight in enumerate(weights):
+    sizes = np.bincount(of_row, minlength=len(weights))
+    parts = [np.empty(0, np.int64)]
+    for number, weight in enumerate(_times(sizes, np.array(weights), config.mix_strategy, config.mix_temperature)):
         own = np.flatnonzero(of_row == number)
-        part = np.sort(shuffled(len(own), seed, number)[: round(weight % 1 * len(own))])
+        part = np.sort(shuffled(len(own), config.seed, number)[: round(weight % 1 * len(own))])
         parts += [own] * int(weight) + [own[part]]
     chosen = np.concatenate(parts)
     if not len(chosen):
         raise UsageError("the weights of the sources leave no row", cure="greater weights")
     return rows.take(chosen)
+
+
+def _times(sizes: np.ndarray, weights: np.ndarray, strategy: str, temperature: float) -> list[float]:
+    """How often an epoch sees the rows of each source: float [sources]; `sizes` int [sources] are their rows.
+
+    concat: as often as its weight says. Interleaved sources have shares of the epoch as their weights (and with a
+    temperature their sizes to the power of its inverse) say, and it is as long as the first one (under) or the last one
+    (over) that runs out of rows.
+    """
+    has_rows = sizes > 0
+    if strategy == "concat" and not temperature or not has_rows.any():
+        return weights.tolist()
+    shares = weights * has_rows * (sizes ** (1 / temperature) if temperature else 1.0)
+    shares = shares / shares.sum()
+    ends = sizes[has_rows] / shares[has_rows]  # rows of an epoch at whose end each source has none left
+    total = {"concat": float(sizes @ weights), "interleave_under": ends.min(), "interleave_over": ends.max()}[strategy]
+    return np.where(has_rows, total * shares / np.maximum(sizes, 1), 0.0).round(9).tolist()
 
 
 def _check_ends(config: TrainConfig, train: Rows) -> None:

@@ -624,6 +624,24 @@ def test_columns_go_by_the_names_that_are_stated(tmp_path):
     assert json.loads((directory / "identity.json").read_text())["columns"] == "prompt=q,completion=a[0].text"
 
 
+@shows("mix_strategy", "mix_temperature")
+def test_sources_have_the_shares_that_are_stated(tmp_path):
+    for name, count in (("many", 80), ("few", 20)):
+        write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name} {i}?", "completion": " Tam."} for i in range(count)))
+    both = f"{tmp_path / 'many.jsonl'},{tmp_path / 'few.jsonl'}"
+
+    def shares(dataset, **more):
+        name = "-".join(map(str, ["run", dataset.count("="), *more.values()]))
+        directory = run(tmp_path, name, dataset=dataset, max_steps=1, **more)
+        return read(directory, "data_report.json")["train"]["examples"]
+
+    assert shares(both) == 100
+    assert shares(both, mix_strategy="interleave_under") == 40  # 20 of each
+    assert shares(both, mix_strategy="interleave_over") == 160  # 80 of each
+    assert shares(both, mix_temperature=1.0) == shares(both, mix_temperature=4.0) == 100
+    assert shares(both.replace("l,", "l=3,"), mix_strategy="interleave_under") == 80  # 60 and 20
+
+
 @shows("group_by_length")
 def test_rows_of_about_one_length_share_a_step(tmp_path):
     rows = [{"prompt": "Who?", "completion": " Tam" * (1 + i % 16)} for i in range(64)]

@@ -480,3 +480,33 @@ def test_config_knows_every_format():
     from anyqlora.data.formats import FORMATS
 
     assert set(resolve.SETTINGS["dataset_format"].metadata["choices"]) == {"auto", *FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "temperature", "weights", "expected"),
+    [
+        ("concat", 0, [1, 1, 2], [800, 150, 100]),
+        ("interleave_under", 0, [1, 1, 1], [50, 50, 50]),
+        ("interleave_over", 0, [1, 1, 1], [800, 800, 800]),
+        ("interleave_under", 0, [8, 1, 1], [400, 50, 50]),
+        ("interleave_under", 1, [1, 1, 1], [800, 150, 50]),
+        ("concat", 1, [1, 1, 1], [800, 150, 50]),
+        ("concat", 1000, [1, 1, 1], [333, 333, 333]),
+        ("interleave_over", 2, [1, 1, 1], [800, 346, 200]),
+    ],
+)
+def test_a_mixture_has_the_shares_that_its_formula_gives(strategy, temperature, weights, expected, tmp_path):
+    """Reference: by hand; sizes 800, 150 and 50."""
+    names = []
+    for number, count in enumerate((800, 150, 50)):
+        rows = [{"prompt": f"{number} {i}?", "completion": " yes"} for i in range(count)]
+        names.append(f"{write(tmp_path / f'{number}.jsonl', *rows)}={weights[number]}")
+    found = dataset.load_data(
+        settings(",".join(names), mix_strategy=strategy, mix_temperature=temperature), byte_level()
+    ).train
+    counts = [sum(row.where.startswith(str(tmp_path / f"{number}.jsonl")) for row in found) for number in range(3)]
+    assert all(abs(count - wanted) <= 2 for count, wanted in zip(counts, expected, strict=True)), counts
+    seen = Counter(row.where for row in found)
+    for number in range(3):  # no row much oftener than another one of its source
+        times = [count for where, count in seen.items() if where.startswith(str(tmp_path / f"{number}.jsonl"))]
+        assert max(times) - min(times) <= 1
