@@ -89,6 +89,7 @@ class MemoryMonitor:
         """`planned` bytes; 0: unknown."""
         self.device, self.planned, self.before, self.highest = device, planned, 0, 0
         self.stopped, self.heap = threading.Event(), MallocTuner(0)
+        self._counting = threading.Lock()
 
     def start(self) -> None:
         """Count from here: before the weights are read, after what is imported for them."""
@@ -107,8 +108,11 @@ class MemoryMonitor:
         return torch.mps.driver_allocated_memory() if self.device.type == "mps" else own_pages()
 
     def used(self) -> int:
-        """Bytes now."""
-        return max(self.in_use() - self.before, 0)
+        """Bytes now. The peak is never less than what was once read here, whoever asked."""
+        with self._counting:
+            used = max(self.in_use() - self.before, 0)
+            self.highest = max(self.highest, used)
+        return used
 
     def peak(self) -> int:
         """Bytes at most."""
@@ -129,7 +133,6 @@ def _sample(of: weakref.ref, stopped: threading.Event) -> None:
         if memory is None:
             return
         used = memory.used()
-        memory.highest = max(memory.highest, used)
         memory.heap.give_back(used)
         del memory
 

@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from anyqlora.on_torch.device import MemoryMonitor
 from anyqlora.planning.backends import BackendManager
 from anyqlora.planning.memory.estimate import COMPILED, OF_PRODUCT
 
@@ -150,3 +152,17 @@ def test_products_of_five_hundred_lengths_keep_what_the_plan_has_for_them():
     assert kept < 1.25 * COMPILED * OF_PRODUCT  # without a limit 300 MB
     if "native" in BackendManager("cpu").report.kernels and "ONEDNN_MAX_CPU_ISA" not in os.environ:
         assert kept > 0.5 * COMPILED * OF_PRODUCT  # without AVX512-BF16 oneDNN compiles little or nothing for 16 bits
+
+
+def test_the_peak_is_never_less_than_what_was_once_read():
+    """Whoever reads between two samples, as a profile does behind each phase."""
+    memory = MemoryMonitor(torch.device("cpu"))
+    memory.start()
+    memory.stopped.set()  # nobody samples any more
+    block = torch.ones(50_000_000)
+    used = memory.used()
+    del block
+    try:
+        assert used > 150e6 and memory.peak() >= used
+    finally:
+        memory.close()
