@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
 from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.data import chat_template, columns, formats, meanings, trees
@@ -22,6 +22,9 @@ from anyqlora.data.readers.dataset_index import IndexedSet
 from anyqlora.data.rows import Example, batch_of
 from anyqlora.data.tokenizer import WHOLE, RenderedText, TokenizedText, tokenize
 from anyqlora.data.turns import TurnReader
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 DIALOGUES = "rows_of_human_and_assistant"  # of raw text
 _CHARACTERS = 64  # per token of context: no text that people write has more, and a line of 10 MB costs no time

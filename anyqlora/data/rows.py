@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
-import pyarrow as pa
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 NO_LINE = -1
-SCHEMA = pa.schema(
-    [
-        ("ids", pa.list_(pa.int32())),
-        ("trained", pa.list_(pa.uint8())),
-        ("line", pa.int64()),  # in the file; NO_LINE: `where` is the name of the table alone
-        ("prompt", pa.int32()),  # tokens of the prompt that are among the ids
-        ("prompt_rest", pa.list_(pa.int32())),  # those that are not: of a row that was cut
-        ("length", pa.int32()),  # tokens before the row was cut; 0: it was not
-        ("trained_tokens", pa.int32()),
-        ("has_answer", pa.bool_()),
-        ("key", pa.binary(32)),
-        ("prompt_text", pa.string()),
-        ("answer_text", pa.string()),
-    ]
-)
+
+
+@cache
+def schema() -> pa.Schema:
+    """The columns of a table."""
+    import pyarrow as pa  # a tenth of a second, which a usage error does not wait for
+
+    return pa.schema(
+        [
+            ("ids", pa.list_(pa.int32())),
+            ("trained", pa.list_(pa.uint8())),
+            ("line", pa.int64()),  # in the file; NO_LINE: `where` is the name of the table alone
+            ("prompt", pa.int32()),  # tokens of the prompt that are among the ids
+            ("prompt_rest", pa.list_(pa.int32())),  # those that are not: of a row that was cut
+            ("length", pa.int32()),  # tokens before the row was cut; 0: it was not
+            ("trained_tokens", pa.int32()),
+            ("has_answer", pa.bool_()),
+            ("key", pa.binary(32)),
+            ("prompt_text", pa.string()),
+            ("answer_text", pa.string()),
+        ]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +55,9 @@ class Example:
 
 def batch_of(examples: Sequence[Example], *, texts: bool) -> pa.RecordBatch:
     """Arrow's form of some examples of one file; without `texts` what a prompt and its answer say is left out."""
-    columns: dict[str, list] = {name: [] for name in SCHEMA.names if name not in ("ids", "trained")}
+    import pyarrow as pa
+
+    columns: dict[str, list] = {name: [] for name in schema().names if name not in ("ids", "trained")}
     for example in examples:
         place, _, line = example.where.rpartition(":")
         count = len(example.ids)
@@ -69,8 +80,8 @@ def batch_of(examples: Sequence[Example], *, texts: bool) -> pa.RecordBatch:
         "trained": np.concatenate([np.empty(0, bool), *(e.trained for e in examples)]).view(np.uint8),
     }
     arrays = {name: pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for name, values in flat.items()}
-    arrays |= {name: pa.array(values, SCHEMA.field(name).type) for name, values in columns.items()}
-    return pa.RecordBatch.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
+    arrays |= {name: pa.array(values, schema().field(name).type) for name, values in columns.items()}
+    return pa.RecordBatch.from_arrays([arrays[name] for name in schema().names], schema=schema())
 
 
 class TokenTable:
@@ -85,6 +96,8 @@ class TokenTable:
     @classmethod
     def of_file(cls, name: str, path: Path) -> TokenTable:
         """What was written to `path`, mapped. Raises OSError, pyarrow.ArrowException."""
+        import pyarrow as pa
+
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         return cls(name, [reader.get_batch(number) for number in range(reader.num_record_batches)])
 
@@ -94,7 +107,7 @@ class TokenTable:
     def column(self, name: str) -> np.ndarray:
         """A column of plain numbers, of all rows."""
         parts = [batch.column(name).to_numpy(zero_copy_only=False) for batch in self.batches]
-        return np.concatenate(parts) if parts else np.empty(0, SCHEMA.field(name).type.to_pandas_dtype())
+        return np.concatenate(parts) if parts else np.empty(0, schema().field(name).type.to_pandas_dtype())
 
     @cached_property
     def lengths(self) -> np.ndarray:

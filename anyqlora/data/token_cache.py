@@ -21,15 +21,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from anyqlora.config.schema import AUTO, TrainConfig
 from anyqlora.core import hashing
 from anyqlora.core.files import MANIFEST, REMOVED, STAGED, FileSystem, sealed_manifest
 from anyqlora.core.terminal import format_bytes
 from anyqlora.data.readers.sources import Source
 from anyqlora.data.row_reader import TokenizedChunk
-from anyqlora.data.rows import SCHEMA, TokenTable
+from anyqlora.data.rows import TokenTable, schema
 
 try:
     import fcntl
@@ -148,6 +146,8 @@ class Entry:
 
     def read(self, name: str) -> tuple[TokenTable, dict] | None:
         """(the tokens, what was written of the file beside them); None where they are not there or are damaged."""
+        import pyarrow as pa
+
         try:
             content = (self.path / MANIFEST).read_bytes()
             manifest = json.loads(content)
@@ -183,10 +183,12 @@ class Entry:
 
     def write(self, chunks: Iterator[TokenizedChunk]) -> Staged:
         """Write all chunks beside the place. Raises OSError, and takes back what was written."""
+        import pyarrow as pa
+
         staged = Staged(self, self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}{STAGED}"))
         try:
             self.cache.disk.make_directory(staged.path)
-            with open(staged.path / ROWS, "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            with open(staged.path / ROWS, "wb") as file, pa.ipc.new_file(file, schema()) as writer:
                 for chunk in chunks:
                     if chunk.batch.num_rows:
                         writer.write_batch(chunk.batch)

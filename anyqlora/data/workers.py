@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -41,6 +39,8 @@ def read_chunks(
 def _in_processes(reader: RowReader, chunks: Iterator[Chunk], workers: int) -> Iterator[TokenizedChunk]:
     """Through forked processes, which have the tokenizer as it is; few chunks are under way at a time."""
     global _reader
+    import multiprocessing
+
     _reader = reader
     with warnings.catch_warnings():
         # The children neither compute with torch nor take a lock that a thread of this process may hold.
@@ -66,6 +66,8 @@ def _begin(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if sys.platform == "linux":
+        import ctypes
+
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

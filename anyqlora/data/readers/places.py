@@ -5,19 +5,18 @@ from __future__ import annotations
 import base64
 import os
 import re
-import urllib.error
 import urllib.parse
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from anyqlora.core.errors import UsageError
 from anyqlora.core.hashing import cache_directory, hash_file, hash_text
 from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import nearest
+
+if TYPE_CHECKING:
+    import urllib.request
 
 _NAME = re.compile(r"(?P<base>.+?)(?::(?P<config>[\w.-]+))?(?:\[(?P<split>[\w.-]+)\])?")
 _ADDRESS = re.compile(r"(?P<scheme>https?|s3|gs|gcs|az|abfs|hf)://.+")
@@ -101,6 +100,8 @@ def _check(path: Path, checksum: re.Match | None, shown: str) -> None:
 
 
 def _download(url: str, path: Path) -> None:
+    import urllib.request
+
     scheme, shown = urllib.parse.urlsplit(url).scheme, redacted(url)
     try:
         if scheme in ("http", "https"):
@@ -117,7 +118,7 @@ def _download(url: str, path: Path) -> None:
             where=shown,
             cure={"s3": "pip install s3fs", "hf": "pip install huggingface_hub"}.get(scheme, "a path, or an address"),
         ) from None
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError) as error:  # urllib's own are among the first
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"cannot be fetched: {redacted(reason)}", where=shown, cure="check the address") from None
     except Exception as error:  # the clients of s3 and the hub raise dozens of kinds
@@ -127,6 +128,8 @@ def _download(url: str, path: Path) -> None:
 
 def _request(url: str) -> urllib.request.Request:
     """The request for an address; a user and a password in it are sent as they ought to be, and are in no message."""
+    import urllib.request
+
     parts = urllib.parse.urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=host)))
@@ -146,6 +149,8 @@ def _copy(source: Any, target: Any) -> None:
 
 def configurations(directory: Path) -> dict[str, dict[str, list[str]]]:
     """{configuration: {split: patterns of files}} that the front of a set's README names; {} without any."""
+    import yaml
+
     try:
         text = (directory / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
