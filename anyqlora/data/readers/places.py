@@ -16,7 +16,7 @@ from anyqlora.core.redaction import redacted
 from anyqlora.core.registry import nearest
 
 if TYPE_CHECKING:
-    import urllib.request
+    from urllib.request import Request
 
 _NAME = re.compile(r"(?P<base>.+?)(?::(?P<config>[\w.-]+))?(?:\[(?P<split>[\w.-]+)\])?")
 _ADDRESS = re.compile(r"(?P<scheme>https?|s3|gs|gcs|az|abfs|hf)://.+")
@@ -100,12 +100,12 @@ def _check(path: Path, checksum: re.Match | None, shown: str) -> None:
 
 
 def _download(url: str, path: Path) -> None:
-    import urllib.request
+    from urllib.request import urlopen
 
     scheme, shown = urllib.parse.urlsplit(url).scheme, redacted(url)
     try:
         if scheme in ("http", "https"):
-            with urllib.request.urlopen(_request(url), timeout=60) as answer, open(path, "wb") as file:
+            with urlopen(_request(url), timeout=60) as answer, open(path, "wb") as file:
                 _copy(answer, file)
             return
         import fsspec
@@ -126,13 +126,13 @@ def _download(url: str, path: Path) -> None:
         raise UsageError(f"cannot be fetched: {redacted(reason)}", where=shown, cure="check the address") from None
 
 
-def _request(url: str) -> urllib.request.Request:
+def _request(url: str) -> Request:
     """The request for an address; a user and a password in it are sent as they ought to be, and are in no message."""
-    import urllib.request
+    from urllib.request import Request
 
     parts = urllib.parse.urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
-    request = urllib.request.Request(urllib.parse.urlunsplit(parts._replace(netloc=host)))
+    request = Request(urllib.parse.urlunsplit(parts._replace(netloc=host)))
     if user:
         given = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {given}")
