@@ -82,9 +82,7 @@ class _AnswerEnds:
                 for token in np.unique(tokens[counted][weights > 0]).tolist():
                     counts[token] += int(weights[tokens[counted] == token].sum())
             missing.append(is_missing)
-        starts = np.cumsum([0, *map(len, chosen.tables)])[:-1]
-        flat = np.concatenate(missing)[starts[chosen.table] + chosen.row] if missing else np.empty(0, bool)
-        return cls({token: counts[token] for token in sorted(counts, key=lambda token: -counts[token])}, flat)
+        return cls(dict(counts.most_common()), chosen.pick(missing, bool))
 
 
 def _begins_twice(chosen: Rows, bos: int | None) -> np.ndarray:
@@ -93,14 +91,14 @@ def _begins_twice(chosen: Rows, bos: int | None) -> np.ndarray:
         return np.zeros(len(chosen), bool)
     parts = []
     for table in chosen.tables:
+        twice = np.zeros(len(table), bool)
         for batch in range(len(table.batches)):
             offsets, ids, _ = table.tokens(batch)
-            starts, has_two = offsets[:-1], np.diff(offsets) > 1
-            twice = np.zeros(len(starts), bool)
-            twice[has_two] = (ids[starts[has_two]] == bos) & (ids[starts[has_two] + 1] == bos)
-            parts.append(twice)
-    starts = np.cumsum([0, *map(len, chosen.tables)])[:-1]
-    return np.concatenate(parts)[starts[chosen.table] + chosen.row] if parts else np.empty(0, bool)
+            has_two = np.flatnonzero(np.diff(offsets) > 1)
+            first = offsets[has_two]
+            twice[table.starts[batch] + has_two] = (ids[first] == bos) & (ids[first + 1] == bos)
+        parts.append(twice)
+    return chosen.pick(parts, bool)
 
 
 def percentiles(examples: Rows) -> dict[str, int]:
@@ -229,7 +227,11 @@ def written_as(report: dict) -> str:
         for source in report["sources"]
         if "style" in source
     )
-    asks = "; --prompt_format text for plain text" if "by the chat template" in styles else ""
+    has_choice = any(
+        source.get("style") == "chat" and formats.FORMATS[source["format"]].style != "chat"
+        for source in report["sources"]
+    )
+    asks = "; --prompt_format text for plain text" if has_choice else ""
     return f"rows are written {' or '.join(styles)}{asks}"
 
 

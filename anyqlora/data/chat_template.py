@@ -121,7 +121,7 @@ class ChatTemplate:
         self.tokenizer, self.variables = tokenizer, variables or {}
         self.tags = special_token_ids(tokenizer)
         self.tag = re.compile("|".join([*map(re.escape, self.tags), _MARKUP]))
-        self._as_parts: dict[str, bool] = {}
+        self._wants: dict[str, bool] = {}
 
     @property
     def name(self) -> str:
@@ -176,12 +176,12 @@ class ChatTemplate:
     def _wants_parts(self, tools, variables: dict) -> bool:
         """Whether the template shows content only where it is a list of parts, as those of models that see do."""
         template = self._text(tools)
-        if template not in self._as_parts:
-            self._as_parts[template] = False
+        if template not in self._wants:
+            self._wants[template] = False
             message = {"role": "user", "content": _WORD}
             if "text" in template and "content" in template and not self._shows(message, tools, variables):
-                self._as_parts[template] = self._shows(_as_parts(message), tools, variables)
-        return self._as_parts[template]
+                self._wants[template] = self._shows(_as_parts(message), tools, variables)
+        return self._wants[template]
 
     def _shows(self, message: dict, tools, variables: dict) -> bool:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from anyqlora.data.row_reader import RowReader, TokenizedChunk
 from anyqlora.data.rows import Rows, TokenTable
 from anyqlora.data.token_cache import TokenCache
 from anyqlora.data.tokenizer import RenderedText, tokenize
-from anyqlora.data.workers import read_chunks
+from anyqlora.data.workers import CAN_FORK, read_chunks
 
 LISTED = 20  # bad rows, or reasons, in one message
 
@@ -94,19 +95,20 @@ def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
         return cached
     try:
         with entry.locked():
-            if cached := entry.read(source.name):  # another process was faster
+            if cached := entry.read(source.name, is_locked=True):  # another process was faster
                 return cached
             total = _Summary()
             reader = RowReader(config, cache.tokenizer, texts=texts, indexed=source.indexed)
-            chunks = read_chunks(reader, source, _processes(config), cache.progress(source))
+            chunks = read_chunks(reader, source, _processes(config, cache), cache.progress(source))
             staged = entry.write(total.watching(chunks))
             try:
                 source.refuse_as_json(total.rows, total.bad)
                 staged.keep(total.described(reader, source))
             finally:
                 staged.take_back()
-        cache.prune()
         cached = entry.read(source.name)
+        with contextlib.suppress(OSError):  # another process removes the same entries
+            cache.prune()
     except OSError as error:
         cache.notes.append(f"the tokens of {source.name} are not kept in {cache.root}: {error.strerror or error}")
     return cached or _made(config, source, cache, texts=texts)
@@ -115,14 +117,18 @@ def _kept(config: TrainConfig, source: sources.Source, cache: TokenCache, *, tex
 def _made(config: TrainConfig, source: sources.Source, cache: TokenCache, *, texts: bool) -> tuple[TokenTable, dict]:
     """The tokens of a file, held in memory."""
     reader, total = RowReader(config, cache.tokenizer, texts=texts, indexed=source.indexed), _Summary()
-    chunks = total.watching(read_chunks(reader, source, _processes(config), cache.progress(source)))
+    chunks = total.watching(read_chunks(reader, source, _processes(config, cache), cache.progress(source)))
     table = TokenTable(source.name, [chunk.batch for chunk in chunks])
     source.refuse_as_json(total.rows, total.bad)
     return table, total.described(reader, source)
 
 
-def _processes(config: TrainConfig) -> int:
-    """The stated number, or one for each core that this process may use."""
+def _processes(config: TrainConfig, cache: TokenCache) -> int:
+    """The stated number, or one for each core that this process may use; one where processes cannot be forked."""
+    if not CAN_FORK:
+        note = "dataset_num_proc: one process makes the tokens on this system, which cannot fork others safely"
+        cache.notes += [note] * (config.dataset_num_proc > 1 and note not in cache.notes)
+        return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return config.dataset_num_proc or cores
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -202,12 +203,13 @@ class Rows(Sequence[Example]):
         if isinstance(examples, Rows):
             return examples
         tables: dict[str, list[Example]] = {}
+        numbers_of: dict[str, int] = {}
         order = []
         for example in examples:
             place, _, line = example.where.rpartition(":")
             name = place if place and line.isdigit() else example.where
             rows = tables.setdefault(name, [])
-            order.append((list(tables).index(name), len(rows)))
+            order.append((numbers_of.setdefault(name, len(numbers_of)), len(rows)))
             rows.append(example)
         numbers = np.array(order, np.int32).reshape(-1, 2)
         made = [TokenTable(name, [batch_of(rows, texts=True)]) for name, rows in tables.items()]
@@ -243,7 +245,11 @@ class Rows(Sequence[Example]):
         parts = [
             getattr(table, column) if hasattr(TokenTable, column) else table.column(column) for table in self.tables
         ]
+        return self.pick(parts, np.int32)
+
+    def pick(self, parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+        """Of what is known of all rows of each table that of these rows; `dtype` where there are no tables."""
         if not parts:
-            return np.empty(0, np.int32)
+            return np.empty(0, dtype)
         starts = np.cumsum([0, *map(len, parts)])[:-1]
         return np.concatenate(parts)[starts[self.table] + self.row]

@@ -28,6 +28,7 @@ from anyqlora.core.terminal import format_bytes
 from anyqlora.data.readers.sources import Source
 from anyqlora.data.row_reader import TokenizedChunk
 from anyqlora.data.rows import TokenTable, schema
+from anyqlora.data.workers import LARGE
 
 try:
     import fcntl
@@ -35,7 +36,6 @@ except ImportError:  # Windows, where two processes may write the same entry: th
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1  # raised when the same rows and settings come to give other tokens
-LARGE = 8 << 20  # bytes of a file from which its tokens are kept
 ROWS = "rows.arrow"
 READING = 600  # seconds after its last use for which an entry may still be read
 DAY = 24 * 3600  # after which what is not finished was left by a process that was killed
@@ -144,8 +144,11 @@ class Entry:
     path: Path
     made_of: dict
 
-    def read(self, name: str) -> tuple[TokenTable, dict] | None:
-        """(the tokens, what was written of the file beside them); None where they are not there or are damaged."""
+    def read(self, name: str, *, is_locked: bool = False) -> tuple[TokenTable, dict] | None:
+        """(the tokens, what was written of the file beside them); None where they are not there or are damaged.
+
+        What is damaged goes, and is noted, by the one who has the lock and will make it anew.
+        """
         import pyarrow as pa
 
         try:
@@ -161,6 +164,8 @@ class Entry:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+            if not is_locked:
+                return None
             reason = str(error) if str(error).startswith((MANIFEST, ROWS)) else f"{MANIFEST}: {error}"
             self.cache.notes.append(f"the tokens in {self.path} are made again: {reason}")
             with contextlib.suppress(OSError):

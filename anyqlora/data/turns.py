@@ -29,6 +29,7 @@ _QUESTION, _ANSWER, _NEXT, _THOUGHT = "qzxwq", "rzxwr", "szxws", "tzxwt"  # that
 _THOUGHT_TAG = re.compile(r"[<\[][^<>\[\]\s]*(?:think|thought)[^<>\[\]\s]*[>\]]", re.IGNORECASE)
 _CLOSING = re.compile(r"^.?/|end|close", re.IGNORECASE)  # in the name of a tag
 _LONG, _EXCHANGES = 12, 2  # messages of a conversation that is read in parts, and of what
+_REMEMBERED = 1000  # forms and patterns
 _MARK = re.compile(r"qzx(\d{3})xzq")
 _TAIL = 200  # characters of a prompt: no template asks with more
 _SIDES = (("begin", "end"), ("BEGIN", "END"), ("start", "end"), ("START", "END"), ("open", "close"))
@@ -73,9 +74,10 @@ class TurnReader:
         None for words that a template could take for something else, and where it does not.
         """
         contents = [message["content"] for message in talk.messages]
-        if len(contents) > _LONG or not all(map(self._is_plain, talk.messages)):
+        if talk.tools or len(contents) > _LONG or not all(map(self._is_plain, talk.messages)):
             return None
         shape = (tuple(m["role"] for m in talk.messages), talk.learned, multi_turn, _told(talk))
+        _bound(self._patterns)
         if shape not in self._patterns:
             self._patterns[shape] = None  # the first one may be the only one
             return None
@@ -128,7 +130,7 @@ class TurnReader:
             }
         )
         documents = [_document(group) for group in groups]
-        counts.update(f"{what}{LEFT_OUT}" for what in dropped_content(talk, documents))
+        counts.update(f"{what}{LEFT_OUT}" for what in dropped_content(talk, documents, self._form(talk).closing_tag))
         return documents, +counts
 
     def _check_variables(self, talk: Conversation) -> None:
@@ -236,6 +238,8 @@ class TurnReader:
             if closing_tag in written:
                 return written, False
             thought = _thought(message, closing_tag).strip()
+            if closing_tag in message["content"]:  # the words begin with what stood behind their thought
+                written = written.lstrip()
             line = "\n" if prompt.endswith("\n") else ""
             closing = form.closing or f"{line}{closing_tag}{2 * line}"
             return f"{thought}{closing}{written}", not thought
@@ -315,7 +319,7 @@ class TurnReader:
     def _continued(self, talk: Conversation, number: int, answered: str, last: str) -> str | None:
         """What stands behind a turn's last words where the conversation goes on; None where nothing goes on from it.
 
-        `said` is the turn up to these words.
+        `answered` is the turn up to these words.
         """
         calls = functions(talk.messages[number])
         following = talk.messages[number + 1 : number + 2]
@@ -363,6 +367,7 @@ class TurnReader:
 
     def _form(self, talk: Conversation) -> _Form:
         key = _told(talk)
+        _bound(self._forms)
         if key not in self._forms:
             self._forms[key] = self._seen(talk)
         return self._forms[key]
@@ -438,8 +443,14 @@ class _Form:
 
 
 def _told(talk: Conversation) -> str:
-    """What the template is told beside the messages, as a key."""
-    return json.dumps(talk.template_variables, sort_keys=True, default=str) + json.dumps(talk.tools)
+    """What the template is told beside the messages, as a key; which tools there are does not change its turns."""
+    return json.dumps(talk.template_variables, sort_keys=True, default=str) + " with tools" * bool(talk.tools)
+
+
+def _bound(known: dict) -> None:
+    """Forget what is known where there is much of it: rows that each tell the template something else have no end."""
+    if len(known) > _REMEMBERED:
+        known.clear()
 
 
 @dataclass(frozen=True)
@@ -565,7 +576,7 @@ def _check_calls(message: dict, number: int, rendered: str) -> None:
             )
 
 
-def dropped_content(talk: Conversation, documents: list[RenderedText], closing_tag: str = "</think>") -> list[str]:
+def dropped_content(talk: Conversation, documents: list[RenderedText], closing_tag: str) -> list[str]:
     """What the template left out of what the model sees, and of reasoning that it learns, one name for each message.
 
     Of the assistant only learned turns count: templates take the reasoning out of earlier ones on purpose. Raises

@@ -16,6 +16,7 @@ from anyqlora.data.row_reader import RowReader, TokenizedChunk
 
 LARGE = 8 << 20  # bytes of a file from which other processes are worth their start
 AHEAD = 3  # chunks for each process, read or done, that nobody has taken
+CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"  # whose frameworks do not survive it
 _PR_SET_PDEATHSIG = 1
 
 _reader: RowReader | None = None  # of a worker
@@ -29,7 +30,7 @@ def read_chunks(
     first = reader.choose_format(chunks)
     everything = itertools.chain(first, chunks)
     is_large = source.path is not None and source.path.stat().st_size >= LARGE
-    several = workers > 1 and is_large and hasattr(os, "fork") and sys.platform != "darwin"
+    several = workers > 1 and is_large
     for result in _in_processes(reader, everything, workers) if several else map(reader.read, everything):
         progress(result.rows)
         yield result

@@ -6,6 +6,7 @@ table here as each model's generation settings have them. Of templates that ask 
 turn, the table has what stands before the answer, too.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -384,3 +385,27 @@ def test_templates_are_told_what_the_setting_and_the_row_say(templates, tmp_path
         prompts()
     assert prompts(ignore_columns="reasoning_effort") == [ask, ask]
     assert prompts(on_bad_row="skip") == [ask]
+
+
+def test_reasoning_inside_of_the_content_is_that_of_the_templates_own_tags(templates, tmp_path):
+    """Not of <think> alone: EXAONE's thoughts have another name. A template that drops it gets it back."""
+    own = real_templates.tokenizer("llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Llama-8B")
+    for tag in ("think", "thought"):
+        own.chat_template = templates["llama.cpp/deepseek-ai-DeepSeek-R1-Distill-Llama-8B"].replace("think>", f"{tag}>")
+        row = {"messages": [user("a"), says(f"<{tag}>\nso\n</{tag}>\n\nb")]}
+        [found] = dataset.load_data(settings(write(tmp_path / "a.jsonl", row)), own).train
+        assert learned(found, own) == [f"so\n</{tag}>\n\nb<｜end▁of▁sentence｜>"]
+
+
+def test_what_is_remembered_of_rows_has_a_bound(templates, monkeypatch):
+    """Rows that each tell the template something else, and rows with tools of their own."""
+    monkeypatch.setattr(turns, "_REMEMBERED", 5)
+    reader = turns.TurnReader(chat_template.ChatTemplate(real_templates.tokenizer("trl/qwen3")))
+    for number in range(40):
+        tools = [{"type": "function", "function": {"name": f"f{number}"}}]
+        talk = conversation(ASKED[:2], {"tools": tools} if number % 2 else {}, "chat")
+        told = {"enable_thinking": bool(number % 3), "date": number} if number % 4 == 0 else {}
+        monkeypatch.setattr(reader, "_check_variables", lambda talk: None)
+        documents, _ = reader.documents(dataclasses.replace(talk, template_variables=told))
+        assert (f"f{number}" in documents[0].parts[0][0]) == bool(number % 2)
+    assert len(reader._forms) <= 6 and len(reader._patterns) <= 6

@@ -95,7 +95,7 @@ def _check(path: Path, checksum: re.Match | None, shown: str) -> None:
         raise UsageError(
             f"its sha256 is {hash_file(path)}, not the stated one",
             where=shown,
-            cure=f"the right checksum, or the right file; the copy here is {path}",
+            cure="the right checksum, or the right file" + f"; the copy here is {path}" * (path.suffix != ".part"),
         )
 
 
